@@ -74,6 +74,6 @@ def test_ranks_read_the_order_of_one_process(on_ranks, tmp_path, validates):
 def test_epoch_resumes_on_other_ranks(on_ranks, tmp_path):
     expected = read(roomier.Trainer, tmp_path, 1, max_epochs=2)
     done = read(roomier.Trainer, tmp_path, 1, saves=True, max_steps=2)
-    goes_on = on_ranks(2, read, roomier.Trainer, tmp_path, 2, ckpt_path=tmp_path / "saved", max_epochs=2)
-    assert done[0] + joined(goes_on)[0] == expected[0]
-    assert joined(goes_on)[1] == expected[1]
+    resumed = on_ranks(2, read, roomier.Trainer, tmp_path, 2, ckpt_path=tmp_path / "saved", max_epochs=2)
+    assert done[0] + joined(resumed)[0] == expected[0]
+    assert joined(resumed)[1] == expected[1]

@@ -91,7 +91,7 @@ KEPT: list[Any] = []
 
 
 def taken_by_the_first_alone() -> str:
-    roll_call.TELL_AFTER_S = roll_call.GIVE_UP_AFTER_S = 0.0
+    roll_call.REPORT_AFTER_S = roll_call.GIVE_UP_AFTER_S = 0.0
     mine = trainer()
     stream = mine.predict_stream(Net(), loaders())
     if mine.is_global_zero:

@@ -19,8 +19,10 @@ class ModuleHooks(nn.Module):
     """
 
     def prepare_data(self) -> None:
-        """Called in one process per node, or in one process of all nodes (see ``prepare_data_per_node``), before
-        ``setup``."""
+        """Called before ``setup``, in one process per node or in one process of all nodes.
+
+        See ``prepare_data_per_node``.
+        """
 
     def setup(self, stage: str) -> None:
         """Called in every process at the start of a call.
