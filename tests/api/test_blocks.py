@@ -1,4 +1,4 @@
-"""Which parts of a model are gathered together."""
+"""Blocks of a model, and units of sharding."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """Layers of layers, beside a stack of plain linear ones."""
+    """Nested layers, and a stack of plain linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,28 +32,28 @@ def gpt(*, tied_head: bool = False) -> GPT:
     return GPT(GPTConfig(vocab_size=50, context=8, num_layers=3, num_heads=2, width=8, tied_head=tied_head))
 
 
-def test_the_layers_of_a_list_are_blocks() -> None:
+def test_layers_of_a_list_are_blocks() -> None:
     model = gpt()
     assert find_blocks(model) == list(model.blocks)
 
 
-def test_only_the_outermost_of_what_repeats() -> None:
+def test_only_outermost_repeated_modules_are_blocks() -> None:
     model = Deep()
     assert find_blocks(model) == list(model.stages)
 
 
-def test_what_does_not_repeat_or_has_no_parts_is_none() -> None:
+def test_modules_without_repetition_or_submodules_are_not_blocks() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     assert find_blocks(nn.Sequential(Layer(), nn.Linear(4, 4))) == []
     assert find_blocks(nn.Linear(2, 2)) == []
 
 
-def test_a_layer_at_two_places_is_one_block() -> None:
+def test_layer_at_two_places_is_one_block() -> None:
     shared, other = Layer(), Layer()
     assert find_blocks(nn.Sequential(shared, other, shared)) == [shared, other]
 
 
-def test_layers_of_a_dict() -> None:
+def test_layers_of_a_dict_are_blocks() -> None:
     model = nn.ModuleDict({"a": Layer(), "b": Layer()})
     assert find_blocks(model) == [model["a"], model["b"]]
 
@@ -63,9 +63,9 @@ class Declares(Deep):
         return [self.lone[0], self.mlp]
 
 
-def test_what_a_model_declares_counts() -> None:
+def test_declared_blocks_are_used() -> None:
     model = Declares()
-    assert find_blocks(model) == [model.mlp, model.lone[0]]  # in the order they are registered
+    assert find_blocks(model) == [model.mlp, model.lone[0]]  # in the order of registration
 
 
 class DeclaresStranger(Deep):
@@ -73,7 +73,7 @@ class DeclaresStranger(Deep):
         return [Layer()]
 
 
-def test_a_declared_block_that_is_no_part_is_refused() -> None:
+def test_declared_block_outside_the_model_is_rejected() -> None:
     with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*must be a submodule of the model"):
         find_blocks(DeclaresStranger())
 
@@ -82,7 +82,7 @@ class NamesClasses(Deep):
     _no_split_modules = ("Layer",)
 
 
-def test_the_classes_that_hugging_face_names() -> None:
+def test_classes_in_no_split_modules_are_blocks() -> None:
     holder = nn.Module()
     holder.model = NamesClasses()  # a module around the model
     layers = [each for each in holder.modules() if isinstance(each, Layer)]
@@ -90,7 +90,7 @@ def test_the_classes_that_hugging_face_names() -> None:
     assert find_blocks(holder) == layers
 
 
-def test_units_are_blocks_and_what_is_large() -> None:
+def test_units_are_blocks_and_large_layers() -> None:
     model = gpt()
     small = {model.norm, model.positions}
     assert units_of(model, find_blocks(model)) == [model.tokens, *model.blocks, model.head] or small & set(
@@ -99,7 +99,7 @@ def test_units_are_blocks_and_what_is_large() -> None:
     assert model.norm not in units_of(model, find_blocks(model))
 
 
-def test_what_is_tied_belongs_to_the_root() -> None:
+def test_tied_parameters_belong_to_the_root() -> None:
     model = gpt(tied_head=True)
     units = units_of(model, find_blocks(model))
     assert model.tokens not in units
@@ -107,7 +107,7 @@ def test_what_is_tied_belongs_to_the_root() -> None:
     assert set(model.blocks) <= set(units)
 
 
-def test_a_block_that_shares_a_tensor_with_the_outside_belongs_to_the_root() -> None:
+def test_block_with_a_shared_tensor_belongs_to_the_root() -> None:
     model = nn.Sequential(Layer(), Layer(), Layer(), nn.Linear(8, 4))
     model[3].weight = model[1].down.weight
     units = units_of(model, find_blocks(model))
@@ -116,8 +116,8 @@ def test_a_block_that_shares_a_tensor_with_the_outside_belongs_to_the_root() -> 
     assert model[1] not in units
 
 
-def test_the_parts_of_attention_are_not_units() -> None:
-    """Its forward reads their weights without calling them."""
+def test_submodules_of_attention_are_not_units() -> None:
+    """The forward of attention reads their weights without calling them."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
     assert units_of(model, find_blocks(model)) == [model["attention"], model["head"]]
 
@@ -128,7 +128,7 @@ def test_no_parameter_is_in_two_units() -> None:
     assert len(owned) == len(set(owned))
 
 
-def test_what_is_multiplied_is_gathered_in_low_precision_and_the_rest_is_not() -> None:
+def test_only_matmul_weights_are_gathered_in_low_precision() -> None:
     block = Layer()
     assert parts_of(block, torch.bfloat16) == [([block.norm], None), ([block], torch.bfloat16)]
     assert parts_of(block, None) == [([block], None)]

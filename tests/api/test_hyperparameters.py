@@ -41,7 +41,7 @@ def same_bits(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_arguments_are_kept_with_their_defaults():
+def test_arguments_are_stored_with_their_defaults():
     net = Net(3, names=("x",))
     assert dict(net.hparams) == {"width": 3, "depth": 2, "names": ("x",)}
     assert net.hparams.width == net.hparams["width"] == 3
@@ -49,7 +49,7 @@ def test_arguments_are_kept_with_their_defaults():
         _ = net.hparams.wide
 
 
-def test_some_names_only():
+def test_selected_names():
     class Some(roomier.Module):
         def __init__(self, a, b, c):
             super().__init__()
@@ -58,7 +58,7 @@ def test_some_names_only():
     assert dict(Some(1, 2, 3).hparams) == {"a": 1, "c": 3}
 
 
-def test_a_name_that_is_no_argument_is_refused():
+def test_unknown_name_is_rejected():
     class Wrong(roomier.Module):
         def __init__(self, a):
             super().__init__()
@@ -68,7 +68,7 @@ def test_a_name_that_is_no_argument_is_refused():
         Wrong(1)
 
 
-def test_keyword_arguments_of_any_name():
+def test_arbitrary_keyword_arguments():
     class Any(roomier.Module):
         def __init__(self, a, **rest):
             super().__init__()
@@ -77,7 +77,7 @@ def test_keyword_arguments_of_any_name():
     assert dict(Any(1, b=2, c=3).hparams) == {"a": 1, "b": 2, "c": 3}
 
 
-def test_the_outer_class_wins():
+def test_subclass_takes_precedence():
     class Twice(Net):
         def __init__(self, width, factor=2):
             super().__init__(width * factor)
@@ -86,7 +86,7 @@ def test_the_outer_class_wins():
     assert (hparams.width, hparams.factor, hparams.depth) == (3, 2, 2)
 
 
-def test_a_method_that_init_calls_keeps_the_arguments_of_init():
+def test_method_called_by_init_stores_the_arguments_of_init():
     class Base(roomier.Module):
         def __init__(self, a):
             super().__init__()
@@ -102,7 +102,7 @@ def test_a_method_that_init_calls_keeps_the_arguments_of_init():
     assert dict(Derived(1).hparams) == {"a": 1, "b": 2}
 
 
-def test_the_fields_of_a_dataclass_are_its_arguments():
+def test_fields_of_a_dataclass_are_arguments():
     @dataclasses.dataclass
     class Data(roomier.DataModule):
         folder: str
@@ -115,7 +115,7 @@ def test_the_fields_of_a_dataclass_are_its_arguments():
     assert dict(Data("here").hparams) == {"folder": "here", "batch_size": 8}
 
 
-def test_where_there_is_no_init_what_is_kept_must_be_passed():
+def test_values_must_be_passed_outside_init():
     class Late(roomier.Module):
         def setup(self, stage):
             self.save_hyperparameters({"seen": 1})
@@ -129,7 +129,7 @@ def test_where_there_is_no_init_what_is_kept_must_be_passed():
         module.hparams = {"lr": 0.1}
 
 
-def test_what_cannot_be_stored_is_said(capsys):
+def test_values_that_are_not_saved_are_reported(capsys):
     class Keeps(roomier.Module):
         def __init__(self, net, size):
             super().__init__()
@@ -157,7 +157,7 @@ def test_is_plain(value, expected):
     assert is_plain(value) is expected
 
 
-def test_they_are_written_to_the_log(tmp_path):
+def test_hyperparameters_are_logged(tmp_path):
     fitted(Net(3), tmp_path, logger=True)
     stored = json.loads((tmp_path / "version_0" / "hparams.json").read_text())
     assert stored["width"] == 3
@@ -185,21 +185,21 @@ def test_load_from_checkpoint_moves_to_the_device(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["gpu", {"cuda:0": "cpu"}, "cuda:99"], ids=repr)
-def test_a_device_that_is_not_there(tmp_path, device):
+def test_unavailable_device_is_rejected(tmp_path, device):
     path = saved(Net(3), tmp_path)
     with pytest.raises(roomier.RoomierError, match=r"map_location=.*is not a device of this machine"):
         Net.load_from_checkpoint(path, map_location=device)
 
 
-def test_arguments_that_take_the_place_of_stored_ones(tmp_path):
+def test_arguments_replace_stored_values(tmp_path):
     path = saved(Net(3, depth=1), tmp_path)
     loss = nn.MSELoss()
     loaded = Net.load_from_checkpoint(path, names=("new",), loss=loss)
     assert loaded.hparams.names == ("new",)
 
 
-def test_a_subclass_that_fixes_arguments_of_its_parent(tmp_path):
-    """The parent's arguments are among the hyperparameters, though the subclass does not take them."""
+def test_subclass_that_fixes_arguments_of_its_base_class(tmp_path):
+    """The hyperparameters contain the arguments of the base class, which the subclass does not accept."""
 
     class Deep(Net):
         def __init__(self, width):
@@ -211,25 +211,25 @@ def test_a_subclass_that_fixes_arguments_of_its_parent(tmp_path):
     assert len(loaded.layers) == 5
 
 
-def test_an_argument_that_was_not_stored_is_asked_for(tmp_path):
+def test_missing_argument_is_reported(tmp_path):
     class Needs(Net):
         def __init__(self, width, table):
             super().__init__(width)
             self.hparams.pop("table")
 
     path = saved(Needs(3, {"a": 1}), tmp_path)
-    with pytest.raises(roomier.CheckpointError, match=r"Needs cannot be made.*Pass the missing arguments"):
+    with pytest.raises(roomier.CheckpointError, match=r"Needs cannot be constructed.*Pass the missing arguments"):
         Needs.load_from_checkpoint(path)
     assert Needs.load_from_checkpoint(path, table={}).hparams.width == 3
 
 
-def test_an_argument_that_the_class_does_not_have_is_an_error(tmp_path):
+def test_unknown_stored_argument_is_an_error(tmp_path):
     path = saved(Net(3), tmp_path)
     with pytest.raises(roomier.CheckpointError, match="widht"):
         Net.load_from_checkpoint(path, widht=3)
 
 
-def test_weights_that_do_not_fit(tmp_path):
+def test_weights_that_do_not_match(tmp_path):
     path = saved(Net(3, depth=1), tmp_path)
     with pytest.raises(roomier.CheckpointError, match=r"layers\.1"):
         Net.load_from_checkpoint(path, depth=2)
@@ -237,7 +237,7 @@ def test_weights_that_do_not_fit(tmp_path):
     assert torch.equal(loaded.layers[0].weight, Net.load_from_checkpoint(path).layers[0].weight)
 
 
-def test_weights_of_other_shapes_never_fit(tmp_path):
+def test_weights_of_other_shapes_are_rejected(tmp_path):
     path = saved(Net(3), tmp_path)
     with pytest.raises(roomier.CheckpointError):
         Net.load_from_checkpoint(path, width=4)

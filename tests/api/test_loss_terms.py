@@ -1,4 +1,4 @@
-"""How many terms the loss of a batch is the mean of."""
+"""Number of terms over which the loss of a batch averages."""
 
 from collections import UserDict
 
@@ -41,13 +41,13 @@ def test_names_of_targets(key):
     assert count_loss_terms({"x": torch.zeros(2, 9), key: LABELS}) == 3
 
 
-def test_a_model_that_shifts_its_labels_drops_the_first_of_each_row():
+def test_model_that_shifts_its_labels_drops_the_first_of_each_row():
     assert count_loss_terms({"labels": LABELS}, is_shifted_inside=True) == 2
     assert count_loss_terms({"labels": torch.tensor([1, 2, 0])}, is_shifted_inside=True) == 3
 
 
 def test_targets_on_a_device_are_counted_there():
-    """A 0-dim tensor: the host does not wait for it."""
+    """The count is a 0-dim tensor, so the host does not wait."""
     count = count_loss_terms({"labels": torch.empty(2, 3, dtype=torch.long, device="meta")})
     assert isinstance(count, torch.Tensor)
     assert count.device.type == "meta"

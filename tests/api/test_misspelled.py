@@ -1,4 +1,4 @@
-"""Hooks that are misspelled or gone are told; names that are meant are not."""
+"""Misspelled and removed hooks are reported; other names are not."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def module(*names, base=roomier.Module):
     return type("Mine", (base,), dict.fromkeys(names, do_nothing))()
 
 
-def said_of(obj, base, capsys):
+def notices_of(obj, base, capsys):
     check_hook_names(obj, base)
     return capsys.readouterr().err
 
@@ -41,14 +41,14 @@ def said_of(obj, base, capsys):
         ("test_epoch_end", "on_test_epoch_end"),
     ],
 )
-def test_a_hook_that_lightning_removed_is_refused_before_anything_is_set_up(tmp_path, removed, today):
+def test_removed_hook_of_lightning_is_rejected_before_setup(tmp_path, removed, today):
     class Old(Net):
         def prepare_data(self):
             raise AssertionError("nothing is set up")
 
     setattr(Old, removed, do_nothing)
     trainer = roomier.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path / "runs")
-    with pytest.raises(roomier.RoomierError, match=rf"{removed}='Old'.*Write {today}\(self\)"):
+    with pytest.raises(roomier.RoomierError, match=rf"{removed}='Old'.*Use {today}\(self\)"):
         trainer.fit(Old(), [torch.ones(1, 1)])
     assert not (tmp_path / "runs").exists()
 
@@ -69,9 +69,9 @@ def test_a_hook_that_lightning_removed_is_refused_before_anything_is_set_up(tmp_
         ("num_loss_term", "num_loss_terms"),
     ],
 )
-def test_a_near_miss_is_said(capsys, name, meant):
-    said = said_of(module(name), roomier.Module, capsys)
-    assert said == f"roomier: Mine.{name} is not a hook and is never called; did you mean {meant}?\n"
+def test_similar_name_is_reported(capsys, name, meant):
+    message = notices_of(module(name), roomier.Module, capsys)
+    assert message == f"roomier: Mine.{name} is not a hook and is never called; did you mean {meant}?\n"
 
 
 @pytest.mark.parametrize(
@@ -99,24 +99,24 @@ def test_a_near_miss_is_said(capsys, name, meant):
         "freezes",
     ],
 )
-def test_a_name_that_is_meant_is_not_said(capsys, name):
-    assert said_of(module(name), roomier.Module, capsys) == ""
+def test_other_names_are_not_reported(capsys, name):
+    assert notices_of(module(name), roomier.Module, capsys) == ""
 
 
-def test_a_helper_beside_the_hook_is_meant(capsys):
-    assert said_of(module("training_step", "train_step"), roomier.Module, capsys) == ""
+def test_method_next_to_the_hook_is_not_reported(capsys):
+    assert notices_of(module("training_step", "train_step"), roomier.Module, capsys) == ""
 
 
-def test_a_misspelled_override_of_ones_own_base_class_is_said(capsys):
-    assert "did you mean training_step?" in said_of(module("trainig_step", base=Net), roomier.Module, capsys)
+def test_misspelled_override_of_a_custom_base_class_is_reported(capsys):
+    assert "did you mean training_step?" in notices_of(module("trainig_step", base=Net), roomier.Module, capsys)
 
 
 @pytest.mark.parametrize("name", FORMER)
-def test_a_former_hook_is_said(capsys, name):
-    assert f"Mine.{name} is no longer a hook and is never called" in said_of(module(name), roomier.Module, capsys)
+def test_former_hook_is_reported(capsys, name):
+    assert f"Mine.{name} is no longer a hook and is never called" in notices_of(module(name), roomier.Module, capsys)
 
 
-def test_callbacks_and_data_modules_too(make_trainer, capsys):
+def test_callbacks_and_data_modules_are_checked(make_trainer, capsys):
     class Watch(roomier.Callback):
         def on_train_epoch_ends(self, trainer, pl_module): ...
 
@@ -131,13 +131,12 @@ def test_callbacks_and_data_modules_too(make_trainer, capsys):
             return [Watch()]
 
     make_trainer(max_steps=1).fit(Both(), datamodule=Data())
-    said = capsys.readouterr().err
-    assert (
-        said.count("Watch.on_train_epoch_ends is not a hook and is never called; did you mean on_train_epoch_end?") == 1
-    )
-    assert said.count("Data.test_dataloaders is not a hook and is never called; did you mean test_dataloader?") == 1
+    message = capsys.readouterr().err
+    problem = "is not a hook and is never called; did you mean"
+    assert message.count(f"Watch.on_train_epoch_ends {problem} on_train_epoch_end?") == 1
+    assert message.count(f"Data.test_dataloaders {problem} test_dataloader?") == 1
 
 
-def test_what_roomier_ships_is_not_looked_at(make_trainer, capsys):
+def test_own_classes_of_roomier_are_not_reported(make_trainer, capsys):
     make_trainer(max_steps=1, enable_checkpointing=True, enable_progress_bar=True).fit(Net(), [torch.ones(1, 1)])
     assert "is not a hook" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Module: what it is without a Trainer, copies of it, and what it tells about itself."""
+"""Module without a Trainer, copies of modules, and error messages."""
 
 import copy
 import pickle
@@ -48,7 +48,7 @@ def test_attached(attached):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_copy_leaves_the_trainer_behind(attached, duplicate):
+def test_copy_has_no_trainer(attached, duplicate):
     other = duplicate(attached)
     assert attached.is_attached
     assert not other.is_attached
@@ -57,8 +57,8 @@ def test_a_copy_leaves_the_trainer_behind(attached, duplicate):
     assert other.training_step(torch.ones(1, 2), 0).shape == ()
 
 
-def test_a_copy_within_a_fit(tmp_path):
-    """As an averaged model makes one."""
+def test_copy_within_a_fit(tmp_path):
+    """As weight averaging creates one."""
     copies = []
 
     class Copies(Net):
@@ -72,7 +72,7 @@ def test_a_copy_within_a_fit(tmp_path):
     assert not torch.equal(copies[0].net.weight, copies[1].net.weight)
 
 
-def test_the_trainer_is_no_part_of_the_state(attached):
+def test_state_does_not_contain_the_trainer(attached):
     assert set(attached.state_dict()) == {"net.weight", "net.bias"}
     assert [name for name, _ in attached.named_modules()] == ["", "net"]
 
@@ -94,17 +94,19 @@ def test_freeze_and_unfreeze():
     assert module.training
 
 
-def test_what_is_not_defined_is_said(tmp_path):
+def test_missing_step_is_reported(tmp_path):
     with pytest.raises(roomier.RoomierError, match="does not define training_step"):
         roomier.Module().training_step(1, 0)
 
 
-def test_a_module_that_torch_compile_hides_is_refused():
-    with pytest.raises(roomier.RoomierError, match=r"model='Net': torch\.compile .* Pass the module itself"):
+def test_compiled_module_is_rejected():
+    with pytest.raises(
+        roomier.RoomierError, match=r"model='Net': is wrapped by torch\.compile.* Pass the module itself"
+    ):
         as_module(torch.compile(Net(), backend="eager"))
 
 
-def test_a_step_that_takes_the_iterator_is_told_that_it_gets_batches():
+def test_step_with_an_iterator_argument_is_rejected():
     module = Net()
     module.training_step = lambda dataloader_iter: None
     with pytest.raises(roomier.RoomierError, match=r"Define it as training_step\(self, batch, batch_idx\)"):
@@ -116,7 +118,7 @@ def test_print(capsys):
     assert capsys.readouterr().out == "a-1\n"
 
 
-def test_predict_step_is_forward():
+def test_predict_step_calls_forward():
     class Doubles(roomier.Module):
         def forward(self, x):
             return 2 * x

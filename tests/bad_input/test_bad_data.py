@@ -153,7 +153,7 @@ LIMITS = {
         lambda d: d.fit(datamodule=Data(), train=d.batches),
         "datamodule",
         "'Data'",
-        "Pass one of the two",
+        "Pass either a DataModule or loaders",
     ),
     "validate without validation_step": (
         lambda d: d.trainer().validate(d.Net(), d.batches),

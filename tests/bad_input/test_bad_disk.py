@@ -129,7 +129,7 @@ def fill_up(disk):
 
 def test_a_disk_that_is_full_from_the_start(desk, small_disk):
     fill_up(small_disk)
-    with pytest.raises(CheckpointError, match=r"default_root_dir=.*No space left.*Free space"):
+    with pytest.raises(CheckpointError, match=r"default_root_dir=.*No space left.*Free some space"):
         desk.fit(default_root_dir=small_disk)
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 

@@ -222,7 +222,7 @@ ROWS_OF_TWO = [
         ]
     ],
     pytest.param(
-        lambda d: roomier.Trainer(d.Net()), RoomierError, "Trainer", "Net", "Write keywords", id="a model as argument"
+        lambda d: roomier.Trainer(d.Net()), RoomierError, "Trainer", "Net", "Pass keywords", id="a model as argument"
     ),
     pytest.param(
         lambda d: roomier.Trainer(plan=roomier.Plan(), precision="bf16-mixed"),

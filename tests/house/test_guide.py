@@ -1,4 +1,4 @@
-"""The guide says what is true: its code runs, in order, without a warning."""
+"""The code of the guide runs in order, without warnings."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 
 
-def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
+def test_code_of_the_guide_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     assert len(blocks) == 15
     script = tmp_path / "guide.py"

@@ -1,4 +1,4 @@
-"""The rules of the house that no linter knows."""
+"""Rules for the layout of the sources that no linter checks."""
 
 import ast
 import importlib.metadata
@@ -26,14 +26,14 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_the_sources_are_found() -> None:
+def test_sources_are_found() -> None:
     assert len(SOURCES) > 10
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=shown)
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= MAX_LINES_OF_A_FILE, f"{shown(path)} is probably two ideas"
+    assert len(text.splitlines()) <= MAX_LINES_OF_A_FILE, f"{shown(path)} is too long: split it"
     long = [
         f"{shown(path)}:{node.lineno} {node.name}"
         for node in ast.walk(ast.parse(text))
@@ -43,12 +43,12 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 
 
 def num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of the body. The docstring and the list of arguments do not count: documentation is free."""
+    """Return the number of lines of the body, without the docstring and the arguments."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     return body[-1].end_lineno - body[0].lineno + 1 if body else 0
 
 
-def test_every_name_of_a_file_or_folder_says_what_it_holds() -> None:
+def test_names_of_files_and_folders_are_specific() -> None:
     vague = [shown(p) for p in SOURCES if {p.stem, p.parent.name} & NAMES_THAT_SAY_NOTHING]
     assert not vague
 
@@ -59,7 +59,7 @@ def test_private_names_of_torch_are_used_in_three_files_only(path: Path) -> None
     assert not used, f"{shown(path)} uses {used}: move them to core/torch_private.py"
 
 
-def test_the_search_for_private_names_sees_every_way_to_write_one() -> None:
+def test_search_for_private_names_finds_every_form() -> None:
     code = """
 import torch, torch._dynamo
 import torch.nn.functional as F
@@ -78,14 +78,14 @@ torch._foreach_norm([]); F._pad(1); dist.fsdp._x; torch.__version__; self._mine
 
 
 def private_torch_names(tree: ast.Module) -> set[str]:
-    """Dotted names below ``torch`` with a part that starts with one underscore, imported or looked up."""
+    """Return dotted names below ``torch`` with a component that starts with an underscore, imported or accessed."""
     imported, bound = names_from_torch(tree)
     looked_up = {name for node in ast.walk(tree) if (name := dotted(node, bound)) is not None}
     return {shortest_private(name) for name in imported | looked_up if is_private(name)}
 
 
 def names_from_torch(tree: ast.Module) -> tuple[set[str], dict[str, str]]:
-    """Every dotted name imported from torch, and what each local name stands for."""
+    """Return the dotted names imported from torch, and the name that each local name refers to."""
     imported: set[str] = set()
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -116,13 +116,13 @@ def is_private(name: str) -> bool:
 
 
 def shortest_private(name: str) -> str:
-    """``torch._C._x.y`` -> ``torch._C``: one line for each door, however deep one goes in."""
+    """Return the part of ``name`` up to its first private component: ``torch._C._x.y`` -> ``torch._C``."""
     parts = name.split(".")
     first = next(i for i, part in enumerate(parts) if is_private(part))
     return ".".join(parts[: first + 1])
 
 
-def test_importing_roomier_costs_little_over_torch() -> None:
+def test_import_time_over_torch_is_limited() -> None:
     assert min(import_time_over_torch_s() for _ in range(3)) <= 0.5
 
 
@@ -131,7 +131,7 @@ def import_time_over_torch_s() -> float:
     return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
-def test_the_installed_version_is_that_of_the_sources() -> None:
+def test_installed_version_equals_the_sources() -> None:
     assert importlib.metadata.version("roomier") == project_table()["version"]
 
 
@@ -139,7 +139,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     groups = [project_table()["dependencies"], *project_table()["optional-dependencies"].values()]
     wanted = {normal_name(entry) for group in groups for entry in group}
-    assert wanted - {normal_name(pin) for pin in pins} == {"roomier"}  # dev asks for roomier's own extras
+    assert wanted - {normal_name(pin) for pin in pins} == {"roomier"}  # dev requires roomier with extras
 
 
 def project_table() -> dict[str, Any]:

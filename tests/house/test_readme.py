@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+def test_example_trains_and_resumes(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     resume = '\nroomier.Trainer(max_epochs=12).fit(Line(), loader, ckpt_path="last")\n'
     command = [sys.executable, "-W", "error", "-c", example + resume]

@@ -72,7 +72,7 @@ def functions_of_bare_fit() -> Counter[CodeType]:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the number of bytecodes depends on the version of Python")
-def test_a_step_runs_few_bytecodes_of_the_library() -> None:
+def test_step_runs_few_bytecodes_of_the_library() -> None:
     counts: list[int] = [0]
 
     def probe(index: int) -> None:
@@ -90,12 +90,12 @@ def test_a_step_runs_few_bytecodes_of_the_library() -> None:
     assert per_step <= 1052 * 1.05
 
 
-def test_a_bare_fit_enters_few_functions_of_the_library() -> None:
+def test_bare_fit_enters_few_functions_of_the_library() -> None:
     functions = functions_of_bare_fit()
     assert len(functions) <= 450
 
 
-def test_a_native_module_does_not_run_the_compatibility_code() -> None:
+def test_native_module_does_not_run_the_compatibility_code() -> None:
     visits = {
         code.co_name: number
         for code, number in functions_of_bare_fit().items()

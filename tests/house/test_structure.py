@@ -41,7 +41,7 @@ def imports_trainer_for_types(tree: ast.Module) -> Iterator[int]:
 
 
 def is_trainer(node: ast.expr) -> bool:
-    """Return whether ``node`` reads ``trainer``, ``_trainer`` or an attribute with this name."""
+    """Return True if ``node`` reads ``trainer``, ``_trainer`` or an attribute with this name."""
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
     return name in NAMES_OF_THE_TRAINER
 
@@ -83,7 +83,7 @@ def calls_of(function: str, tree: ast.Module) -> Iterator[int]:
 
 
 def has_reason(place: str) -> bool:
-    """Return whether the file of ``file: number`` says why its imports are late; one comment per file is enough."""
+    """Return True if the file of ``file: number`` gives a reason for its late imports. One comment is sufficient."""
     return "# late: " in (PACKAGE / place.split(": ")[0]).read_text()
 
 
@@ -91,7 +91,7 @@ def found(search: Callable[[ast.Module], Iterator[object]], trees: dict[str, ast
     return [f"{name}: {each}" for name, tree in trees.items() for each in search(tree)]
 
 
-def test_the_searches_find_each_form() -> None:
+def test_searches_find_each_form() -> None:
     tree = ast.parse(
         """
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def f():
     assert list(calls_of("setattr", tree)) == [5]
 
 
-def test_the_trainer_is_imported_for_types_by_the_package_alone() -> None:
+def test_only_the_package_imports_the_trainer_for_types() -> None:
     assert {each.split(":")[0] for each in found(imports_trainer_for_types, OUTSIDE_TRAINER)} == {"__init__.py"}
 
 
@@ -127,14 +127,14 @@ def test_imports_of_our_modules_are_at_the_top_of_the_file() -> None:
     assert len(late) <= 57
 
 
-def test_the_engine_rarely_asks_if_a_part_exists() -> None:
+def test_engine_rarely_compares_with_none() -> None:
     compared = list(comparisons_with_none(TREES["engine/eager.py"]))
     assert len(compared) <= 20
     techniques = {"runner", "parallel", "levers", "updates", "recompute", "output_layer", "scaler"}
     assert sum(name.rpartition(".")[2].lstrip("_") in techniques for name in compared) <= 2
 
 
-def test_build_is_alone_in_its_file() -> None:
+def test_build_file_contains_only_build() -> None:
     functions = [node.name for node in ast.walk(TREES["engine/build.py"]) if isinstance(node, ast.FunctionDef)]
     assert functions == ["build"]
     assert len((PACKAGE / "engine" / "build.py").read_text().splitlines()) <= 110
@@ -202,7 +202,7 @@ def test_few_files_name_a_lever(name: str) -> None:
     assert len(files) <= 10, files
 
 
-def test_the_values_of_a_call_document_each_field() -> None:
+def test_values_of_a_call_document_each_field() -> None:
     for kind, limit in ((Run, 15), (Request, 17), (Settled, 7), (Start, 5), (Progress, 6), (Now, 13), (Saves, 8)):
         names = [each.name for each in dataclasses.fields(kind)]
         documented = re.findall(r"^ {8}([\w, ]+):", kind.__doc__ or "", re.MULTILINE)
@@ -210,7 +210,7 @@ def test_the_values_of_a_call_document_each_field() -> None:
         assert len(names) <= limit
 
 
-def test_the_view_of_the_trainer_has_its_public_attributes() -> None:
+def test_view_of_the_trainer_has_its_public_attributes() -> None:
     # Methods that users call, settings of the tuner, and attributes that only the session and the tuner use.
     verbs = {"fit", "validate", "test", "predict", "predict_stream"}
     of_session = {"begin_call", "show_loaders", "forget_runs", "add_callbacks_of", "hooked_callbacks", "seen_loaders"}
@@ -223,7 +223,7 @@ def test_the_view_of_the_trainer_has_its_public_attributes() -> None:
     assert shown - public - own == set()
 
 
-def test_only_the_request_to_stop_can_be_set_through_the_view() -> None:
+def test_view_allows_setting_only_should_stop() -> None:
     settable = set(TrainerView.__annotations__)
     assert settable == {"should_stop"}
     properties = {name for name, each in vars(TrainerView).items() if isinstance(each, property)}

@@ -1,4 +1,4 @@
-"""Eight models of Hugging Face at toy sizes, built from their configurations, and random batches for each."""
+"""Eight small Hugging Face models, built from their configurations, and random batches for each."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BERT_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and what it trains on.
+    """A model and its training batches.
 
     Attributes:
-        make_model: with dropout or without.
+        make_model: creates the model, with or without dropout.
         make_batch: (number of samples, generator) -> a batch whose samples count unequal numbers of targets.
-        count: how many terms the model's own mean loss of a batch runs over.
+        count: returns the number of terms over which the model's loss of a batch averages.
     """
 
     make_model: Callable[[bool], Any]
@@ -74,7 +74,7 @@ def _mixtral(dropout: bool) -> Any:
         num_key_value_heads=1,
         num_local_experts=3,
         num_experts_per_tok=2,
-        output_router_logits=True,  # its loss has a term that spreads the tokens over the experts
+        output_router_logits=True,  # its loss has a term that distributes tokens over the experts
         router_aux_loss_coef=0.1,
         attention_dropout=0.1 * dropout,
         **_SIZES,
@@ -138,7 +138,7 @@ def _tokens(num_samples: int, generator: torch.Generator) -> Tensor:
 
 def _some_left_out(tokens: Tensor, generator: torch.Generator) -> Tensor:
     labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.4, -100)
-    labels[:, -1] = tokens[:, -1]  # each sample has a term
+    labels[:, -1] = tokens[:, -1]  # each sample has at least one term
     return labels
 
 
@@ -167,7 +167,7 @@ def _sounds(num_samples: int, generator: torch.Generator) -> Batch:
 
 def _pairs(num_samples: int, generator: torch.Generator) -> Batch:
     tokens = _tokens(num_samples, generator)
-    tokens[:, -1] = _TOKENS["eos_token_id"]  # where CLIP reads a text's meaning off
+    tokens[:, -1] = _TOKENS["eos_token_id"]  # the position from which CLIP reads the features of a text
     return {
         "input_ids": tokens,
         "pixel_values": torch.randn(num_samples, 3, 8, 8, generator=generator),
@@ -200,7 +200,7 @@ KINDS = {
 
 
 def logits(model: Any, batch: Batch) -> Tensor:
-    """What ``model``, in evaluation mode, makes of ``batch``, without its loss."""
+    """Return the output of ``model`` in evaluation mode for ``batch``, without its loss."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Norms and biases do not decay, as the Trainer of transformers has it."""
+"""Norms and biases do not decay, as in the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from roomier.optim.by_name import make_optimizer
 from tests.hugging_face.models import KINDS, transformers
 
-# What the two treat differently: here nothing of one dimension or none decays, as in CLIP's own training.
+# The two differ here: in roomier, parameters with fewer than two dimensions never decay, as in CLIP's own training.
 NO_WEIGHTS = {"clip": {"logit_scale", "vision_model.embeddings.class_embedding"}}
 
 
@@ -27,9 +27,9 @@ def test_norms_biases_and_tables_of_biases_do_not_decay() -> None:
     assert 0 < len(plain) < len(matrices)
 
 
-@pytest.mark.slow  # their Trainer takes seconds to import
+@pytest.mark.slow  # importing the Trainer of transformers takes seconds
 @pytest.mark.parametrize("name", KINDS)
-def test_the_same_parameters_decay_as_in_the_trainer_of_transformers(name: str) -> None:
+def test_same_parameters_decay_as_in_the_trainer_of_transformers(name: str) -> None:
     model = KINDS[name].model()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     theirs = set(transformers.Trainer.get_decay_parameter_names(None, model)) & trained

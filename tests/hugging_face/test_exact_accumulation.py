@@ -1,4 +1,4 @@
-"""Accumulated gradients are those of the whole batch, whatever micro-batches or ranks hold, without the models'
+"""Accumulated gradients equal the gradients of the full batch for any split into micro-batches and ranks, without
 ``num_items_in_batch``."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 
 LR = 0.5
 SIZES = (3, 1, 2)  # samples of the micro-batches of each step
-# One batch of all samples gives the same gradients but where samples of a batch act on each other.
+# One batch of all samples has the same gradients, except if samples of a batch affect each other.
 SEPARABLE = [name for name in KINDS if name not in ("clip", "mixtral")]
 
 
@@ -43,7 +43,7 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 def bare_loop(model: Any, steps: list[list[Batch]], losses: Callable[[Any, list[Batch]], list[Tensor]]) -> list[Tensor]:
-    """Parameters after one step of plain SGD for each window, whose loss is the sum of ``losses``."""
+    """Return the parameters after one step of plain SGD for each window. Its loss is the sum of ``losses``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for window in steps:
         optimizer.zero_grad()
@@ -85,19 +85,19 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", SEPARABLE)
-def test_accumulated_gradients_are_those_of_one_batch(make_trainer: Callable[..., Trainer], name: str) -> None:
+def test_accumulated_gradients_equal_one_batch(make_trainer: Callable[..., Trainer], name: str) -> None:
     steps = micro_batches(name)
     ours = trained(make_trainer, model_of(name), steps)
     assert apart(ours, bare_loop(model_of(name), steps, of_one_batch)) < 1e-6
-    if name in ("gpt2", "llama"):  # the others do not take it, or leave it unread
+    if name in ("gpt2", "llama"):  # the others do not accept it, or do not use it
         theirs = bare_loop(model_of(name), steps, divided_by_num_items(KINDS[name].count))
         assert apart(ours, theirs) < 1e-6
     means = bare_loop(model_of(name), steps, lambda model, window: [model(**batch).loss / 3 for batch in window])
-    assert apart(ours, means) > 1e-4, "or the means of the micro-batches were as good"
+    assert apart(ours, means) > 1e-4, "otherwise equal weights of micro-batches would also pass"
 
 
-def test_the_loss_of_a_router_keeps_its_weight(make_trainer: Callable[..., Trainer]) -> None:
-    """It depends on all tokens of a micro-batch together, so it is not that of the whole batch; but it counts once."""
+def test_router_loss_keeps_its_weight(make_trainer: Callable[..., Trainer]) -> None:
+    """It depends on all tokens of a micro-batch, so it differs from the loss of the full batch. It counts once."""
     steps = micro_batches("mixtral")
     ours = trained(make_trainer, model_of("mixtral"), steps)
     assert apart(ours, bare_loop(model_of("mixtral"), steps, weighted(KINDS["mixtral"].count))) < 1e-6
@@ -105,7 +105,7 @@ def test_the_loss_of_a_router_keeps_its_weight(make_trainer: Callable[..., Train
     assert apart(ours, bare_loop(model_of("mixtral", router_aux_loss_coef=0.0), steps, of_one_batch)) < 1e-6
 
 
-def test_a_loss_that_compares_samples_is_told_to_be_that_of_each_part(
+def test_loss_that_compares_samples_prints_a_notice(
     make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = micro_batches("clip")
@@ -143,7 +143,7 @@ def fit_on_ranks(folder: Path, names: list[str], strategy: str) -> dict[str, lis
 def check_on_ranks(
     on_ranks: RankPool, make_trainer: Callable[..., Trainer], folder: Path, names: list[str], strategy: str
 ) -> None:
-    """Two ranks, of which each step takes two micro-batches with other numbers of tokens than on the other."""
+    """Two ranks with two micro-batches per step, whose numbers of tokens differ between the ranks."""
     for ours in on_ranks(2, fit_on_ranks, folder, names, strategy):
         for name in names:
             batches = KINDS[name].batches(8)
@@ -156,29 +156,29 @@ def check_on_ranks(
         assert apart([each.detach() for each in opened.parameters()], ours[name]) == 0, name
 
 
-def test_ranks_with_other_numbers_of_tokens_train_as_one_process(
+def test_ranks_with_different_numbers_of_tokens_equal_one_process(
     on_ranks: RankPool, make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     check_on_ranks(on_ranks, make_trainer, tmp_path, ["llama", "whisper"], "ddp")
 
 
-def test_a_model_with_a_parameter_without_a_dimension_trains_cut_as_in_one_process(
+def test_sharded_model_with_a_scalar_parameter_equals_one_process(
     on_ranks: RankPool, make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    """CLIP's temperature, which every rank holds whole."""
+    """CLIP's temperature, which is not sharded."""
     check_on_ranks(on_ranks, make_trainer, tmp_path, ["clip"], "zero3")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_all_models_train_on_ranks_as_in_one_process(
+def test_all_models_on_ranks_equal_one_process(
     on_ranks: RankPool, make_trainer: Callable[..., Trainer], tmp_path: Path, strategy: str
 ) -> None:
     check_on_ranks(on_ranks, make_trainer, tmp_path, list(KINDS), strategy)
 
 
 def network(name: str, **config: Any) -> torch.nn.Module:
-    """A model of which only the class's name and the configuration matter."""
+    """Return a model for which only the class name and the configuration matter."""
     kind = type(name, (torch.nn.Linear,), {})
     made = kind(1, 1)
     made.config = transformers.PreTrainedConfig(**config)
@@ -201,15 +201,13 @@ LABELS = torch.tensor([[1, 2, -100, 255], [3, -100, -100, 4]])
         ("Wav2Vec2ForCTC", {"ctc_loss_reduction": "mean"}, {}, 2),
     ],
 )
-def test_terms_are_counted_as_the_model_counts_them(
-    name: str, config: dict[str, Any], batch: Batch, num_terms: int
-) -> None:
+def test_terms_are_counted_like_in_the_model(name: str, config: dict[str, Any], batch: Batch, num_terms: int) -> None:
     module = ForwardModule(network(name, **config))
     assert module.loss_reduction == "mean"
     assert module.num_loss_terms({"labels": LABELS, **batch}) == num_terms
 
 
-def test_a_loss_that_is_a_sum_over_samples_is_added_up() -> None:
+def test_loss_with_sum_reduction_is_summed() -> None:
     assert ForwardModule(network("Wav2Vec2ForCTC", ctc_loss_reduction="sum")).loss_reduction == "sum"
 
 
@@ -238,10 +236,10 @@ def speech(reduction: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_transcripts_without_times(
+def test_ctc_counts_samples(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, reduction: str
 ) -> None:
-    """CTC adds up its samples, or averages over them, whatever their lengths."""
+    """CTC sums or averages over samples, regardless of their lengths."""
     monkeypatch.setattr(f"{__name__}.LR", 0.01)
     generator = torch.Generator().manual_seed(0)
     steps: list[list[Batch]] = [[]]

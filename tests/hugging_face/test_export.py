@@ -1,4 +1,4 @@
-"""``export_hugging_face``: what it writes beside the weights, from what, and what it refuses."""
+"""``export_hugging_face``: additional files, sources, and rejected requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reading(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_experts_that_are_one_tensor_in_memory_go_to_several_files(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_fused_experts_are_written_to_several_tensors(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     model = KINDS["mixtral"].model()
     path = saved(make_trainer, model, "mixtral", tmp_path / "c")
     done = export_hugging_face(path, tmp_path / "out", max_shard_bytes=6000, dtype="bf16")
@@ -50,8 +50,8 @@ def test_experts_that_are_one_tensor_in_memory_go_to_several_files(make_trainer:
         assert torch.equal(ours.bfloat16(), theirs)
 
 
-def test_the_model_keeps_its_dtype_and_what_it_generates_with(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """A configuration says in which dtype a model was made; training may have converted it."""
+def test_model_keeps_its_dtype_and_generation_config(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """The configuration contains the original dtype, but training may have converted the model."""
     model = KINDS["llama"].model()
     model.generation_config.top_k = 7
     model.generation_config.do_sample = True
@@ -73,7 +73,7 @@ class Inside(roomier.Module):
         return self.model(**batch).loss + 0 * self.extra.weight.sum()
 
 
-def test_a_model_inside_a_module_leaves_alone(
+def test_model_inside_a_module_is_exported_without_a_prefix(
     make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = Inside()
@@ -86,7 +86,7 @@ def test_a_model_inside_a_module_leaves_alone(
 
 
 @pytest.mark.parametrize("base", ["as_is", "nf4"])
-def test_adapters_leave_in_the_weights_or_alone(make_trainer: MakeTrainer, tmp_path: Path, base: str) -> None:
+def test_adapters_are_merged_or_exported_separately(make_trainer: MakeTrainer, tmp_path: Path, base: str) -> None:
     model = KINDS["llama"].model()
     lora = {"rank": 2, "alpha": 6, "dropout": 0.1, "base": base, "trained": ["lm_head"]}
     path = saved(make_trainer, model, "llama", tmp_path / "c", lora=lora)
@@ -116,7 +116,7 @@ class Processor:
         (Path(folder) / "tokenizer.json").write_text("made")
 
 
-def test_a_tokenizer_goes_with_it(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_tokenizer_is_exported(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     path = saved(make_trainer, KINDS["vit"].model(), "vit", tmp_path / "c")
     (tmp_path / "from").mkdir()
     for name in ("tokenizer.json", "vocab.txt", "preprocessor_config.json", "config.json", "pytorch_model.bin"):
@@ -128,7 +128,7 @@ def test_a_tokenizer_goes_with_it(make_trainer: MakeTrainer, tmp_path: Path) -> 
     assert (tmp_path / "other" / "tokenizer.json").read_text() == "made"
 
 
-def test_wrong_requests_are_refused_and_write_nothing(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_invalid_requests_are_rejected_and_write_nothing(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     path = saved(make_trainer, KINDS["vit"].model(), "vit", tmp_path / "c")
     checkpoint.save(tmp_path / "plain", {"module": {"w": torch.ones(2)}})
     (tmp_path / "empty").mkdir()
@@ -145,7 +145,7 @@ def test_wrong_requests_are_refused_and_write_nothing(make_trainer: MakeTrainer,
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command(make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command(make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(saved(make_trainer, KINDS["gpt2"].model(), "gpt2", tmp_path / "c"))
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "merges.txt").write_text("a b")

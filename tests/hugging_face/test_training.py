@@ -1,4 +1,4 @@
-"""Hugging Face's models train as in a bare PyTorch loop, and leave as folders that ``from_pretrained`` opens."""
+"""Hugging Face models train as in a bare PyTorch loop, and their exports can be opened with ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ NEARLY_NOTHING: dict[str, Any] = {"optimizer": {"name": "sgd", "lr": 1e-30}, "ma
 
 
 def bare_loop(model: Any, batches: list[Batch], *, lr: float = 1e-3) -> list[float]:
-    """Losses of one step a batch; parameters of two and more dimensions decay, but for tables of biases."""
+    """Return the losses of one step per batch. Parameters with two or more dimensions decay, except tables of
+    biases."""
     decays = {name: p.dim() >= 2 and "bias" not in name for name, p in model.named_parameters()}
     groups = [
         {"params": [p for name, p in model.named_parameters() if decays[name]], "weight_decay": 0.01},
@@ -47,7 +48,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_model_trains_as_in_a_bare_loop_and_is_opened_by_from_pretrained(
+def test_model_trains_like_a_bare_loop_and_from_pretrained_opens_it(
     make_trainer: MakeTrainer, tmp_path: Path, name: str
 ) -> None:
     kind = KINDS[name]
@@ -60,14 +61,14 @@ def test_a_model_trains_as_in_a_bare_loop_and_is_opened_by_from_pretrained(
     trainer = make_trainer(optimizer="adamw", learning_rate=1e-3, max_steps=4, logger=rows, log_every_n_steps=1)
     trainer.fit(model, batches)
 
-    assert rows.column("loss") == losses, "to the bit, dropout included"
+    assert rows.column("loss") == losses, "bit-identical, including dropout"
     for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
     trainer.save_checkpoint(tmp_path / "saved")
     export_hugging_face(tmp_path / "saved", tmp_path / "exported")
     opened, info = type(model).from_pretrained(tmp_path / "exported", output_loading_info=True)
-    assert not any(info.values()), "nothing is missing, unexpected or of another shape"
+    assert not any(info.values()), "missing or unexpected weights, or different shapes"
     assert not opened.training
     assert torch.equal(logits(opened, batches[0]), logits(model, batches[0]))
     model.save_pretrained(tmp_path / "by hand")
@@ -78,7 +79,7 @@ def test_a_model_trains_as_in_a_bare_loop_and_is_opened_by_from_pretrained(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_run_begins_with_the_folder_of_a_model(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
+def test_run_starts_with_the_weights_of_a_folder(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
     model, other, [batch] = kind.model(seed=1, dropout=False), kind.model(seed=2, dropout=False), kind.batches(1)
     model.save_pretrained(tmp_path / "folder", max_shard_size="8KB")
@@ -87,7 +88,7 @@ def test_a_run_begins_with_the_folder_of_a_model(make_trainer: MakeTrainer, tmp_
 
 
 class Inside(roomier.Module):
-    """Built without memory, so that each value it has was read or computed."""
+    """Built on the meta device, so each value was read or computed."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -118,10 +119,8 @@ def begun_with(path: Path, folder: Path, name: str, num_ranks: int) -> list[torc
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("vit", marks=pytest.mark.slow)])
-def test_each_rank_reads_its_part_of_what_is_one_tensor_in_memory(
-    on_ranks: RankPool, tmp_path: Path, name: str
-) -> None:
-    """As experts are: in files, each has its own."""
+def test_each_rank_reads_its_shard_of_fused_experts(on_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """Files contain a separate tensor for each expert."""
     model = KINDS[name].model(seed=1)
     model.save_pretrained(tmp_path / "folder", max_shard_size="8KB")
     alone = begun_with(tmp_path / "folder", tmp_path, name, 1)
@@ -130,7 +129,7 @@ def test_each_rank_reads_its_part_of_what_is_one_tensor_in_memory(
             torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-20)
 
 
-def test_weights_of_another_model_are_refused_in_the_names_of_the_file(
+def test_weights_of_another_model_are_rejected_with_the_names_in_the_file(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     KINDS["mixtral"].model().save_pretrained(tmp_path / "folder")
@@ -144,12 +143,12 @@ OLD_NAMES = {
     "bert": lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
         "LayerNorm.bias", "LayerNorm.beta"
     ),
-    "gpt2": lambda name: name.removeprefix("transformer."),  # of the model without its head
+    "gpt2": lambda name: name.removeprefix("transformer."),  # the model without its head
 }
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)
-def test_names_of_old_files_are_known(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
+def test_names_of_old_files_are_supported(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
     model, other, [batch] = kind.model(seed=1, dropout=False), kind.model(seed=2, dropout=False), kind.batches(1)
     tensors = {OLD_NAMES[name](key): each.detach().clone() for key, each in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The same run under Lightning's Trainer and under roomier's, and what was seen of it."""
+"""Runs the same module with Lightning's Trainer and with roomier's, and records both runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.lightning.modules import pl
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Lightning warns of what its own requirements do, and tells about itself."""
+    """Ignore warnings that Lightning's dependencies cause, and disable its messages."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -34,20 +34,20 @@ def quiet_lightning() -> Iterator[None]:
 
 
 def make_trainer(kind: Any, folder: Path, **keywords: Any) -> Any:
-    """A Trainer that writes and prints nothing; ``kind`` is its class."""
+    """Return a Trainer of class ``kind`` without files and output."""
     quiet = {f"enable_{what}": False for what in ("checkpointing", "progress_bar", "model_summary")}
     return kind(**{"accelerator": "cpu", "logger": False, "default_root_dir": folder, **quiet, **keywords})
 
 
 @dataclass
 class Seen:
-    """What a run showed.
+    """Records of a run.
 
     Attributes:
-        losses: of each batch.
-        metrics: ``callback_metrics`` at the end of each epoch, and at the end of all.
-        weights: at the end.
-        global_steps: after each batch.
+        losses: loss of each batch.
+        metrics: ``callback_metrics`` at the end of each epoch, and at the end of the run.
+        weights: weights at the end.
+        global_steps: ``global_step`` after each batch.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ def run_under(
     base: type = pl.Callback,
     **keywords: Any,
 ) -> Seen:
-    """Fit a new module from seed 1 under a Trainer of class ``kind``."""
+    """Fit a new module from seed 1 with a Trainer of class ``kind``."""
     seen = Seen()
     torch.manual_seed(1)
     module, (train, val) = make_module(), make_loaders()

@@ -1,4 +1,4 @@
-"""LightningModules of different kinds, as people write them; nothing in them knows of roomier."""
+"""LightningModules of different kinds, as users write them. They do not use roomier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH_SIZE, NUM_BATCHES = 4, 10
 
 
 def samples(num_batches: int = NUM_BATCHES, seed: int = 0) -> TensorDataset:
-    """Inputs of shape (4 features,) and targets of shape (1,), which are a function of them and some noise."""
+    """Return inputs of shape (4,) and targets of shape (1,), which are a function of the inputs plus noise."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_batches * BATCH_SIZE, 4, generator=generator)
     noise = torch.randn(num_batches * BATCH_SIZE, 1, generator=generator)
@@ -37,14 +37,14 @@ def shuffled(seed: int = 0) -> DataLoader[Any]:
 
 
 class Stream(IterableDataset[Any]):
-    """The same batches, one after another, without a length."""
+    """The same batches in sequence, without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from in_order()
 
 
 class Regression(pl.LightningModule):
-    """The plainest: one optimizer, and a validation."""
+    """A minimal module: one optimizer and a validation."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Regression(pl.LightningModule):
 
 
 class WithDropout(Regression):
-    """Draws random numbers in each step, and in the validation too."""
+    """Consumes random numbers in each step, including validation steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class WithDropout(Regression):
 
 
 class Adversaries(pl.LightningModule):
-    """A GAN: two networks, two optimizers, stepped by hand in turns."""
+    """A GAN: two networks with two optimizers, which alternate with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Adversaries(pl.LightningModule):
 
 
 class TwoOptimizers(Regression):
-    """One for each layer, and a scheduler for each that the module steps itself."""
+    """One optimizer per layer, and a scheduler for each that the module steps itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class TwoOptimizers(Regression):
 
 
 class SeveralSchedulers(Regression):
-    """One steps each step, one each epoch, one when the validation gets no better."""
+    """One scheduler steps at each step, one at each epoch, and one if the validation loss does not improve."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -170,7 +170,7 @@ class SeveralSchedulers(Regression):
 
 
 class ManyValLoaders(Regression):
-    """Validated on several loaders; logs under one name, and under names of its own."""
+    """Validated on several loaders. Logs one common name and separate names."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         loss = self.loss(batch)
@@ -179,7 +179,7 @@ class ManyValLoaders(Regression):
 
 
 class WithMetrics(Regression):
-    """Logs objects of torchmetrics, by the step and by the epoch, and reduces by hand in others."""
+    """Logs torchmetrics objects per step and per epoch, and reduces others manually."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class WithMetrics(Regression):
 
 
 class WarmsUp(Regression):
-    """The rate of the first steps is set in ``optimizer_step``, as Lightning's documentation shows it."""
+    """``optimizer_step`` sets the learning rate of the first steps, as in Lightning's documentation."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.step(closure=optimizer_closure)
@@ -218,7 +218,7 @@ class WarmsUp(Regression):
 
 
 class StepsEverySecond(Regression):
-    """Leaves out every second update, and calls the closure all the same."""
+    """Skips every second update, but calls the closure."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2:
@@ -227,19 +227,19 @@ class StepsEverySecond(Regression):
             optimizer_closure()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:  # so the gradients of two batches are added up
+        if batch_idx % 2 == 0:  # gradients of two batches are summed
             optimizer.zero_grad()
 
 
 class Newton(Regression):
-    """LBFGS calls ``training_step`` several times a step."""
+    """LBFGS calls ``training_step`` several times per step."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, history_size=5)
 
 
 class OwnSchedulerStep(Regression):
-    """A scheduler that is stepped by the number of the epoch, and one that takes a metric."""
+    """A scheduler whose step receives the number of the epoch, and one that receives a metric."""
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         if metric is None:
@@ -255,7 +255,7 @@ class OwnSchedulerStep(Regression):
 
 
 class WithDictOutputs(Regression):
-    """Returns more than a loss, and reads it in the hook behind."""
+    """Returns more values than the loss, and reads them in the hook after the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -266,7 +266,7 @@ class WithDictOutputs(Regression):
 
 
 class SometimesNone(Regression):
-    """Leaves out batches by returning None."""
+    """Skips batches by returning None."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx % 4 == 1 else super().training_step(batch, batch_idx)
@@ -277,7 +277,7 @@ class SometimesNone(Regression):
 
 
 class OwnClipping(Regression):
-    """Clips another way than it was told to, and looks at the gradients before."""
+    """Clips with a custom method, and reads the gradients before."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         squares = [parameter.grad.square().sum() for parameter in self.parameters() if parameter.grad is not None]
@@ -286,7 +286,7 @@ class OwnClipping(Regression):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        if self.current_epoch:  # the first epoch goes without
+        if self.current_epoch:  # the first epoch is not clipped
             self.clip_gradients(
                 optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
             )

@@ -1,4 +1,4 @@
-"""A LightningDataModule, whole, under roomier's Trainer; and what roomier's DataModule shares with it."""
+"""A LightningDataModule with roomier's Trainer, and the features that roomier's DataModule shares with it."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def samples(count: int = 8) -> TensorDataset:
 
 
 class Notes:
-    """The hooks of a DataModule, each noted with its stage, in the order of the calls."""
+    """Records the hooks of a DataModule with their stages, in the order of the calls."""
 
     def __init__(self, batch_size: int = 4) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def work(kind: Any, datamodule: Any, folder: Path) -> tuple[list[Any], list[torc
 
 
 @pytest.mark.parametrize("kind", [OfLightning, Own])
-def test_the_same_calls_and_figures_as_under_lightning(tmp_path, kind):
+def test_calls_and_metrics_equal_lightning(tmp_path, kind):
     there = work(pl.Trainer, OfLightning(), tmp_path)
     here = work(roomier.Trainer, kind(), tmp_path)
     assert here[0] == there[0]
@@ -126,7 +126,7 @@ def test_the_same_calls_and_figures_as_under_lightning(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [OfLightning, Own])
-def test_its_hyperparameters_are_logged_and_its_state_is_stored(tmp_path, kind):
+def test_hyperparameters_are_logged_and_the_state_is_saved(tmp_path, kind):
     logged = {}
 
     class Rows(roomier.Logger):
@@ -151,7 +151,7 @@ def test_its_hyperparameters_are_logged_and_its_state_is_stored(tmp_path, kind):
     assert resumed.num_seen == datamodule.num_seen
 
 
-def test_the_same_hyperparameter_twice_with_other_values_is_refused(tmp_path):
+def test_different_values_of_one_hyperparameter_are_rejected(tmp_path):
     class Clashes(OfLightning):
         def __init__(self, lr: float = 0.3) -> None:
             super().__init__()
@@ -162,7 +162,7 @@ def test_the_same_hyperparameter_twice_with_other_values_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [OfLightning, Own])
-def test_an_exception_comes_to_the_data_module_before_the_teardown(tmp_path, kind):
+def test_on_exception_precedes_teardown(tmp_path, kind):
     class Fails(Net):
         def training_step(self, batch, batch_idx):
             raise RuntimeError("broken")
@@ -174,11 +174,11 @@ def test_an_exception_comes_to_the_data_module_before_the_teardown(tmp_path, kin
 
 
 @pytest.mark.parametrize("kind", [pl.LightningDataModule, roomier.DataModule])
-def test_made_from_datasets(tmp_path, kind):
+def test_from_datasets(tmp_path, kind):
     datamodule = kind.from_datasets(samples(), samples(4), samples(4), batch_size=2)
     trainer = make_trainer(roomier.Trainer, tmp_path, max_epochs=1)
     module = Net()
-    with quiet_lightning():  # it asks for pinned memory, which warns without a GPU
+    with quiet_lightning():  # it requests pinned memory, which warns without a GPU
         trainer.fit(module, datamodule=datamodule)
         assert trainer.global_step == 4
         assert set(trainer.test(module, datamodule=datamodule, verbose=False)[0]) == {"test"}
@@ -190,7 +190,7 @@ def test_made_from_datasets(tmp_path, kind):
     (False, 0, 4, False),
     (False, 0, 0, True),
 ])  # fmt: skip
-def test_data_are_prepared_once_for_each_machine_or_once_for_all(per_node, local, rank, is_called):
+def test_data_are_prepared_once_per_node_or_once_in_total(per_node, local, rank, is_called):
     from types import SimpleNamespace
 
     from roomier.trainer.session import prepares

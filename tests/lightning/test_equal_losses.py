@@ -1,4 +1,4 @@
-"""A LightningModule gives the same losses, metrics and weights under Lightning's Trainer and under roomier's."""
+"""A LightningModule has the same losses, metrics and weights with Lightning's Trainer and with roomier's."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -41,7 +41,7 @@ CASES = {
     "plain": Case(modules.Regression),
     "dropout": Case(modules.WithDropout),
     "dropout and shuffled data": Case(modules.WithDropout, shuffled),
-    "shuffled by a generator of its own": Case(modules.Regression, with_own_generator, keywords={"max_steps": 30}),
+    "shuffled by a separate generator": Case(modules.Regression, with_own_generator, keywords={"max_steps": 30}),
     "a generative adversarial network": Case(modules.Adversaries, shuffled, lambda: None),
     "two optimizers": Case(modules.TwoOptimizers),
     "several schedulers": Case(modules.SeveralSchedulers),
@@ -53,7 +53,7 @@ CASES = {
     "clipping by value": Case(
         modules.Regression, keywords={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ),
-    "clipping of its own": Case(modules.OwnClipping, keywords={"gradient_clip_val": 0.2}),
+    "custom clipping": Case(modules.OwnClipping, keywords={"gradient_clip_val": 0.2}),
     "warm-up in optimizer_step": Case(modules.WarmsUp),
     "warm-up with accumulation and clipping": Case(
         modules.WarmsUp, keywords={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
@@ -61,7 +61,7 @@ CASES = {
     "an update every second step": Case(modules.StepsEverySecond),
     "LBFGS": Case(modules.Newton),
     "LBFGS with clipping": Case(modules.Newton, keywords={"gradient_clip_val": 1.0}),
-    "a scheduler step of its own": Case(modules.OwnSchedulerStep),
+    "custom scheduler steps": Case(modules.OwnSchedulerStep),
     "outputs in a dict": Case(modules.WithDictOutputs),
     "a stream": Case(modules.WithDropout, stream, keywords={"max_epochs": 3}),
     "some steps return None": Case(modules.SometimesNone),
@@ -78,10 +78,10 @@ def assert_equal(seen: Seen, expected: Seen) -> None:
     torch.testing.assert_close(seen.weights, expected.weights, rtol=0, atol=1e-6)
 
 
-SLOW = {  # each is near another one
+SLOW = {  # each is similar to another case
     "dropout",
     "accumulation and schedulers",
-    "clipping of its own",
+    "custom clipping",
     "warm-up with accumulation and clipping",
     "LBFGS with clipping",
     "a stream",
@@ -97,11 +97,11 @@ def test_losses_metrics_and_weights_are_equal(tmp_path, name):
         for kind in (pl.Trainer, Trainer)
     ]
     assert len(runs[0].losses) >= NUM_STEPS
-    assert len(set(runs[0].losses)) > NUM_STEPS / 2  # it learns: equal figures are no accident
+    assert len(set(runs[0].losses)) > NUM_STEPS / 2  # it learns, so equal values are not trivial
     assert_equal(runs[1], runs[0])
 
 
-def test_the_package_under_its_other_name(tmp_path):
+def test_package_with_its_other_name(tmp_path):
     with quiet_lightning():
         import pytorch_lightning as other
 
@@ -132,7 +132,7 @@ def test_the_package_under_its_other_name(tmp_path):
     assert_equal(seen, expected)
 
 
-def test_a_module_that_never_returns_a_loss_is_an_error(tmp_path):
+def test_module_that_never_returns_a_loss_raises(tmp_path):
     class Never(modules.Regression):
         def training_step(self, batch, batch_idx):
             return None
@@ -147,8 +147,8 @@ class SometimesNoneByClosure(modules.SometimesNone):
 
 
 @pytest.mark.parametrize("kind", [modules.SometimesNone, SometimesNoneByClosure])
-def test_steps_without_a_loss_under_a_loss_scale(tmp_path, kind):
-    """There are no gradients for the scaler to look at."""
+def test_steps_without_a_loss_with_a_loss_scale(tmp_path, kind):
+    """There are no gradients that the scaler could unscale."""
     seen = run_under(Trainer, kind, lambda: (in_order(), None), tmp_path, precision="16-mixed")
     assert seen.global_steps == list(range(1, NUM_STEPS + 1))
     assert all(bool(each.isfinite().all()) for each in seen.weights)

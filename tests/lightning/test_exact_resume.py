@@ -1,4 +1,4 @@
-"""A LightningModule goes on bit for bit: with the order torch's sampler draws, and draws of its validation."""
+"""A LightningModule resumes bit for bit, with the sample order of torch and random numbers in its validation."""
 
 import copy
 import os
@@ -15,14 +15,14 @@ from tests.lightning.modules import NUM_BATCHES, SeveralSchedulers, WithDropout,
 
 
 class Drawing(WithDropout):
-    """Dropout, a validation that draws, and schedulers of each step, of each epoch and of the validation."""
+    """Dropout, a validation that consumes random numbers, and schedulers of each interval."""
 
     configure_optimizers = SeveralSchedulers.configure_optimizers
 
 
 LOADERS = {
-    "by the global generator": shuffled,
-    "by its own": lambda: DataLoader(samples(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "global generator": shuffled,
+    "separate generator": lambda: DataLoader(samples(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
 }
 
 
@@ -34,7 +34,7 @@ def fit(module: Any, folder: Any, make_loader: Any, ckpt_path: Any = None, **key
 
 @pytest.mark.parametrize("num_steps", [NUM_BATCHES - 3, NUM_BATCHES, NUM_BATCHES + 1])
 @pytest.mark.parametrize("make_loader", LOADERS.values(), ids=LOADERS)
-def test_it_goes_on_in_and_between_epochs(tmp_path, make_loader, num_steps):
+def test_resume_within_and_between_epochs(tmp_path, make_loader, num_steps):
     torch.manual_seed(1)
     whole = Drawing()
     part, again = copy.deepcopy(whole), copy.deepcopy(whole)
@@ -51,7 +51,7 @@ def test_it_goes_on_in_and_between_epochs(tmp_path, make_loader, num_steps):
 
 
 @pytest.mark.parametrize("in_epoch", [0, 1])
-def test_a_validation_that_is_cut_off_draws_what_it_drew(tmp_path, in_epoch):
+def test_interrupted_validation_restores_random_states(tmp_path, in_epoch):
     class Sends(Callback):
         def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.current_epoch == in_epoch and not trainer.sanity_checking:

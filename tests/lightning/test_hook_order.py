@@ -1,5 +1,5 @@
-"""Hooks of a LightningModule, its DataModule and Callback come under roomier's Trainer as they do under Lightning's: in
-that order, with those arguments."""
+"""Hooks of a LightningModule, its DataModule and Callbacks have the same order and arguments with both
+Trainers."""
 
 import inspect
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class Plain(pl.LightningModule):
 
 
 class OneRate(Plain):
-    """Without schedulers, for runs that log nothing."""
+    """Without schedulers, for runs that log no metrics."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -123,10 +123,10 @@ class Data(pl.LightningDataModule):
 
 
 def shown(name: str, value: Any) -> str:
-    """What is compared of an argument: what it says where it is plain, and else what it is."""
+    """Return the part of an argument that is compared: the value if it is plain, and the type otherwise."""
     if name == "stage":
         return str(getattr(value, "value", value))
-    if name == "gradient_clip_algorithm":  # roomier names the one it takes where none was asked for
+    if name == "gradient_clip_algorithm":  # roomier passes the default instead of None
         return "" if value is None else str(getattr(value, "value", value)).replace("norm", "")
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
@@ -140,7 +140,7 @@ def shown(name: str, value: Any) -> str:
 
 
 def recording(base: type, names: Any, mark: str, seen: list[str]) -> Any:
-    """An object of a subclass of ``base`` that notes each call of ``names`` with its arguments."""
+    """Return an instance of a subclass of ``base`` that records calls of ``names`` with their arguments."""
 
     def noting(name: str) -> Callable[..., Any]:
         inherited = getattr(base, name)
@@ -159,7 +159,7 @@ def recording(base: type, names: Any, mark: str, seen: list[str]) -> Any:
 def calls(
     kind: Any, verb: str, folder: Any, *, base: type = Plain, data: str = "loaders", **keywords: Any
 ) -> list[str]:
-    """The hooks of one run, in order."""
+    """Return the hooks of one run in order."""
     seen: list[str] = []
     module = recording(base, OF_MODULE, "module", seen)
     callback = recording(pl.Callback, OF_CALLBACK, "callback", seen)
@@ -193,21 +193,21 @@ FITS = {
     "validated every second epoch": {"max_epochs": 2, "check_val_every_n_epoch": 2, "base": OneRate},
     "ended within an epoch": {"max_steps": 3},
     "several validation loaders": {"max_epochs": 1, "data": "many loaders"},
-    "by hand": {"max_epochs": 1, "base": ByHand},
+    "manual optimization": {"max_epochs": 1, "base": ByHand},
     "one batch of each": {"fast_dev_run": True},
     "no validation": {"max_epochs": 1, "limit_val_batches": 0, "base": OneRate},
 }
 
 
 @pytest.mark.parametrize("keywords", FITS.values(), ids=FITS)
-def test_a_fit(tmp_path, keywords):
+def test_hooks_of_a_fit(tmp_path, keywords):
     expected, seen = (calls(kind, "fit", tmp_path, **keywords) for kind in (pl.Trainer, Trainer))
     assert len(expected) > 30
     assert seen == expected
 
 
-def test_a_fit_with_a_data_module(tmp_path):
-    """Loaders are asked for before ``on_fit_start``: a run is planned, and resumed, by its data."""
+def test_hooks_of_a_fit_with_a_data_module(tmp_path):
+    """Loaders are created before ``on_fit_start``, because planning and resuming require the data."""
     expected, seen = (calls(kind, "fit", tmp_path, data="module", max_epochs=1) for kind in (pl.Trainer, Trainer))
     asked = [f"data.{name}()" for name in LOADERS]
     assert [each for each in seen if each not in asked] == [each for each in expected if each not in asked]
@@ -217,7 +217,7 @@ def test_a_fit_with_a_data_module(tmp_path):
 
 @pytest.mark.parametrize("data", ["loaders", "module", "many loaders"])
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_an_evaluation(tmp_path, capsys, verb, data):
+def test_hooks_of_an_evaluation(tmp_path, capsys, verb, data):
     base = (
         type(
             "Many",
@@ -235,7 +235,7 @@ def test_an_evaluation(tmp_path, capsys, verb, data):
     assert seen == expected
 
 
-def test_an_epoch_that_is_left_out(tmp_path):
+def test_hooks_of_a_skipped_epoch(tmp_path):
     """-1 from ``on_train_batch_start`` ends an epoch."""
 
     class LeavesOut(Plain):
@@ -250,7 +250,7 @@ def test_an_epoch_that_is_left_out(tmp_path):
     assert seen == expected
 
 
-def test_an_error(tmp_path):
+def test_hooks_after_an_error(tmp_path):
     class Fails(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise KeyError(batch_idx)
@@ -265,11 +265,11 @@ def test_an_error(tmp_path):
         of_both.append(seen)
     of_lightning, of_roomier = of_both
     assert of_lightning[-1] == "callback.on_exception(Trainer, Fails, KeyError)"
-    assert of_roomier == [*of_lightning, "callback.teardown(Trainer, Fails, fit)"]  # to free what setup took
+    assert of_roomier == [*of_lightning, "callback.teardown(Trainer, Fails, fit)"]  # to release resources of setup
 
 
-def test_callbacks_that_monitor_come_last_at_the_end_of_an_epoch(tmp_path):
-    """EarlyStopping and ModelCheckpoint find what the module logs in its own hook, wherever they stand in the list."""
+def test_callbacks_with_a_monitor_run_last_at_the_end_of_an_epoch(tmp_path):
+    """EarlyStopping and ModelCheckpoint read the values of the module's hook, at any position in the list."""
 
     class LogsLate(OneRate):
         def on_train_epoch_end(self) -> None:

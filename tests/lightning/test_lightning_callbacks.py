@@ -1,4 +1,4 @@
-"""Lightning's own callbacks under roomier's Trainer: as they are, as roomier's with one notice, or refused by name."""
+"""Lightning's callbacks with roomier's Trainer: used directly, replaced with a notice, or rejected."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def notices(captured: Any) -> list[str]:
     return [line for line in captured.err.splitlines() if "Lightning's" in line]
 
 
-# Each is known ------------------------------------------------------------------------------------------------------
+# All callbacks --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_of_lightnings_callbacks_is_taken_or_refused_and_said_how(name: str) -> None:
+def test_each_callback_of_lightning_is_accepted_or_rejected_with_a_message(name: str) -> None:
     ways = [
         name in lightning_callbacks.AS_THEY_ARE,
         name in lightning_callbacks.MADE,
@@ -77,23 +77,23 @@ def test_each_of_lightnings_callbacks_is_taken_or_refused_and_said_how(name: str
     assert sum(ways) == 1
 
 
-def test_roomiers_names_in_what_is_said_exist() -> None:
+def test_names_of_roomier_in_the_messages_exist() -> None:
     for sentence in lightning_callbacks.REFUSED.values():
         for word in sentence.replace("(", " ").split():
             if word.startswith("roomier.callbacks."):
                 assert hasattr(own, word.rpartition(".")[2]), sentence
 
 
-def test_no_callback_of_lightning_is_left_out() -> None:
+def test_all_callbacks_of_lightning_are_covered() -> None:
     modules = {each.name for each in pkgutil.iter_modules(pl.callbacks.__path__)}
     assert {"early_stopping", "model_checkpoint", "timer"} <= modules
     assert set(NAMES) <= {*lightning_callbacks.AS_THEY_ARE, *lightning_callbacks.MADE, *lightning_callbacks.REFUSED}
 
 
-# As they are --------------------------------------------------------------------------------------------------------
+# Used directly --------------------------------------------------------------------------------------------------------
 
 
-def test_early_stopping_stops_where_lightning_does(tmp_path: Path) -> None:
+def test_early_stopping_stops_like_lightning(tmp_path: Path) -> None:
     stops = [pl.callbacks.EarlyStopping("val_loss", patience=1) for _ in range(2)]
     trainers = [fit(kind, tmp_path, stop) for kind, stop in zip((pl.Trainer, roomier.Trainer), stops, strict=True)]
     theirs, ours = [(each.stopped_epoch, each.wait_count, float(each.best_score)) for each in stops]
@@ -102,7 +102,7 @@ def test_early_stopping_stops_where_lightning_does(tmp_path: Path) -> None:
     assert trainers[1].early_stopping_callback is stops[1]
 
 
-def test_early_stopping_reads_what_the_module_logs_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+def test_early_stopping_reads_values_logged_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     class Late(Net):
         def on_train_epoch_end(self) -> None:
             self.log("late", 1.0)
@@ -113,7 +113,7 @@ def test_early_stopping_reads_what_the_module_logs_at_the_end_of_an_epoch(tmp_pa
     assert stop.stopped_epoch == 1
 
 
-def test_a_timer_ends_training(tmp_path: Path) -> None:
+def test_timer_ends_training(tmp_path: Path) -> None:
     timer = pl.callbacks.Timer(duration={"microseconds": 1})
     with quiet_lightning():
         trainer = fit(roomier.Trainer, tmp_path, timer)
@@ -128,7 +128,7 @@ def test_lambdas_are_called(tmp_path: Path) -> None:
     assert called == [1, 1]
 
 
-def test_states_of_lightnings_callbacks_are_resumed(tmp_path: Path) -> None:
+def test_states_of_lightning_callbacks_are_resumed(tmp_path: Path) -> None:
     class Counts(pl.Callback):
         def __init__(self, name: str) -> None:
             self.name, self.count = name, 0
@@ -157,7 +157,7 @@ def test_states_of_lightnings_callbacks_are_resumed(tmp_path: Path) -> None:
     assert (stop_again.wait_count, float(stop_again.best_score)) == (stop.wait_count, float(stop.best_score))
 
 
-def test_configure_callbacks_may_return_lightnings(tmp_path: Path, capsys: Any) -> None:
+def test_configure_callbacks_may_return_lightning_callbacks(tmp_path: Path, capsys: Any) -> None:
     class Configures(Net):
         def configure_callbacks(self) -> Any:
             self.best = pl.callbacks.ModelCheckpoint(monitor="val_loss")
@@ -165,17 +165,17 @@ def test_configure_callbacks_may_return_lightnings(tmp_path: Path, capsys: Any) 
 
     module, trainer = Configures(), trainer_of(roomier.Trainer, tmp_path, max_epochs=4)
     trainer.fit(module, loader(), loader(4))
-    assert len(trainer.checkpoint_callbacks) == 1  # the one by default gave way
+    assert len(trainer.checkpoint_callbacks) == 1  # the default callback was replaced
     assert os.path.basename(module.best.best_model_path) == "epoch=1-step=4"
     assert trainer.current_epoch == 3
     trainer.fit(module, loader(), loader(4))
     assert len(trainer.checkpoint_callbacks) == 1
 
 
-# As roomier's -------------------------------------------------------------------------------------------------------
+# Replaced -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_checkpoint_is_kept_up_to_date(tmp_path: Path, capsys: Any) -> None:
+def test_model_checkpoint_object_is_updated(tmp_path: Path, capsys: Any) -> None:
     shown: dict[str, dict[str, Any]] = {}
     for kind in (pl.Trainer, roomier.Trainer):
         given = pl.callbacks.ModelCheckpoint(
@@ -209,7 +209,7 @@ def test_a_model_checkpoint_is_kept_up_to_date(tmp_path: Path, capsys: Any) -> N
     assert len(notices(capsys.readouterr())) == 1
 
 
-def test_a_model_checkpoint_goes_on_with_its_books(tmp_path: Path) -> None:
+def test_model_checkpoint_resumes_with_its_ledger(tmp_path: Path) -> None:
     whole = pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2)
     fit(roomier.Trainer, tmp_path / "whole", whole)
     fit(
@@ -218,7 +218,7 @@ def test_a_model_checkpoint_goes_on_with_its_books(tmp_path: Path) -> None:
         pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2),
         max_epochs=2,
     )
-    for kind in (pl, own):  # roomier's reads the books of Lightning's, which were roomier's
+    for kind in (pl, own):  # roomier's reads the ledger of Lightning's, which roomier replaced
         again = (kind.callbacks if kind is pl else kind).ModelCheckpoint(monitor="val_loss", save_top_k=2)
         trainer = trainer_of(roomier.Trainer, tmp_path / "parts", again, max_epochs=4)
         trainer.fit(Net(), loader(), loader(4), ckpt_path="last")
@@ -226,7 +226,7 @@ def test_a_model_checkpoint_goes_on_with_its_books(tmp_path: Path) -> None:
         assert again.best_model_score == whole.best_model_score == 0.25
 
 
-def test_its_best_checkpoint_is_read_by_name_and_by_path(tmp_path: Path) -> None:
+def test_best_checkpoint_is_found_as_best_and_by_path(tmp_path: Path) -> None:
     given = pl.callbacks.ModelCheckpoint(monitor="val_loss")
     trainer = fit(roomier.Trainer, tmp_path, given)
     module = Net()
@@ -235,13 +235,13 @@ def test_its_best_checkpoint_is_read_by_name_and_by_path(tmp_path: Path) -> None
         assert metrics.keys() == {"val_loss"}
         assert trainer.ckpt_path == given.best_model_path
     trainer.validate(module, loader(4), verbose=False)
-    assert trainer.ckpt_path is None  # a model was passed: it is taken as it is
+    assert trainer.ckpt_path is None  # a model was passed, so its weights are used
     trainer.validate(dataloaders=loader(4), verbose=False)
     assert trainer.ckpt_path == given.best_model_path
     assert trainer.predict(dataloaders=loader(4), ckpt_path="last") is not None
 
 
-def test_learning_rates_are_seen_on_the_object_given(tmp_path: Path) -> None:
+def test_learning_rates_are_stored_in_the_object_of_the_user(tmp_path: Path) -> None:
     given = pl.callbacks.LearningRateMonitor("epoch")
     fit(roomier.Trainer, tmp_path, given, max_epochs=2)
     assert given.lrs == {"lr-SGD": [0.1, 0.1]}
@@ -263,7 +263,7 @@ def test_learning_rates_are_seen_on_the_object_given(tmp_path: Path) -> None:
         (lambda folder: pl.callbacks.StochasticWeightAveraging(0.05, 1), "StochasticWeightAveraging"),
     ],
 )
-def test_what_reaches_into_lightnings_loops_runs_as_roomiers(
+def test_callbacks_that_use_the_loops_of_lightning_are_replaced(
     given: Any, kind: str, tmp_path: Path, capsys: Any
 ) -> None:
     with quiet_lightning():
@@ -275,7 +275,7 @@ def test_what_reaches_into_lightnings_loops_runs_as_roomiers(
     assert trainer.current_epoch == 3
 
 
-def test_a_checkpoint_is_told_to_be_a_folder_and_named_as_the_user_named_it(tmp_path: Path, capsys: Any) -> None:
+def test_checkpoint_names_are_kept_with_a_notice_about_folders(tmp_path: Path, capsys: Any) -> None:
     with quiet_lightning():
         callback = pl.callbacks.ModelCheckpoint(monitor="val_los")
     with pytest.raises(roomier.RoomierError, match=r"^ModelCheckpoint\(monitor\)='val_los'"):
@@ -283,12 +283,12 @@ def test_a_checkpoint_is_told_to_be_a_folder_and_named_as_the_user_named_it(tmp_
     assert "folders, for ckpt_path= and roomier.checkpoint.load_module(cls, path)" in capsys.readouterr().err
 
 
-def test_a_class_in_the_place_of_a_callback_is_told() -> None:
+def test_class_instead_of_a_callback_is_rejected() -> None:
     with pytest.raises(roomier.RoomierError, match=r"must be an instance, not a class. Pass EarlyStopping\(...\)"):
         roomier.Trainer(callbacks=[pl.callbacks.EarlyStopping])  # type: ignore[list-item]
 
 
-def test_an_average_is_lightnings(tmp_path: Path) -> None:
+def test_weight_averaging_equals_lightning(tmp_path: Path) -> None:
     class Later(pl.callbacks.EMAWeightAveraging):
         def should_update(self, step_idx: Any = None, epoch_idx: Any = None) -> bool:
             return step_idx is not None and step_idx >= 3
@@ -300,7 +300,7 @@ def test_an_average_is_lightnings(tmp_path: Path) -> None:
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-7)
 
 
-def test_unfreezing_is_lightnings_and_resumed(tmp_path: Path) -> None:
+def test_finetuning_equals_lightning_and_is_resumed(tmp_path: Path) -> None:
     class Thaws(pl.callbacks.BaseFinetuning):
         def freeze_before_training(self, pl_module: Any) -> None:
             self.freeze(pl_module.backbone)
@@ -323,7 +323,7 @@ def test_unfreezing_is_lightnings_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
-def test_a_prediction_writer_gets_what_lightning_gives_it(interval: str, tmp_path: Path) -> None:
+def test_prediction_writer_receives_the_arguments_of_lightning(interval: str, tmp_path: Path) -> None:
     class Writes(pl.callbacks.BasePredictionWriter):
         def __init__(self) -> None:
             super().__init__(interval)
@@ -347,7 +347,7 @@ def test_a_prediction_writer_gets_what_lightning_gives_it(interval: str, tmp_pat
     assert writers[1].seen
 
 
-# Refused ------------------------------------------------------------------------------------------------------------
+# Rejected -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -359,26 +359,26 @@ def test_a_prediction_writer_gets_what_lightning_gives_it(interval: str, tmp_pat
         (lambda: pl.callbacks.ThroughputMonitor(len), "roomier.callbacks.Throughput"),
     ],
 )
-def test_what_roomier_has_otherwise_is_refused_with_what_to_write(make: Any, said: str) -> None:
+def test_unsupported_callbacks_are_rejected_with_a_replacement(make: Any, said: str) -> None:
     with pytest.raises(RoomierError, match="uses the internals of Lightning's loops") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=[make()])
     assert said in caught.value.action
 
 
-def test_a_method_that_would_not_be_called_is_named() -> None:
+def test_overridden_method_that_would_not_be_called_is_reported() -> None:
     class Names(pl.callbacks.ModelCheckpoint):
         def format_checkpoint_name(self, *arguments: Any, **keywords: Any) -> str:
             return "mine"
 
         def mine(self) -> str:
-            return "nobody's business"
+            return "not used"
 
     with pytest.raises(RoomierError, match="would not call its methods format_checkpoint_name") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=Names())
     assert "mine" not in caught.value.problem.replace("format_checkpoint_name", "")
 
 
-def test_a_progress_bar_of_ones_own_is_left_out_and_told(capsys: Any) -> None:
+def test_custom_progress_bar_is_ignored_with_a_notice(capsys: Any) -> None:
     class Bar(pl.callbacks.TQDMProgressBar):
         def get_metrics(self, *arguments: Any) -> Any:
             return {}
@@ -394,7 +394,7 @@ def test_a_progress_bar_of_ones_own_is_left_out_and_told(capsys: Any) -> None:
         (lambda given: setattr(given, "save_on_exception", True), "OnExceptionCheckpoint"),
     ],
 )
-def test_what_a_model_checkpoint_asks_for_and_does_not_get_is_told(change: Any, said: str) -> None:
+def test_unsupported_options_of_model_checkpoint_are_reported(change: Any, said: str) -> None:
     given = pl.callbacks.ModelCheckpoint()
     change(given)
     with pytest.raises(RoomierError, match=said):

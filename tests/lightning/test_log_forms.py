@@ -1,5 +1,5 @@
-"""``self.log`` in all its forms: what stands in ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``
-at each moment is what stands there under Lightning's Trainer."""
+"""``self.log`` in all its forms: ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` equal
+Lightning's at each point."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ MOMENTS = (
 
 
 class Looks(pl.Callback):
-    """Notes what is shown at each moment, with types."""
+    """Records the metrics that are visible at each point, with types."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
@@ -49,7 +49,7 @@ for moment in MOMENTS:
 
 
 def batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of different sizes: a mean over an epoch counts each by its own."""
+    """Return batches of different sizes, which are the weights of a mean over an epoch."""
     generator = torch.Generator().manual_seed(0)
     return [
         (torch.randn(4 + i % 2, 3, generator=generator), torch.randn(4 + i % 2, 1, generator=generator))
@@ -93,7 +93,7 @@ class Net(pl.LightningModule):
 
 
 class Forms(Net):
-    """Values of all types, in all forms, in steps of training and validation."""
+    """Logs values of all types, with all options, in training and validation steps."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -131,7 +131,7 @@ def test_forms(tmp_path, keywords):
 
 
 class FromHooks(Net):
-    """From each hook that may log, by its defaults; ``plain`` from two of them."""
+    """Logs in each hook that may log, with default options; two hooks log ``plain``."""
 
     def training_step(self, batch, batch_idx):
         self.log("plain", float(batch_idx))
@@ -163,7 +163,7 @@ def test_hooks(tmp_path):
 
 
 class Metrics(Net):
-    """torchmetrics objects, alone, in lists and in collections, stepped and gathered."""
+    """torchmetrics objects, separately, in lists and in collections, per step and per epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_several_loaders_at_the_end_of_a_validation(tmp_path):
     assert "val_epoch/dataloader_idx_1" in there[0]
 
 
-def test_a_child_logs_as_well(tmp_path):
+def test_submodule_logs(tmp_path):
     class Child(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -252,8 +252,8 @@ def test_a_child_logs_as_well(tmp_path):
     assert float(trainer.callback_metrics["from the child"]) == pytest.approx(float(batches()[-1][0].mean()))
 
 
-def test_two_names_of_one_column_are_told_in_a_lightning_module(tmp_path, capsys):
-    """Lightning keeps the last one."""
+def test_two_names_of_one_column_print_a_notice_in_a_lightning_module(tmp_path, capsys):
+    """Lightning keeps the last value."""
 
     class Overlaps(Net):
         def training_step(self, batch, batch_idx):
@@ -280,7 +280,7 @@ def test_two_names_of_one_column_are_told_in_a_lightning_module(tmp_path, capsys
         ({"value": torch.ones(2)}, "must be a scalar"),
     ],
 )
-def test_what_cannot_be_logged_is_refused(tmp_path, options, message):
+def test_invalid_values_are_rejected(tmp_path, options, message):
     class Logs(Net):
         def training_step(self, batch, batch_idx):
             loss = self.loss(batch)

@@ -1,4 +1,4 @@
-"""Manual optimization under roomier's Trainer and under Lightning's: the same steps, hooks, rates and weights."""
+"""Manual optimization with roomier's Trainer and with Lightning's: the same steps, hooks, rates and weights."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from tests.lightning.modules import pl
 
 
 class Noted(pl.LightningModule):
-    """Notes its hooks in ``order``, and what a step tells in ``seen``."""
+    """Records its hooks in ``order``, and values of its steps in ``seen``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Noted(pl.LightningModule):
 
 
 class Gan(Noted):
-    """Two optimizers, toggled in each of the three ways; clipped; two schedulers, one for epochs."""
+    """Two optimizers, toggled in each of the three forms, with clipping; two schedulers, one per epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Gan(Noted):
 
 
 class Newton(Noted):
-    """LBFGS: one step computes the loss three times. What it returns are the loss and more."""
+    """LBFGS computes the loss three times per step. The step returns the loss and other values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Newton(Noted):
 
 
 class Accumulates(Noted):
-    """Steps every second batch; it returns the loss itself."""
+    """Steps every second batch, and returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def run_under(kind: Any, make_module: Any, folder: Path, **keywords: Any) -> tup
 
 
 @pytest.mark.parametrize("kind", [Gan, Newton, Accumulates])
-def test_the_same_run_under_both(tmp_path, kind):
+def test_runs_of_both_are_equal(tmp_path, kind):
     here, trainer = run_under(roomier.Trainer, kind, tmp_path)
     there, expected = run_under(pl.Trainer, kind, tmp_path)
     assert here.order == there.order
@@ -202,14 +202,14 @@ class Asks(Noted):
         return torch.optim.Adam(self.net.parameters(), lr=0.1)
 
 
-def test_what_people_ask_of_the_optimizer(tmp_path):
+def test_attributes_of_the_optimizer(tmp_path):
     module, trainer = run_under(roomier.Trainer, Asks, tmp_path)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05
     assert len(trainer.optimizers[0].state) == 2
     assert module.global_step == 8
 
 
-def test_manual_backward_is_refused_where_optimization_is_automatic(tmp_path):
+def test_manual_backward_is_rejected_in_automatic_optimization(tmp_path):
     class Mixed(Asks):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What a LightningModule is and has beside its steps: hyperparameters, checkpoints, copies, devices, names."""
+"""LightningModules beyond their steps: hyperparameters, checkpoints, copies, devices, names."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ Lightning = pl.Trainer
 
 
 class Line(pl.LightningModule):
-    """Fits a line; ``hooks[name](self, ...)`` is called from the hooks that a test gives."""
+    """Fits a line. ``hooks[name](self, ...)`` is called in the hooks that a test provides."""
 
     def __init__(self, width: int = 3, lr: float = 0.1, note: str = "", **hooks: Any) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ def fit(module: Any, folder: Path, **keywords: Any) -> roomier.Trainer:
 # Hyperparameters ------------------------------------------------------------------------------------------------------
 
 
-def test_hyperparameters_are_logged_stored_and_read_again(tmp_path):
-    """Those it was made with go to the log, those it has now to the checkpoint, in Lightning as here."""
+def test_hyperparameters_are_logged_saved_and_loaded(tmp_path):
+    """As in Lightning, initial values are logged, and current values are saved in the checkpoint."""
     module = Line(lr=0.2, note="a")
     module.hparams["note"] = "b"
     rows = Rows()
@@ -86,7 +86,7 @@ def test_hyperparameters_are_logged_stored_and_read_again(tmp_path):
 
 
 class Configured(pl.LightningModule):
-    """Takes all its hyperparameters as one argument."""
+    """Accepts all its hyperparameters as one argument."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class OwnConfigured(roomier.Module):
 
 @pytest.mark.parametrize("kind", [Configured, OwnConfigured])
 @pytest.mark.parametrize("config", [{"width": 3, "depth": 2}, argparse.Namespace(width=3, depth=2)], ids=["dict", "ns"])
-def test_hyperparameters_passed_as_one_argument_come_back_as_one(tmp_path, kind, config):
+def test_hyperparameters_in_one_argument_are_loaded_as_one_argument(tmp_path, kind, config):
     module = kind(config)
     fit(module, tmp_path).save_checkpoint(tmp_path / "a")
     again = load_module(kind, tmp_path / "a")
@@ -120,7 +120,7 @@ def test_hyperparameters_passed_as_one_argument_come_back_as_one(tmp_path, kind,
     assert torch.equal(again.net.weight, module.net.weight)
 
 
-def test_initial_hyperparameters_of_roomiers_own_module_do_not_change():
+def test_initial_hyperparameters_of_a_roomier_module_do_not_change():
     class Own(roomier.Module):
         def __init__(self, sizes, lr=0.1):
             super().__init__()
@@ -139,7 +139,7 @@ def test_initial_hyperparameters_of_roomiers_own_module_do_not_change():
 
 
 class Keeps(Line):
-    """Puts something into its checkpoints, and reads what is there."""
+    """Adds entries to its checkpoints, and reads the entries of a checkpoint."""
 
     def on_save_checkpoint(self, checkpoint):
         self.saved = {name: checkpoint[name] for name in ("epoch", "global_step", "hyper_parameters")}
@@ -152,7 +152,7 @@ class Keeps(Line):
         self.loaded = {name: checkpoint[name] for name in ("epoch", "global_step", "hyper_parameters", "words")}
 
 
-def test_hooks_of_checkpoints_find_what_lightning_puts_there(tmp_path):
+def test_checkpoint_hooks_find_the_entries_of_lightning(tmp_path):
     module = Keeps()
     fit(module, tmp_path).save_checkpoint(tmp_path / "a")
     hyperparameters = {"width": 3, "lr": 0.1, "note": ""}
@@ -163,7 +163,7 @@ def test_hooks_of_checkpoints_find_what_lightning_puts_there(tmp_path):
         "state_dict": ["net.bias", "net.weight"],
     }
     stored = peek(tmp_path / "a")
-    assert "state_dict" not in stored  # nothing is there twice
+    assert "state_dict" not in stored  # weights are not stored twice
     mean = module.net.weight.detach().mean()
 
     resumed = Keeps()
@@ -180,7 +180,7 @@ def test_hooks_of_checkpoints_find_what_lightning_puts_there(tmp_path):
 
 
 class Teaches(Line):
-    """Its teacher is not stored; its head is made anew where the checkpoint has another."""
+    """Its teacher is not saved. Its head is replaced if the checkpoint has a different one."""
 
     def __init__(self, num_heads: int = 1) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Teaches(Line):
                 del checkpoint["state_dict"][name]
 
 
-def test_weights_may_be_left_out_and_changed_as_a_checkpoint_is_saved_and_loaded(tmp_path, capsys):
+def test_checkpoint_hooks_may_remove_and_change_weights(tmp_path, capsys):
     module = Teaches()
     fit(module, tmp_path).save_checkpoint(tmp_path / "a", weights_only=True)
     assert not any("teacher" in name for name in peek(tmp_path / "a")["module"])
@@ -213,7 +213,7 @@ def test_weights_may_be_left_out_and_changed_as_a_checkpoint_is_saved_and_loaded
     assert "strict_loading=False: 4 weights are not in both" in capsys.readouterr().err
 
 
-def test_a_strict_module_says_which_weights_differ(tmp_path):
+def test_strict_module_reports_differing_weights(tmp_path):
     module = Teaches()
     trainer = fit(module, tmp_path)
     trainer.save_checkpoint(tmp_path / "a", weights_only=True)
@@ -234,7 +234,7 @@ def copies(module: nn.Module) -> list[Any]:
 
 
 class Portable(Line):
-    """Can be pickled: it holds no function of a test."""
+    """Can be pickled, because it contains no function of a test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Portable(Line):
         return super().training_step(batch, batch_idx)
 
 
-def test_copies_made_in_a_run_and_after_it_are_of_the_users_class(tmp_path):
+def test_copies_have_the_class_of_the_user(tmp_path):
     module = Portable()
     fit(module, tmp_path)
     made, module.copied = module.copied, []
@@ -257,8 +257,8 @@ def test_copies_made_in_a_run_and_after_it_are_of_the_users_class(tmp_path):
     assert torch.equal(copies(module)[0].net.weight, module.net.weight)
 
 
-def test_the_same_object_goes_from_one_trainer_to_the_other_and_back(tmp_path):
-    """As if one Trainer had done all of it."""
+def test_object_can_alternate_between_both_trainers(tmp_path):
+    """The result equals a run with one Trainer."""
 
     def train(kinds: list[Any]) -> Line:
         torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_the_same_object_goes_from_one_trainer_to_the_other_and_back(tmp_path):
     assert torch.equal(alone.net.weight, mixed.net.weight)
 
 
-def test_what_a_module_asks_and_calls_within_a_run(tmp_path, capsys):
+def test_methods_and_attributes_within_a_run(tmp_path, capsys):
     seen = {}
 
     def look(module, batch, batch_idx):
@@ -301,7 +301,7 @@ def test_what_a_module_asks_and_calls_within_a_run(tmp_path, capsys):
     assert all(isinstance(each, torch.Tensor) for each in gathered["b"])
 
 
-def test_after_a_run_logging_says_that_nothing_runs_and_the_optimizer_is_the_one_of_the_run(tmp_path, capsys):
+def test_log_and_optimizers_after_a_run(tmp_path, capsys):
     module = Line()
     trainer = fit(module, tmp_path, enable_progress_bar=True)
     module.print("printed")
@@ -312,14 +312,14 @@ def test_after_a_run_logging_says_that_nothing_runs_and_the_optimizer_is_the_one
     assert module.optimizers(use_pl_optimizer=False) is trainer.optimizers[0]
 
 
-def test_after_a_run_the_module_knows_where_its_weights_are(tmp_path):
+def test_device_and_dtype_after_a_run(tmp_path):
     module = Line()
     fit(module, tmp_path, precision="bf16-true")
     assert module.dtype == module.net.weight.dtype == torch.bfloat16
     assert module.device == module.net.weight.device
 
 
-def test_freezing_within_a_hook_holds(tmp_path):
+def test_freezing_in_a_hook_takes_effect(tmp_path):
     class Freezes(Line):
         def on_fit_start(self):
             self.net.bias.requires_grad_(False)
@@ -337,7 +337,7 @@ def test_freezing_within_a_hook_holds(tmp_path):
     assert module.training
 
 
-def test_callbacks_of_the_module_take_the_place_of_the_trainers(tmp_path):
+def test_callbacks_of_the_module_replace_callbacks_of_the_trainer(tmp_path):
     calls = []
 
     class Counts(pl.Callback):
@@ -355,7 +355,7 @@ def test_callbacks_of_the_module_take_the_place_of_the_trainers(tmp_path):
     assert calls == [("the module's", True)]
 
 
-def test_a_model_made_in_configure_model_is_trained_and_stored(tmp_path):
+def test_model_created_in_configure_model_is_trained_and_saved(tmp_path):
     class Late(Line):
         def __init__(self):
             super().__init__()
@@ -383,7 +383,7 @@ def test_a_model_made_in_configure_model_is_trained_and_stored(tmp_path):
     ],
     ids=["no step", "no optimizer", "two optimizers", "hook of Lightning 1"],
 )
-def test_errors_name_the_users_class(tmp_path, name, value, message):
+def test_errors_contain_the_class_of_the_user(tmp_path, name, value, message):
     kind = type("Broken", (Line,), {name: value or pl.LightningModule.training_step})
     with pytest.raises(roomier.RoomierError) as caught:
         fit(kind(), tmp_path)
@@ -391,7 +391,7 @@ def test_errors_name_the_users_class(tmp_path, name, value, message):
     assert "Adapter" not in str(caught.value)
 
 
-def test_a_misspelled_hook_is_told_and_lightnings_own_methods_are_not(tmp_path, capsys):
+def test_misspelled_hook_is_reported_but_not_methods_of_lightning(tmp_path, capsys):
     class Misspelled(Line):
         def on_train_epoch_ends(self):
             pass

@@ -1,4 +1,4 @@
-"""A LightningModule's own methods, called after roomier trained it."""
+"""Export methods of a LightningModule, called after roomier trained it."""
 
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ def trained(make_trainer: Any, data: Any) -> Line:
     return module
 
 
-@pytest.mark.filterwarnings("ignore")  # of the exporters
-def test_it_exports_itself_after_a_fit(make_trainer: Any, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of the exporters
+def test_export_methods_after_a_fit(make_trainer: Any, tmp_path: Path) -> None:
     module = trained(make_trainer, {"train_dataloaders": [torch.ones(2, 2)] * 2})
     module.to_onnx(tmp_path / "line.onnx", torch.ones(3, 2), dynamo=True)
     assert (tmp_path / "line.onnx").stat().st_size > 100
@@ -62,7 +62,7 @@ def test_it_exports_itself_after_a_fit(make_trainer: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_hooks_of_its_data_come_first(make_trainer: Any, tmp_path: Path) -> None:
+def test_hooks_of_the_data_module_take_precedence(make_trainer: Any, tmp_path: Path) -> None:
     data = Points()
     module = trained(make_trainer, {"datamodule": data})
     before = data.hooks

@@ -1,4 +1,4 @@
-"""LightningModules are planned as roomier's own modules are: their steps log and ask the trainer in a dry run too."""
+"""LightningModules are planned like Modules of roomier: their steps log and use the trainer in a dry run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trainer(**keywords: Any) -> roomier.Trainer:
 
 
 @pytest.mark.parametrize("kind", [Logs, StepsItself])
-def test_the_forecast_of_a_lightning_module_is_what_its_run_holds_its_batch_in_the_update_too(kind: type) -> None:
+def test_forecast_of_a_lightning_module_equals_its_run(kind: type) -> None:
     forecast, model = MemoryForecast(), kind()
     trainer(callbacks=[forecast]).fit(model, loader())
     record = forecast.record
@@ -70,7 +70,7 @@ def test_the_forecast_of_a_lightning_module_is_what_its_run_holds_its_batch_in_t
     assert type(model) is kind
 
 
-def test_what_fails_in_every_plan_is_told_alone() -> None:
+def test_error_in_every_plan_is_reported_once() -> None:
     with pytest.raises(RoomierError, match="configures no optimizer") as caught:
         trainer().fit(WithoutOptimizer(), loader())
     assert "every plan is rejected" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""A LightningModule on two ranks computes what it does on one with the same global batch."""
+"""A LightningModule on two ranks equals a run on one rank with the same global batch."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ GLOBAL_BATCH = 8
 
 
 class Automatic(pl.LightningModule):
-    """Two blocks, clipped; logs per step and epoch, asks the ranks, has state in checkpoints."""
+    """Two blocks and clipping. Logs per step and epoch, uses collectives, has state in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Automatic(pl.LightningModule):
 
 
 class Manual(Automatic):
-    """Two optimizers that take turns."""
+    """Two optimizers that alternate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def samples() -> torch.Tensor:
 
 
 def train(kind: Any, folder: Path, strategy: str, size: int, ckpt_path: Any = None, **keywords: Any) -> dict[str, Any]:
-    """Epoch by epoch over 32 samples; what each rank saw, and a checkpoint of the end in ``folder``."""
+    """Train on 32 samples per epoch. Return the records of each rank, and save a final checkpoint in ``folder``."""
     torch.manual_seed(0)
     module = kind()
     data = list(samples())
@@ -138,12 +138,12 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("kind", "strategy"), PAIRS)
-def test_losses_are_those_of_one_process(on_ranks, tmp_path, kind, strategy):
+def test_losses_equal_one_process(on_ranks, tmp_path, kind, strategy):
     clip = {"gradient_clip_val": 0.5} if kind is Automatic else {}
     expected = alone(kind, tmp_path, **clip)
     assert expected["losses"][-1] < expected["losses"][0]
     check_alike(on_ranks(2, train, kind, tmp_path, strategy, 2, **clip), expected, 1e-5)
-    # What they saved is a whole model.
+    # The checkpoint contains the full model.
     whole = load_module(kind, tmp_path / "end")
     found = torch.stack([whole(each).square().mean() for each in samples()[:8].split(4)]).mean()
     assert float(found.detach()) == pytest.approx(expected["val"], rel=1e-5)
@@ -151,14 +151,14 @@ def test_losses_are_those_of_one_process(on_ranks, tmp_path, kind, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_losses_under_bf16_mixed(on_ranks, tmp_path, strategy):
+def test_losses_with_bf16_mixed(on_ranks, tmp_path, strategy):
     expected = alone(Automatic, tmp_path, precision="bf16-mixed")
     check_alike(on_ranks(2, train, Automatic, tmp_path, strategy, 2, precision="bf16-mixed"), expected, 2e-2)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(Automatic, marks=SLOW), Manual])
-def test_a_run_of_one_process_goes_on_sharded(on_ranks, tmp_path, kind):
-    """One epoch alone, two on two ranks with zero3: the losses of three epochs alone."""
+def test_run_of_one_process_resumes_sharded(on_ranks, tmp_path, kind):
+    """One epoch on one rank, two on two ranks with zero3: the losses equal three epochs on one rank."""
     expected = alone(kind, tmp_path)
     train(kind, tmp_path / "first", "single", 1, max_epochs=1)
     found = on_ranks(2, train, kind, tmp_path / "second", "zero3", 2, tmp_path / "first" / "end")
@@ -168,7 +168,7 @@ def test_a_run_of_one_process_goes_on_sharded(on_ranks, tmp_path, kind):
 
 
 class SendsBack(pl.LightningModule):
-    """Its loss depends on what the other rank computed."""
+    """Its loss depends on values of the other rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,13 +192,13 @@ def gathered_gradient(folder: Path) -> torch.Tensor:
     return before - module.net.weight.detach()
 
 
-def test_gradients_go_back_through_all_gather(on_ranks, tmp_path):
-    """The mean over ranks of the gradient of a product of two values, each of which depends on one rank's batch."""
+def test_gradients_propagate_through_all_gather(on_ranks, tmp_path):
+    """Mean over ranks of the gradient of a product of two values, each of which depends on the batch of one rank."""
     torch.manual_seed(0)
     weight = nn.Linear(4, 1, bias=False).weight
     data = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     (data[::2] @ weight.T).mean().mul((data[1::2] @ weight.T).mean()).backward()
-    # Each rank sends back what both losses say of its own value, and the mean is taken over the two.
+    # Each rank receives the gradients of both losses for its value, and the result is their mean.
     for moved in on_ranks(2, gathered_gradient, tmp_path):
         torch.testing.assert_close(moved, weight.grad)
 
@@ -216,5 +216,5 @@ def log_in_part(folder: Path) -> None:
         trainer.fit(Logs(), DataLoader(list(torch.ones(8, 4)), batch_size=2))
 
 
-def test_a_figure_of_some_ranks_is_refused(on_ranks, tmp_path):
+def test_group_of_some_ranks_is_rejected(on_ranks, tmp_path):
     on_ranks(2, log_in_part, tmp_path)

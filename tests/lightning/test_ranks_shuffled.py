@@ -1,4 +1,4 @@
-"""The order of a shuffled DataLoader is torch's on one process, and the same one on several ranks."""
+"""A shuffled DataLoader has the order of torch on one process, and the same order on several ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ NUM_SAMPLES, GLOBAL_BATCH = 22, 4
 
 
 class Reads(pl.LightningModule):
-    """Notes the samples of each epoch."""
+    """Records the samples of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Reads(pl.LightningModule):
 
 
 def read(kind: Any, folder: Path, size: int, *, saves: bool = False, validates: bool = False, **options: Any) -> Any:
-    """By epoch, the samples that this process read, in order; a checkpoint of the end in ``folder`` if it ``saves``."""
+    """Return the samples that this process read, by epoch. If ``saves``, save a final checkpoint in ``folder``."""
     torch.manual_seed(3)
     module = Reads()
     loader = DataLoader(range(NUM_SAMPLES), GLOBAL_BATCH // size, shuffle=True)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def read(kind: Any, folder: Path, size: int, *, saves: bool = False, validates: 
 
 
 def joined(of_ranks: list[dict[int, list[int]]]) -> dict[int, list[int]]:
-    """The batches of all ranks, sample by sample as one process would read them."""
+    """Return the batches of all ranks in the order in which one process would read the samples."""
     return {
         epoch: [sample for pair in zip(*(each[epoch] for each in of_ranks), strict=True) for sample in pair]
         for epoch in of_ranks[0]
@@ -68,12 +68,12 @@ def test_ranks_read_the_order_of_one_process(on_ranks, tmp_path, validates):
     of_ranks = joined(on_ranks(2, read, roomier.Trainer, tmp_path, 2, **options))
     assert of_ranks[0] == expected[0]
     assert sorted(of_ranks[1]) == list(range(NUM_SAMPLES))
-    assert validates or of_ranks == expected  # in a validation ranks draw other numbers than one process does
+    assert validates or of_ranks == expected  # a validation on ranks consumes other random numbers than on one process
 
 
-def test_an_epoch_goes_on_with_other_ranks(on_ranks, tmp_path):
+def test_epoch_resumes_on_other_ranks(on_ranks, tmp_path):
     expected = read(roomier.Trainer, tmp_path, 1, max_epochs=2)
     done = read(roomier.Trainer, tmp_path, 1, saves=True, max_steps=2)
-    goes_on = on_ranks(2, read, roomier.Trainer, tmp_path, 2, ckpt_path=tmp_path / "saved", max_epochs=2)
-    assert done[0] + joined(goes_on)[0] == expected[0]
-    assert joined(goes_on)[1] == expected[1]
+    resumed = on_ranks(2, read, roomier.Trainer, tmp_path, 2, ckpt_path=tmp_path / "saved", max_epochs=2)
+    assert done[0] + joined(resumed)[0] == expected[0]
+    assert joined(resumed)[1] == expected[1]

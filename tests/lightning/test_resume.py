@@ -1,4 +1,4 @@
-"""A LightningModule that is stopped and resumed is, bit for bit, one that was never stopped."""
+"""A LightningModule that is stopped and resumed equals, bit for bit, an uninterrupted run."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ SAVED_AT = 7  # within an epoch of 5 batches
 
 
 class Automatic(pl.LightningModule):
-    """Dropout, a schedule for steps and one for epochs, a torchmetrics object, state of its own in checkpoints."""
+    """Dropout, schedulers per step and per epoch, a torchmetrics object, additional state in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Automatic(pl.LightningModule):
 
 
 class Manual(Automatic):
-    """Two optimizers and their schedulers, stepped by hand."""
+    """Two optimizers and their schedulers with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Manual(Automatic):
 
 
 class Counts(pl.Callback):
-    """A callback of Lightning with a state."""
+    """A Lightning callback with a state."""
 
     def __init__(self) -> None:
         self.num_batches = 0
@@ -99,7 +99,7 @@ class Counts(pl.Callback):
 
 
 class Data(pl.LightningDataModule):
-    """Shuffled, with a state."""
+    """Shuffled data with a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def run(kind: Any, folder: Path, num_steps: int, ckpt_path: Path | None = None, 
 
 
 @pytest.mark.parametrize(("kind", "steps_of_a_batch"), [(Automatic, 1), (Manual, 2)])
-def test_stopped_and_resumed_is_as_never_stopped(tmp_path, kind, steps_of_a_batch):
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path, kind, steps_of_a_batch):
     whole, whole_data, whole_counts, whole_trainer = run(kind, tmp_path / "whole", 0)
     run(kind, tmp_path / "first", SAVED_AT * steps_of_a_batch, save=True)
     [path] = (tmp_path / "first").glob("*step=*")
@@ -164,8 +164,8 @@ def test_stopped_and_resumed_is_as_never_stopped(tmp_path, kind, steps_of_a_batc
     }
 
 
-def test_fitting_again_goes_on_with_the_weights(tmp_path):
-    """Two fits in a row with one Trainer, as under Lightning: steps go on only where the Trainer's limits allow."""
+def test_second_fit_continues_with_the_weights(tmp_path):
+    """Two fits with one Trainer, as in Lightning: training continues only if the limits of the Trainer allow it."""
     found = []
     for kind in (roomier.Trainer, pl.Trainer):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What people read on a Trainer is of Lightning's type and value, at every hook of fit, validate, test and predict."""
+"""Attributes of the Trainer have Lightning's types and values in every hook of fit, validate, test and predict."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ HOOKS = [
     *(f"on_{stage}_{moment}" for stage in STAGES for moment in MOMENTS),
 ]
 
-# Where roomier's differ, and why. Known earlier, or still: what Lightning has not made yet, or has let go.
+# Attributes that differ, and the reasons. Known earlier or longer: Lightning sets them later or clears them earlier.
 KNOWN_EARLIER = {"num_val_batches", "num_sanity_val_batches", "val_dataloaders", "train_dataloader", "test_dataloaders"}
-KNOWN_LATER = {"enable_validation"}  # when the loaders were made
-ANYWAY = {"log_dir"}  # roomier's is the folder of the run, with a logger or without
+KNOWN_LATER = {"enable_validation"}  # after the loaders are created
+ANYWAY = {"log_dir"}  # in roomier the run folder, with and without a logger
 
 
 def plain(value: Any) -> Any:
-    """Type and value, without what differs from object to object."""
+    """Return type and value, without parts that differ between objects."""
     if isinstance(value, Tensor):
         return str(value.dtype), round(float(value), 5)
     if isinstance(value, dict):
@@ -70,7 +70,7 @@ def recorder() -> Any:
             for name in NAMES:
                 try:
                     row[name] = plain(getattr(trainer, name))
-                except pl.utilities.exceptions.MisconfigurationException:  # of Lightning's Trainer
+                except pl.utilities.exceptions.MisconfigurationException:  # raised by Lightning's Trainer
                     row[name] = "not to be had"
             state = trainer.state
             row["state"] = [None if each is None else each.value for each in (state.fn, state.stage, state.status)]
@@ -138,7 +138,7 @@ def record(kind: Any, folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return callback.rows
 
 
-def test_attributes_are_lightnings_at_every_hook(tmp_path: Path) -> None:
+def test_attributes_equal_lightning_in_every_hook(tmp_path: Path) -> None:
     with quiet_lightning():
         lightnings = record(pl.Trainer, tmp_path / "lightning")
         rows = record(roomier.Trainer, tmp_path / "roomier")
@@ -153,19 +153,19 @@ def test_attributes_are_lightnings_at_every_hook(tmp_path: Path) -> None:
             if name in KNOWN_LATER and hook in ("setup", "on_fit_start") and value is True:
                 continue
             if name == "num_training_batches" and hook == "setup":
-                continue  # Lightning's depends on who asked for estimated_stepping_batches before
+                continue  # Lightning's value depends on earlier reads of estimated_stepping_batches
             if name == "estimated_stepping_batches" and value in (-1, "not to be had"):
-                continue  # where Lightning has no training data at hand
+                continue  # if Lightning has no training data yet
             differing.append((hook, name, own[name], value))
     assert not differing, "\n".join(map(str, differing))
 
 
 KEYWORDS = set(inspect.signature(roomier.Trainer.__init__).parameters)
 THEIRS = inspect.signature(pl.Trainer.__init__).parameters
-OTHER_DEFAULT = {  # and why
-    "strategy": "single",  # in Lightning "auto" is by the number of devices; here it is the fastest plan that fits
-    "num_nodes": "auto",  # what a launcher started
-    "precision": "32-true",  # what None is
+OTHER_DEFAULT = {  # with reasons
+    "strategy": "single",  # in Lightning "auto" depends on the number of devices; in roomier it is the fastest plan
+    "num_nodes": "auto",  # the number that a launcher started
+    "precision": "32-true",  # the meaning of None
     # None is the default
     "logger": True,
     "num_sanity_val_steps": 2,
@@ -175,7 +175,7 @@ OTHER_DEFAULT = {  # and why
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name != "self"])
-def test_each_keyword_of_lightning_means_the_same_or_is_told_what_to_write(name: str) -> None:
+def test_each_argument_of_lightning_has_the_same_meaning_or_a_message(name: str) -> None:
     default = THEIRS[name].default
     if name in KEYWORDS:
         own = inspect.signature(roomier.Trainer.__init__).parameters[name].default
@@ -189,7 +189,7 @@ def test_each_keyword_of_lightning_means_the_same_or_is_told_what_to_write(name:
     assert caught.value.action
 
 
-def test_none_asks_for_the_default_as_in_lightning() -> None:
+def test_none_requests_the_default_as_in_lightning() -> None:
     names = [name for name in THEIRS if THEIRS[name].default is None and name in KEYWORDS]
     trainer = roomier.Trainer(accelerator="cpu", **dict.fromkeys(names))
     assert (trainer.num_sanity_val_steps, trainer.log_every_n_steps, trainer.precision) == (2, 50, "32-true")
@@ -199,7 +199,7 @@ def test_none_asks_for_the_default_as_in_lightning() -> None:
 
 
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict", "save_checkpoint"])
-def test_methods_take_lightnings_arguments_in_its_order(name: str) -> None:
+def test_methods_have_the_arguments_of_lightning_in_order(name: str) -> None:
     own = inspect.signature(getattr(roomier.Trainer, name)).parameters
     theirs = inspect.signature(getattr(pl.Trainer, name)).parameters
     positional = [each.name for each in own.values() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -208,7 +208,7 @@ def test_methods_take_lightnings_arguments_in_its_order(name: str) -> None:
     assert not FORMER_ARGUMENTS.keys() & own.keys()
 
 
-def test_what_a_callback_puts_into_the_metrics_is_seen_by_the_next(make_trainer: Any) -> None:
+def test_metrics_set_by_a_callback_are_visible_to_the_next(make_trainer: Any) -> None:
     seen: list[Any] = []
 
     class Adds(pl.Callback):
@@ -227,7 +227,7 @@ def test_what_a_callback_puts_into_the_metrics_is_seen_by_the_next(make_trainer:
     assert "score" not in trainer.callback_metrics
 
 
-def test_keywords_of_the_loop_are_set_between_two_fits_and_not_within_one(make_trainer: Any) -> None:
+def test_loop_settings_can_be_set_between_fits_but_not_within(make_trainer: Any) -> None:
     class Sets(pl.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.max_epochs = 7
@@ -244,14 +244,14 @@ def test_keywords_of_the_loop_are_set_between_two_fits_and_not_within_one(make_t
         trainer.fit(Net(), loader(4))
 
 
-def test_what_roomier_has_not_says_where_to_look() -> None:
+def test_unsupported_attributes_name_a_replacement() -> None:
     trainer = roomier.Trainer(accelerator="cpu")
     assert not hasattr(trainer, "fit_loop")
     with pytest.raises(AttributeError, match="Read current_epoch, global_step"):
         _ = trainer.fit_loop
 
 
-def test_a_checkpoint_that_is_set_is_read_by_calls_that_are_given_none(make_trainer: Any, tmp_path: Path) -> None:
+def test_assigned_ckpt_path_is_used_by_calls_without_one(make_trainer: Any, tmp_path: Path) -> None:
     trainer = make_trainer(max_epochs=1)
     trainer.fit(Net(), loader(2))
     trainer.save_checkpoint(tmp_path / "saved")
@@ -274,7 +274,7 @@ class Joined(Net):
 
 @pytest.mark.parametrize("limit", [None, 2, 0.5])
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
-def test_of_loaders_that_are_joined_each_has_its_number_of_batches(tmp_path: Path, mode: Any, limit: Any) -> None:
+def test_each_combined_loader_has_a_number_of_batches(tmp_path: Path, mode: Any, limit: Any) -> None:
     found = []
     for kind in (pl.Trainer, roomier.Trainer):
         with quiet_lightning():

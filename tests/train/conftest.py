@@ -1,4 +1,4 @@
-"""What the tests of the loop share: a logger that keeps its rows."""
+"""Fixtures of the loop tests: a logger that stores its rows."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from roomier import Logger
 
 
 class Rows(Logger):
-    """Keeps the rows of the log: ``(step, metrics)``."""
+    """Stores the rows of the log as ``(step, metrics)``."""
 
     name = "rows"
 

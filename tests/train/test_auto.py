@@ -1,4 +1,4 @@
-"""``strategy="auto"`` in a fit: the run is the one that the chosen plan makes by name, and nothing of it moves."""
+"""``strategy="auto"`` in a fit: the run equals a run with the chosen plan, and planning has no side effects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUIET: dict[str, Any] = {
 
 
 class Noisy(Dataset[Any]):
-    """Samples that draw from the global generators and from one of their own."""
+    """Samples with noise from the global generators and from a generator of the dataset."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(3)
@@ -64,7 +64,7 @@ class Net(roomier.Module):
 
 
 class Late(Net):
-    """Built in ``configure_model``."""
+    """Creates its layers in ``configure_model``."""
 
     def __init__(self) -> None:
         roomier.Module.__init__(self)
@@ -101,7 +101,7 @@ LOADERS: dict[str, Any] = {
 
 
 def run(loader: Any, make: Any = Net, **keywords: Any) -> tuple[list[float], list[torch.Tensor], Plan, torch.Tensor]:
-    """The losses of a fit, its weights, its plan, and the random state it leaves."""
+    """Return the losses of a fit, its weights, its plan, and the random state after it."""
     roomier.seed_everything(7)
     module = make()
     trainer = roomier.Trainer(**{**QUIET, "max_epochs": 1, **keywords})
@@ -111,7 +111,7 @@ def run(loader: Any, make: Any = Net, **keywords: Any) -> tuple[list[float], lis
 
 
 def by_name(plan: Plan) -> dict[str, Any]:
-    """Keywords of the strategy and the levers that were chosen."""
+    """Return the arguments for the chosen strategy and memory techniques."""
     return {
         "strategy": plan.parallel.strategy,
         "chunked_loss": plan.loss.chunked,
@@ -121,7 +121,7 @@ def by_name(plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_the_run_is_that_of_the_chosen_plan_by_name_bit_for_bit(kind: str) -> None:
+def test_run_equals_a_run_with_the_chosen_plan_bit_for_bit(kind: str) -> None:
     losses, weights, plan, state = run(LOADERS[kind](), strategy="auto")
     assert plan.parallel.strategy == "single"
     losses_by_name, weights_by_name, _, state_by_name = run(LOADERS[kind](), **by_name(plan))
@@ -131,7 +131,7 @@ def test_the_run_is_that_of_the_chosen_plan_by_name_bit_for_bit(kind: str) -> No
 
 
 @pytest.mark.slow
-def test_so_it_is_with_worker_processes() -> None:
+def test_run_with_workers_equals_a_run_with_the_chosen_plan() -> None:
     def loader() -> Any:
         return DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2)
 
@@ -141,14 +141,14 @@ def test_so_it_is_with_worker_processes() -> None:
     assert all(map(torch.equal, weights, weights_by_name))
 
 
-def test_a_model_that_is_built_late_is_planned_as_it_will_be() -> None:
+def test_configure_model_is_planned() -> None:
     losses, weights, plan, _ = run(LOADERS["shuffled"](), make=Late, strategy="auto")
     losses_by_name, weights_by_name, _, _ = run(LOADERS["shuffled"](), make=Late, **by_name(plan))
     assert losses == losses_by_name
     assert all(map(torch.equal, weights, weights_by_name))
 
 
-def test_looking_at_a_batch_leaves_the_data_set_as_it_was(make_trainer: Any) -> None:
+def test_reading_a_batch_does_not_change_the_dataset(make_trainer: Any) -> None:
     data = Noisy()
     trainer = make_trainer(strategy="auto", optimizer="adamw", max_steps=1)
     trainer.fit(Net(), DataLoader(data, batch_size=4))
@@ -156,7 +156,7 @@ def test_looking_at_a_batch_leaves_the_data_set_as_it_was(make_trainer: Any) -> 
 
 
 class Wide(Net):
-    """Weights, gradients and states take 4 MiB, and activations of one sample 64 KiB."""
+    """Weights, gradients and states use 4 MiB, and activations of one sample 64 KiB."""
 
     def __init__(self) -> None:
         roomier.Module.__init__(self)
@@ -164,7 +164,7 @@ class Wide(Net):
         self.seen = []
 
 
-def test_a_budget_cuts_micro_batches_and_keeps_the_global_batch(capfd: Any) -> None:
+def test_memory_budget_splits_micro_batches_and_keeps_the_global_batch(capfd: Any) -> None:
     data = TensorDataset(torch.randn(128, 4))
 
     class OfTuples(Wide):
@@ -184,7 +184,7 @@ def test_a_budget_cuts_micro_batches_and_keeps_the_global_batch(capfd: Any) -> N
 
 
 @pytest.mark.parametrize("counting", [{"limit_train_batches": 3}, {"val_check_interval": 2}, {"fast_dev_run": True}])
-def test_micro_batches_stay_where_something_counts_them(counting: dict[str, Any]) -> None:
+def test_micro_batches_are_kept_if_a_setting_counts_them(counting: dict[str, Any]) -> None:
     data = DataLoader(Noisy(), batch_size=4)
     trainer = roomier.Trainer(**{**QUIET, "strategy": "auto", "max_epochs": 1, **counting})
     trainer.fit(Net(), data)
@@ -193,27 +193,27 @@ def test_micro_batches_stay_where_something_counts_them(counting: dict[str, Any]
     assert any("counts micro-batches" in each.reason for each in trainer.choice.considered)
 
 
-def test_hooks_that_look_at_gradients_rule_out_that_they_are_freed_in_the_backward(
+def test_hooks_that_read_gradients_exclude_step_in_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Looks(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             assert all(each.grad is not None for each in self.parameters())
 
-    monkeypatch.setattr(Pricing, "find_fastest", Pricing.price_all)  # else it is not asked for what saves memory
+    monkeypatch.setattr(Pricing, "find_fastest", Pricing.price_all)  # otherwise memory techniques are not considered
     trainer = roomier.Trainer(**{**QUIET, "strategy": "auto", "max_steps": 1})
     trainer.fit(Looks(), batches())
     assert trainer.choice is not None
     assert any("cannot access gradients" in each.reason for each in trainer.choice.considered)
 
 
-def test_a_stream_that_is_read_once_and_draws_random_numbers_is_refused(make_trainer: Any) -> None:
+def test_noisy_iterator_is_rejected(make_trainer: Any) -> None:
     drawing = (torch.randn(2, 4) for _ in range(4))
     with pytest.raises(DataError, match="can be iterated only once and draws random numbers"):
         make_trainer(strategy="auto", optimizer="adamw").fit(Net(), drawing)
 
 
-def test_a_data_set_that_holds_an_iterator_is_refused_before_it_is_read(make_trainer: Any) -> None:
+def test_dataset_with_an_iterator_is_rejected_before_it_is_read(make_trainer: Any) -> None:
     class Held(IterableDataset[Any]):
         def __init__(self) -> None:
             self.numbers = iter(range(8))
@@ -227,7 +227,7 @@ def test_a_data_set_that_holds_an_iterator_is_refused_before_it_is_read(make_tra
     assert next(data.numbers) == 0
 
 
-def test_manual_optimization_is_refused(make_trainer: Any) -> None:
+def test_manual_optimization_is_rejected(make_trainer: Any) -> None:
     class ByHand(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -237,7 +237,7 @@ def test_manual_optimization_is_refused(make_trainer: Any) -> None:
         make_trainer(strategy="auto").fit(ByHand(), batches())
 
 
-def test_a_strategy_by_name_that_is_over_the_budget_is_refused_before_the_run(make_trainer: Any) -> None:
+def test_strategy_over_the_budget_is_rejected_before_the_run(make_trainer: Any) -> None:
     module = Wide()
     with pytest.raises(RoomierError, match=r"memory_budget='1\.0 MiB': single.* needs .*, but the budget is 1\.0 MiB"):
         make_trainer(memory_budget="1MiB", optimizer="adamw", max_steps=1).fit(module, batches())
@@ -246,7 +246,7 @@ def test_a_strategy_by_name_that_is_over_the_budget_is_refused_before_the_run(ma
     assert len(module.seen) == 1
 
 
-def test_evaluation_needs_no_choice_and_a_fit_after_it_makes_one(make_trainer: Any) -> None:
+def test_evaluation_does_not_plan_but_a_later_fit_does(make_trainer: Any) -> None:
     module, trainer = Net(), make_trainer(strategy="auto", optimizer="adamw", max_steps=1)
     [metrics] = trainer.validate(module, batches())
     assert metrics["loss"] > 0
@@ -255,7 +255,7 @@ def test_evaluation_needs_no_choice_and_a_fit_after_it_makes_one(make_trainer: A
     assert trainer.choice.chosen.plan == trainer.plan
 
 
-def test_a_second_fit_of_the_same_model_keeps_its_plan(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_fit_of_the_same_model_keeps_its_plan(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, trainer = Net(), make_trainer(strategy="auto", optimizer="adamw", max_epochs=1)
     trainer.fit(module, DataLoader(Noisy(), batch_size=4))
     first = trainer.choice
@@ -265,7 +265,7 @@ def test_a_second_fit_of_the_same_model_keeps_its_plan(make_trainer: Any, monkey
     assert trainer.choice is not first
 
 
-def test_the_machine_planned_for_is_that_of_the_accelerator(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_for_the_machine_of_the_accelerator(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     look = this_machine.this_machine
 
@@ -278,7 +278,7 @@ def test_the_machine_planned_for_is_that_of_the_accelerator(make_trainer: Any, m
     assert set(asked) == {"cpu"}
 
 
-def test_a_strategy_by_name_on_one_rank_plans_nothing(make_trainer: Any) -> None:
+def test_explicit_strategy_on_one_rank_is_not_planned(make_trainer: Any) -> None:
     trainer = make_trainer(max_steps=1, optimizer="adamw")
     before = trainer.plan
     settled = settle(request_of(trainer, "fit", Net(), {}), None, Ranks())  # type: ignore[arg-type]  # it reads no data
@@ -313,7 +313,7 @@ def on_two(root: Path, strategy: Any, max_steps: int, ckpt_path: str | None, **m
     return total.tolist(), trainer.plan.to_dict(), trainer.ranks.gather(trainer.plan.parallel.strategy)
 
 
-def test_all_ranks_take_one_plan_and_run_as_if_it_had_been_named(on_ranks: Any, tmp_path: Path) -> None:
+def test_all_ranks_use_one_plan_and_equal_a_run_with_it(on_ranks: Any, tmp_path: Path) -> None:
     (losses, plan, strategies), (_, plan_there, _) = on_ranks(2, on_two, tmp_path / "auto", "auto", 4, None)
     assert plan == plan_there
     assert set(strategies) == {plan["parallel"]["strategy"]}
@@ -324,7 +324,7 @@ def test_all_ranks_take_one_plan_and_run_as_if_it_had_been_named(on_ranks: Any, 
 
 
 class WithData(Net):
-    """Its loader is made where the ranks meet, and from random numbers."""
+    """Its loader is created with a collective and with random numbers."""
 
     def train_dataloader(self) -> Any:
         torch.distributed.barrier()
@@ -347,13 +347,13 @@ def by_choice_and_by_name(root: Path) -> list[list[float]]:
     return found
 
 
-def test_a_loader_is_made_once_by_all_ranks_together(on_ranks: Any, tmp_path: Path) -> None:
+def test_loader_is_created_once_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
     for by_choice, named in on_ranks(2, by_choice_and_by_name, tmp_path):
         assert by_choice == named
 
 
 @pytest.mark.slow
-def test_a_resume_with_auto_goes_on_bit_for_bit(on_ranks: Any, tmp_path: Path) -> None:
+def test_resume_with_auto_is_exact(on_ranks: Any, tmp_path: Path) -> None:
     (whole, _, _), _ = on_ranks(2, on_two, tmp_path / "whole", "auto", 4, None)
     (first, _, _), _ = on_ranks(2, on_two, tmp_path / "cut", "auto", 2, None)
     (rest, _, _), _ = on_ranks(2, on_two, tmp_path / "cut", "auto", 4, "last")

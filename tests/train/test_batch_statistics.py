@@ -1,4 +1,4 @@
-"""BatchNorm and accumulated gradients: its statistics are those of a micro-batch, and a fit says so."""
+"""BatchNorm with accumulated gradients: statistics are per micro-batch, and a fit prints a notice."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ def fit(make_trainer, norm, **keywords):
     make_trainer(max_steps=2, **keywords).fit(Net(norm), [torch.randn(3, 4) for _ in range(4)])
 
 
-def test_it_is_said_once_with_the_name_of_the_first(make_trainer, capsys):
+def test_notice_is_printed_once_with_the_first_module(make_trainer, capsys):
     fit(make_trainer, nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), accumulate_grad_batches=2)
-    said = capsys.readouterr().err
-    assert said.count(NOTICE) == 1
-    assert "2 BatchNorm modules (the first: body.1.0)" in said
+    message = capsys.readouterr().err
+    assert message.count(NOTICE) == 1
+    assert "2 BatchNorm modules (the first: body.1.0)" in message
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_it_is_said_once_with_the_name_of_the_first(make_trainer, capsys):
     [(nn.BatchNorm1d(4), 1), (nn.BatchNorm1d(4).eval(), 2), (nn.LayerNorm(4), 2)],
     ids=["one micro-batch", "evaluation mode", "LayerNorm"],
 )
-def test_it_is_not_said_where_it_is_not_so(make_trainer, capsys, norm, num_micro_batches):
+def test_no_notice_if_statistics_are_exact(make_trainer, capsys, norm, num_micro_batches):
     fit(make_trainer, norm, accumulate_grad_batches=num_micro_batches)
     assert NOTICE not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What asks for its gradients gets a closure: an overridden ``optimizer_step``, and optimizers as LBFGS."""
+"""Closures: an overridden ``optimizer_step``, and optimizers that require a closure, such as LBFGS."""
 
 import copy
 
@@ -22,7 +22,7 @@ class Regression(roomier.Module):
 
 
 class Passes(Regression):
-    """Overrides ``optimizer_step``, and does what it does without."""
+    """Overrides ``optimizer_step`` with the default behavior."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -48,7 +48,7 @@ def same_weights(module, other):
     [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}],
     ids=["alone", "accumulated", "clipped"],
 )
-def test_a_closure_computes_what_is_computed_without_one(make_trainer, data, keywords):
+def test_step_with_a_closure_equals_a_step_without(make_trainer, data, keywords):
     module, plain = Passes(), Regression()
     plain.load_state_dict(module.state_dict())
     for each in (module, plain):
@@ -56,7 +56,7 @@ def test_a_closure_computes_what_is_computed_without_one(make_trainer, data, key
     assert same_weights(module, plain)
 
 
-def test_the_closure_gives_the_loss_and_the_step_gets_the_last_index(make_trainer, data):
+def test_closure_returns_the_loss_and_the_step_receives_the_last_index(make_trainer, data):
     calls = []
 
     class Looks(Regression):
@@ -72,7 +72,7 @@ def test_the_closure_gives_the_loss_and_the_step_gets_the_last_index(make_traine
     assert trainer.global_step == 1
 
 
-def test_a_closure_that_is_not_called_is_an_error(make_trainer, data):
+def test_closure_that_is_not_called_raises(make_trainer, data):
     class Forgets(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
             pass
@@ -81,7 +81,7 @@ def test_a_closure_that_is_not_called_is_an_error(make_trainer, data):
         make_trainer(max_epochs=1).fit(Forgets(), data)
 
 
-def test_newton_is_that_of_a_bare_loop(make_trainer, data):
+def test_lbfgs_equals_a_bare_loop(make_trainer, data):
     module = Newton()
     bare = copy.deepcopy(module)
     optimizer = bare.configure_optimizers()
@@ -100,7 +100,7 @@ def test_newton_is_that_of_a_bare_loop(make_trainer, data):
     assert trainer.global_step == len(data)
 
 
-def test_newton_goes_on_from_a_checkpoint_bit_for_bit(make_trainer, data, tmp_path):
+def test_lbfgs_resumes_bit_for_bit(make_trainer, data, tmp_path):
     whole, part = Newton(), Newton()
     part.load_state_dict(whole.state_dict())
     again = copy.deepcopy(part)
@@ -116,12 +116,12 @@ def test_newton_goes_on_from_a_checkpoint_bit_for_bit(make_trainer, data, tmp_pa
     ("keywords", "field"),
     [({"accumulate_grad_batches": 2}, "accumulate_grad_batches"), ({"precision": "16-mixed"}, "precision")],
 )
-def test_newton_is_refused_where_its_loss_is_not_that_of_the_step(make_trainer, data, keywords, field):
+def test_lbfgs_is_rejected_with_partial_losses(make_trainer, data, keywords, field):
     with pytest.raises(roomier.RoomierError, match=rf"{field}=.*LBFGS, which evaluates the loss several times"):
         make_trainer(max_epochs=1, **keywords).fit(Newton(), data)
 
 
-def test_a_step_may_be_left_out_by_a_hook(make_trainer, data):
+def test_hook_may_skip_a_step(make_trainer, data):
     class Stops(Passes):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 3 else None
@@ -131,7 +131,7 @@ def test_a_step_may_be_left_out_by_a_hook(make_trainer, data):
     assert trainer.global_step == 3
 
 
-def test_none_is_left_out_of_a_window(make_trainer, data):
+def test_none_is_skipped_in_a_window(make_trainer, data):
     class LeavesOut(Passes):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)

@@ -1,4 +1,4 @@
-"""What a DataModule has besides its loaders: hyperparameters, transfer hooks, datasets of others."""
+"""DataModules beyond loaders: hyperparameters, transfer hooks, datasets."""
 
 import json
 
@@ -38,17 +38,17 @@ class Data(roomier.DataModule):
     val_dataloader = train_dataloader
 
 
-def test_it_keeps_its_arguments():
+def test_arguments_are_stored():
     assert dict(Data(4).hparams) == {"size": 4, "width": 1}
 
 
-def test_its_hyperparameters_are_logged_with_those_of_the_module(make_trainer, tmp_path):
+def test_hyperparameters_are_logged_together_with_the_module(make_trainer, tmp_path):
     make_trainer(max_steps=1, logger=True).fit(Net(), datamodule=Data(4))
     stored = json.loads((tmp_path / "version_0" / "hparams.json").read_text())
     assert {"size": 4, "width": 1}.items() <= stored.items()
 
 
-def test_what_is_not_for_the_log_stays_out_of_it(make_trainer, tmp_path):
+def test_logger_false_excludes_hyperparameters(make_trainer, tmp_path):
     class Quiet(Data):
         def __init__(self, secret):
             self.save_hyperparameters(logger=False)
@@ -60,7 +60,7 @@ def test_what_is_not_for_the_log_stays_out_of_it(make_trainer, tmp_path):
     assert "secret" not in (tmp_path / "version_0" / "hparams.json").read_text()
 
 
-def test_two_values_of_one_hyperparameter_are_refused(make_trainer):
+def test_different_values_of_one_hyperparameter_are_rejected(make_trainer):
     with pytest.raises(roomier.RoomierError, match=r"hparams=\{'width': \(1, 2\)\}.*different values"):
         make_trainer(max_steps=1).fit(Net(1), datamodule=Data(width=2))
 
@@ -77,13 +77,13 @@ class Moves(Data):
         return [batch[0] + 5]
 
 
-def test_its_transfer_hooks_are_used(make_trainer):
+def test_transfer_hooks_are_used(make_trainer):
     net = Net()
     make_trainer(max_steps=1).fit(net, datamodule=Moves())
     assert net.seen == [25.0, 25.0, 25.0]  # sanity check, training, validation: (1 + 1) * 10 + 5
 
 
-def test_its_hook_goes_before_that_of_the_module_and_it_is_said(make_trainer, capsys):
+def test_hook_of_the_data_module_takes_precedence_with_a_notice(make_trainer, capsys):
     class Also(Net):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [-batch[0]]
@@ -106,7 +106,7 @@ def test_from_datasets(make_trainer):
     train = [batch[0].flatten().tolist() for batch in data.train_dataloader()]
     assert [len(batch) for batch in train] == [2, 2, 2, 2]
     values = [value for batch in train for value in batch]
-    assert sorted(values) == list(range(8)) != values  # each once, shuffled
+    assert sorted(values) == list(range(8)) != values  # each one time, shuffled
     assert [[b[0].flatten().tolist() for b in loader] for loader in data.val_dataloader()] == [[[20, 21]], [[30]]]
     assert data.test_dataloader() is None
     assert [len(batch[0]) for batch in data.predict_dataloader()] == [2, 1]
@@ -116,7 +116,7 @@ def test_from_datasets(make_trainer):
     assert len(net.seen) == 4
 
 
-def test_from_datasets_of_a_subclass_and_without_order():
+def test_from_datasets_with_a_subclass_and_an_iterable():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([1, 2])

@@ -1,4 +1,4 @@
-"""validate, test, predict: what they take, what they give, and what a DataModule does."""
+"""validate, test and predict: inputs, results, and DataModules."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def loader(*values):
     return DataLoader(torch.tensor(values).float().unsqueeze(1), batch_size=1)
 
 
-def test_predictions_in_order(make_trainer):
+def test_predictions_are_in_order(make_trainer):
     outputs = make_trainer().predict(Line(), numbers(1, 2, 3))
     assert [float(output) for output in outputs] == [2, 4, 6]
     assert not outputs[0].requires_grad
@@ -57,7 +57,7 @@ def test_predictions_of_several_loaders(make_trainer):
     assert seen == [(0, 0), (0, 1), (1, 0)]
 
 
-def test_predictions_that_are_not_kept(make_trainer):
+def test_predictions_can_be_discarded(make_trainer):
     received = []
 
     class Takes(roomier.Callback):
@@ -68,16 +68,16 @@ def test_predictions_that_are_not_kept(make_trainer):
     assert received == [2, 4]
 
 
-def test_loaders_by_name(make_trainer):
+def test_loaders_in_a_dict(make_trainer):
     results = make_trainer().validate(Line(), {"easy": loader(1, 3), "hard": loader(5)})
     assert results == [{"v/dataloader_idx_0": 4.0}, {"v/dataloader_idx_1": 10.0}]
 
 
-def test_a_loader_that_is_not_read_to_its_end_is_closed_when_the_training_goes_on(make_trainer):
+def test_partly_read_loader_is_closed_when_training_continues(make_trainer):
     events = []
 
     class Opens:
-        """Holds something while it is read, as worker processes are held."""
+        """Holds a resource while it is read, like worker processes."""
 
         def __iter__(self):
             events.append("open")
@@ -95,7 +95,7 @@ def test_a_loader_that_is_not_read_to_its_end_is_closed_when_the_training_goes_o
     assert events == ["open", "closed", *(["train", "open", "closed"] * 2)]
 
 
-def test_an_evaluation_leaves_weights_and_mode(make_trainer):
+def test_evaluation_keeps_weights_and_mode(make_trainer):
     module = Line()
     module.train()
     make_trainer().validate(module, numbers(1))
@@ -107,7 +107,7 @@ def test_an_evaluation_leaves_weights_and_mode(make_trainer):
 
 
 @pytest.mark.parametrize("verb", ["validate", "test"])
-def test_weights_of_a_checkpoint(make_trainer, tmp_path, verb):
+def test_weights_of_a_checkpoint_are_loaded(make_trainer, tmp_path, verb):
     trainer = make_trainer(max_epochs=0)
     trainer.fit(Line(slope=7.0), numbers(1))
     trainer.save_checkpoint(tmp_path / "seven")
@@ -117,7 +117,7 @@ def test_weights_of_a_checkpoint(make_trainer, tmp_path, verb):
     assert module.net.weight.item() == 7.0
 
 
-def test_what_a_module_keeps_beside_its_tensors_comes_with_them(make_trainer, tmp_path):
+def test_extra_state_is_loaded(make_trainer, tmp_path):
     class Line2(Line):
         scale = 1.0
 
@@ -137,8 +137,8 @@ def test_what_a_module_keeps_beside_its_tensors_comes_with_them(make_trainer, tm
     assert module.scale == Line2.load_from_checkpoint(tmp_path / "three").scale == 3.0
 
 
-def test_the_best_checkpoint(make_trainer):
-    """The third epoch is the best by what the module says of it; the last is another."""
+def test_best_checkpoint_is_loaded(make_trainer):
+    """The third epoch has the best metric, so the last checkpoint is different."""
 
     class Falls(Line):
         def validation_step(self, batch, batch_idx):
@@ -191,7 +191,7 @@ class Steps(Line):
 
 
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_a_data_module(make_trainer, by_keyword):
+def test_data_module(make_trainer, by_keyword):
     trainer, module, data = make_trainer(max_epochs=1, num_sanity_val_steps=0), Steps(slope=1.0), Numbers()
     if by_keyword:
         trainer.fit(module, datamodule=data)
@@ -227,7 +227,7 @@ def test_loaders_of_the_module(make_trainer):
     assert len(trainer.predict(module)) == 1
 
 
-def test_what_is_passed_comes_first(make_trainer):
+def test_arguments_take_precedence(make_trainer):
     class Own(Line):
         def train_dataloader(self):
             raise AssertionError("not asked")
@@ -238,14 +238,14 @@ def test_what_is_passed_comes_first(make_trainer):
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_nothing_to_evaluate_on_is_refused(make_trainer, verb):
+def test_missing_data_is_rejected(make_trainer, verb):
     with pytest.raises(roomier.DataError, match=f"{verb} requires data"):
         getattr(make_trainer(), verb)(Line())
 
 
-def test_the_module_is_found_again(make_trainer):
+def test_last_module_is_used_by_default(make_trainer):
     trainer = make_trainer(max_epochs=1)
-    with pytest.raises(roomier.RoomierError, match="nothing to validate"):
+    with pytest.raises(roomier.RoomierError, match="there is no model to validate"):
         trainer.validate()
     module = Line()
     trainer.fit(module, numbers(0))
@@ -272,8 +272,8 @@ def test_configure_model_builds_before_the_optimizer(make_trainer):
     assert held == {id(p) for p in module.parameters()}
 
 
-def test_a_plain_module(make_trainer):
-    """Whose forward returns the loss; it is logged under the stage's name."""
+def test_plain_module(make_trainer):
+    """Its forward returns the loss, which is logged with the name of the stage."""
 
     class Loss(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""The loop uses the Engine protocol only: an engine that is written in this test trains, validates and saves."""
+"""The loop uses only the Engine protocol: an engine that is defined in this test trains, validates and saves."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def open_with_fake_engine(module: Line, root: Path, **loaders: Any) -> Any:
     return open_run(settled, module, build=build)
 
 
-def test_a_fake_engine_drives_the_loop(tmp_path: Path) -> None:
+def test_fake_engine_drives_the_loop(tmp_path: Path) -> None:
     module = Line()
     batches = [torch.randn(4, 3) for _ in range(4)]
     run = open_with_fake_engine(module, tmp_path, train=batches, val=batches[:1])
@@ -154,6 +154,6 @@ def test_a_fake_engine_drives_the_loop(tmp_path: Path) -> None:
     assert (run.progress.global_step, run.progress.epoch) == (6, 3)
     assert run.now.last_loss is not None
     assert float(run.now.last_loss) < 0.5
-    assert module.settled_before == [1, 3, 5]  # before each validation, and after it
+    assert module.settled_before == [1, 3, 5]  # before and after each validation
     save_checkpoint(run, tmp_path / "saved", weights_only=False)
     assert checkpoint.load(tmp_path / "saved")["progress"]["global_step"] == 6

@@ -36,7 +36,7 @@ class Regression(roomier.Module):
 
 
 class Batches:
-    """Notes whether ``module`` has gradients each time a batch is read."""
+    """Records whether ``module`` has gradients each time a batch is read."""
 
     def __init__(self, module: Regression) -> None:
         self.module = module
@@ -108,7 +108,7 @@ class RunsBackwardInValidation(Regression):
             self.net(batch).sum().backward()
 
 
-def test_a_backward_between_steps_adds_nothing_to_the_next(make_trainer: Make) -> None:
+def test_backward_between_steps_does_not_affect_the_next_step(make_trainer: Make) -> None:
     module = RunsBackwardInValidation()
     plain = Regression()
     plain.load_state_dict(copy.deepcopy(module.state_dict()))
@@ -118,7 +118,7 @@ def test_a_backward_between_steps_adds_nothing_to_the_next(make_trainer: Make) -
     assert torch.equal(module.net.weight, plain.net.weight)
 
 
-def test_manual_optimization_keeps_the_gradients_of_its_own_backward(make_trainer: Make) -> None:
+def test_manual_optimization_keeps_gradients(make_trainer: Make) -> None:
     class ByHand(Regression):
         def __init__(self) -> None:
             super().__init__()
@@ -134,7 +134,7 @@ def test_manual_optimization_keeps_the_gradients_of_its_own_backward(make_traine
     assert module.has_gradient == [False, True, True]
 
 
-def test_a_prepared_loop_reads_gradients_after_the_update_until_it_frees_them() -> None:
+def test_prepared_loop_keeps_gradients_until_it_frees_them() -> None:
     model = nn.Linear(2, 1)
     engine = roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), plan={"parallel": {"devices": 1}})
     engine.forward_backward(lambda x: model(x).sum(), [torch.ones(1, 2)])

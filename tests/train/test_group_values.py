@@ -1,4 +1,4 @@
-"""Whose learning rate, weight decay and betas a resumed run has: the Plan's, or those the module was saved with."""
+"""Learning rate, weight decay and betas after a resume: the values of the Plan, or the saved values."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def data():
 
 @pytest.fixture
 def resumed(make_trainer, data, tmp_path, capsys):
-    """Two fits, the second going on from the first for as many epochs: ``(module, trainer, what was told)``."""
+    """Two fits, of which the second resumes the first for as many epochs: ``(module, trainer, notices)``."""
 
     def fit(first, second, configure=(lambda net: None, lambda net: None)):
         for name, keywords, own in (("one", first, configure[0]), ("two", second, configure[1])):
@@ -51,30 +51,30 @@ def adamw(**options):
     return {"optimizer": {"name": "adamw", **options}, "learning_rate": 0.1}
 
 
-def test_what_the_plan_names_otherwise_is_used(resumed):
+def test_changed_values_of_the_plan_are_used(resumed):
     first, second = adamw(weight_decay=0.1, betas=[0.9, 0.99]), adamw(weight_decay=0.2, betas=[0.8, 0.99])
-    module, trainer, told = resumed(first, {**second, "learning_rate": 0.05})
+    module, trainer, output = resumed(first, {**second, "learning_rate": 0.05})
     assert module.rates == [0.05] * 4
     assert values(trainer, "weight_decay") == [0.2, 0.0], "biases do not decay"
     assert [tuple(each) for each in values(trainer, "betas")] == [(0.8, 0.99)] * 2
-    assert "optimizer.lr: 0.1 -> 0.05" in told
-    assert "optimizer.weight_decay: 0.1 -> 0.2" in told
-    assert "is used" not in told
+    assert "optimizer.lr: 0.1 -> 0.05" in output
+    assert "optimizer.weight_decay: 0.1 -> 0.2" in output
+    assert "is used" not in output
 
 
-def test_an_option_that_is_named_no_longer_is_that_of_torch_again(resumed):
+def test_removed_option_returns_to_the_default_of_torch(resumed):
     _, trainer, _ = resumed(adamw(eps=1e-3), adamw())
     assert values(trainer, "eps") == [1e-8] * 2
 
 
-def test_a_schedule_goes_on_under_the_new_rate(resumed):
+def test_schedule_continues_with_the_new_rate(resumed):
     scheduled = {"optimizer": "sgd", "lr_schedule": "linear", "max_epochs": 2, "learning_rate": 1.0}
     module, trainer, _ = resumed({**scheduled, "max_steps": 4, "max_epochs": 2}, {**scheduled, "learning_rate": 0.5})
     assert module.rates == pytest.approx([0.25, 0.1875, 0.125, 0.0625])
     assert values(trainer, "initial_lr") == trainer.lr_scheduler_configs[0].scheduler.base_lrs == [0.5, 0.5]
 
 
-def test_what_was_set_by_hand_stays_where_the_plan_says_the_same(resumed, monkeypatch):
+def test_manual_changes_stay_if_the_plan_is_unchanged(resumed, monkeypatch):
     def halve(self):
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] /= 2
@@ -93,35 +93,35 @@ def test_what_was_set_by_hand_stays_where_the_plan_says_the_same(resumed, monkey
     ],
     ids=str,
 )
-def test_an_option_that_needs_states_the_checkpoint_lacks_is_refused(resumed, first, second):
+def test_option_that_requires_missing_states_is_rejected(resumed, first, second):
     with pytest.raises(roomier.CheckpointError, match="requires optimizer states that the checkpoint does not have"):
         resumed({"optimizer": first}, {"optimizer": second})
 
 
-def test_sgd_takes_up_momentum(resumed):
+def test_sgd_can_add_momentum(resumed):
     _, trainer, _ = resumed({"optimizer": "sgd"}, {"optimizer": {"name": "sgd", "momentum": 0.9}})
     assert values(trainer, "momentum") == [0.9, 0.9]
 
 
-def test_another_kernel_is_taken(resumed):
+def test_kernel_can_change(resumed):
     _, trainer, _ = resumed(adamw(), adamw(foreach=True))
     assert values(trainer, "foreach") == [True, True]
     assert not any(values(trainer, "fused"))
 
 
-def test_a_module_s_own_values_are_those_of_the_checkpoint_and_a_difference_is_told(resumed):
+def test_values_of_a_module_are_restored_with_a_notice(resumed):
     def configured(lr, betas):
         return lambda net: torch.optim.Adam(net.parameters(), lr=lr, betas=betas)
 
-    module, _, told = resumed({}, {}, (configured(0.01, (0.9, 0.99)), configured(0.05, (0.8, 0.99))))
+    module, _, output = resumed({}, {}, (configured(0.01, (0.9, 0.99)), configured(0.05, (0.8, 0.99))))
     assert module.rates == [0.01] * 4
-    assert told.count("is used") == 2
-    assert "lr: this run configured 0.05, the checkpoint's 0.01 is used" in told
-    assert "betas: this run configured (0.8, 0.99), the checkpoint's (0.9, 0.99) is used" in told
+    assert output.count("is used") == 2
+    assert "lr: this run configured 0.05, but the saved value 0.01 is used" in output
+    assert "betas: this run configured (0.8, 0.99), but the saved value (0.9, 0.99) is used" in output
 
 
 @pytest.mark.parametrize("lr", [1.0, 0.5])
-def test_what_a_scheduler_did_is_no_difference(resumed, lr):
+def test_changes_by_a_scheduler_are_not_reported(resumed, lr):
     def configured(lr):
         def configure(net):
             optimizer = torch.optim.SGD(net.parameters(), lr=lr)
@@ -129,12 +129,12 @@ def test_what_a_scheduler_did_is_no_difference(resumed, lr):
 
         return configure
 
-    module, _, told = resumed({}, {}, (configured(1.0), configured(lr)))
+    module, _, output = resumed({}, {}, (configured(1.0), configured(lr)))
     assert module.rates == [0.5] * 4
-    assert ("lr: this run configured 0.5, the checkpoint's 1.0 is used" in told) == (lr != 1.0)
+    assert ("lr: this run configured 0.5, but the saved value 1.0 is used" in output) == (lr != 1.0)
 
 
-def test_an_optimizer_that_was_the_module_s_cannot_become_the_plan_s(resumed):
+def test_optimizer_of_the_module_cannot_become_an_optimizer_of_the_plan(resumed):
     def of_two_groups(net):
         return torch.optim.SGD([{"params": [net.net.weight]}, {"params": [net.net.bias]}])
 
@@ -143,8 +143,8 @@ def test_an_optimizer_that_was_the_module_s_cannot_become_the_plan_s(resumed):
 
 
 @pytest.mark.parametrize(("before", "now"), [("adamw8bit", "adamw4bit"), ("adamw", "lion"), ("adamw4bit", "adamw")])
-def test_another_optimizer_by_name_is_refused_under_the_names_of_both(resumed, before, now):
-    """Also where states would fit: those in 8 bits would go on under a Plan that says 4."""
+def test_different_named_optimizer_is_rejected(resumed, before, now):
+    """Even if the states would fit: states in 8 bits must not resume with a Plan that requests 4 bits."""
     with pytest.raises(
         roomier.CheckpointError, match=rf"optimizer='{now}': .* states of '{before}'.*weights="
     ) as caught:

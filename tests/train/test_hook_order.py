@@ -1,4 +1,4 @@
-"""The hooks come in Lightning's documented order; who overrides nothing is never called."""
+"""Hooks run in the order that Lightning documents, and hooks that are not overridden are never called."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ class Quiet(roomier.Module):
 
 
 def recording(base, names, mark, seen):
-    """A subclass of ``base`` that notes each call of ``names`` as ``mark.name`` and does what ``base`` does."""
+    """Return a subclass of ``base`` that records calls of ``names`` as ``mark.name`` and then calls ``base``."""
 
     def noting(name):
         inherited = getattr(base, name)
@@ -76,7 +76,7 @@ def seen():
 
 @pytest.fixture
 def recorder(seen):
-    """A module and a callback that note every hook."""
+    """A module and a callback that record every hook."""
     return recording(Quiet, MODULE_NAMES, "M", seen)(), recording(roomier.Callback, CALLBACK_NAMES, "C", seen)()
 
 
@@ -100,7 +100,7 @@ def evaluation(stage, step, num_batches=1):
 
 
 def micro_batch(first, last, scheduler=()):
-    """``optimizer_step`` gets a closure that runs the last micro-batch of its window."""
+    """With ``optimizer_step``, a closure runs the last micro-batch of its window."""
     return [
         *TRANSFER,
         *both("on_train_batch_start"),
@@ -120,7 +120,7 @@ VALIDATION = evaluation("validation", ["M.validation_step"])
 
 
 def test_order_of_one_epoch(make_trainer, recorder, seen):
-    """Three micro-batches by two, one validation batch. Lightning's order, which has no ``on_save_point``."""
+    """Three micro-batches in windows of two, one validation batch. Lightning has no ``on_save_point``."""
     module, callback = recorder
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[callback], num_sanity_val_steps=1)
     trainer.fit(module, [torch.randn(2, 4)] * 3, [torch.randn(2, 4)])
@@ -153,7 +153,7 @@ def test_order_of_an_evaluation(make_trainer, recorder, seen, verb, stage):
     assert seen == [*SETUP, *evaluation(stage, step, num_batches=2), *TEARDOWN]
 
 
-def test_a_step_interval_scheduler_comes_before_the_end_of_the_batch(make_trainer, seen):
+def test_step_scheduler_precedes_the_end_of_the_batch(make_trainer, seen):
     class EachStep(Quiet):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -167,21 +167,21 @@ def test_a_step_interval_scheduler_comes_before_the_end_of_the_batch(make_traine
     assert seen == [*step, *step, "M.on_train_epoch_end"]
 
 
-def test_a_hook_nobody_overrides_is_in_no_table(make_trainer):
+def test_hook_that_is_not_overridden_is_not_in_the_table(make_trainer):
     module = Quiet()
     table = HookTable(make_trainer(), module, [roomier.Callback()])
     assert all(getattr(table, name) == () for name in (*SHARED_HOOKS, *CALLBACK_HOOKS))
 
 
-def test_a_hook_of_the_instance_counts(make_trainer):
+def test_hook_of_an_instance_counts(make_trainer):
     module, calls = Quiet(), []
     module.on_train_start = lambda: calls.append("start")
     make_trainer(max_steps=1).fit(module, [torch.randn(2, 4)])
     assert calls == ["start"]
 
 
-def test_no_idle_hook_is_called_in_a_step(make_trainer, monkeypatch):
-    """Even the base class's empty methods are never entered."""
+def test_step_calls_no_hook_that_is_not_overridden(make_trainer, monkeypatch):
+    """Not even the empty methods of the base class are called."""
 
     def never(self, *args, **kwargs):
         raise AssertionError("an idle hook was called")
@@ -198,7 +198,7 @@ def test_no_idle_hook_is_called_in_a_step(make_trainer, monkeypatch):
     assert trainer.global_step == 3
 
 
-def test_teardown_and_on_exception_when_a_step_fails(make_trainer, recorder, seen):
+def test_teardown_and_on_exception_after_a_failed_step(make_trainer, recorder, seen):
     module, callback = recorder
 
     def fails(batch, batch_idx):
@@ -211,7 +211,7 @@ def test_teardown_and_on_exception_when_a_step_fails(make_trainer, recorder, see
     assert "C.on_train_end" not in seen
 
 
-def test_teardown_and_on_exception_when_the_setup_fails(make_trainer, recorder, seen):
+def test_teardown_and_on_exception_after_a_failed_setup(make_trainer, recorder, seen):
     module, callback = recorder
 
     def fails():
@@ -223,7 +223,7 @@ def test_teardown_and_on_exception_when_the_setup_fails(make_trainer, recorder, 
     assert seen == [*SETUP, "C.on_exception", *TEARDOWN]
 
 
-def test_on_exception_gets_the_exception(make_trainer):
+def test_on_exception_receives_the_exception(make_trainer):
     class Keeps(roomier.Callback):
         def on_exception(self, trainer, pl_module, exception):
             self.exception = exception

@@ -1,4 +1,4 @@
-"""``self.log``: names, defaults, reductions, who sees what and when."""
+"""``self.log``: names, defaults, reductions and outputs."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ import roomier
 
 
 class Logs(roomier.Module):
-    """Calls what a test puts into it: ``hooks[name](module)``."""
+    """Calls the functions that a test provides: ``hooks[name](module)``."""
 
     def __init__(self, **hooks):
         super().__init__()
@@ -86,7 +86,7 @@ def test_names_in_training(make_trainer, rows, options, step_names, epoch_names)
     assert {name for _, row in rows.rows for name in row} == {"epoch", "loss", *step_names, *epoch_names}
 
 
-def test_callback_metrics_hold_every_name(make_trainer):
+def test_callback_metrics_contain_every_name(make_trainer):
     module = Logs(training_step=lambda m, batch, i: m.log("x", batch[0, 0], on_step=True, on_epoch=True))
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, [batch_of(1), batch_of(3)])
@@ -107,7 +107,7 @@ def test_callback_metrics_hold_every_name(make_trainer):
     ],
 )
 def test_defaults_of_each_hook(make_trainer, rows, hook, is_step):
-    """Per step where a training batch runs, per epoch everywhere else."""
+    """Per step in a training batch, per epoch elsewhere."""
     module = Logs(**{hook: lambda m, *_: m.log("x", 1.5)})
     trainer = make_trainer(max_epochs=1, logger=rows, log_every_n_steps=1)
     trainer.fit(module, [batch_of(0)] * 3, [batch_of(0)])
@@ -121,7 +121,7 @@ def test_defaults_of_each_hook(make_trainer, rows, hook, is_step):
 )
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_reductions(make_trainer, reduce_fx, expected, as_tensor):
-    """The mean counts each batch by its size: 1, 3 and 2."""
+    """The mean weights each batch by its size: 1, 3 and 2."""
 
     def log(module, batch, batch_idx):
         value = batch[0, 0] if as_tensor else float(batch[0, 0])
@@ -133,22 +133,22 @@ def test_reductions(make_trainer, reduce_fx, expected, as_tensor):
     assert metrics == {"x": pytest.approx(expected)}
 
 
-def test_the_batch_size_may_be_given(make_trainer):
-    """The mean over tokens of values that are means over tokens."""
+def test_batch_size_can_be_passed(make_trainer):
+    """Mean over tokens of values that are means over tokens."""
     module = Logs(validation_step=lambda m, batch, i: m.log("x", batch[0, 0], batch_size=(9, 1)[i]))
     [metrics] = make_trainer().validate(module, [batch_of(1), batch_of(2)])
     assert metrics == {"x": pytest.approx(1.1)}
 
 
 @pytest.mark.parametrize("weights", [(0, 4), torch.tensor([0, 4])], ids=["ints", "tensors"])
-def test_a_batch_of_weight_zero_counts_for_nothing(make_trainer, weights):
+def test_weight_zero_does_not_count(make_trainer, weights):
     module = Logs(validation_step=lambda m, batch, i: m.log("x", batch[0, 0], batch_size=weights[i]))
     [metrics] = make_trainer().validate(module, [batch_of(float("nan")), batch_of(2)])
     assert metrics == {"x": 2.0}
 
 
-def test_the_mean_of_values_of_16_bits_has_more(make_trainer):
-    """1.0078125 is a bfloat16, 511 times that is none."""
+def test_mean_of_16_bit_values_has_higher_precision(make_trainer):
+    """1.0078125 is a bfloat16 number, 511 times this number is not."""
     value = torch.tensor(1.0078125, dtype=torch.bfloat16)
     module = Logs(validation_step=lambda m, batch, i: m.log("x", value, batch_size=511))
     [metrics] = make_trainer().validate(module, [batch_of(0)])
@@ -156,7 +156,7 @@ def test_the_mean_of_values_of_16_bits_has_more(make_trainer):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_float_is_not_rounded_to_the_precision_of_the_weights(make_trainer, precision):
+def test_float_is_not_rounded_to_the_precision_of_the_weights(make_trainer, precision):
     def log(module, batch, batch_idx):
         for name in ("mean", "sum", "min", "max"):
             module.log(name, 1.001, reduce_fx=name)
@@ -167,7 +167,7 @@ def test_a_float_is_not_rounded_to_the_precision_of_the_weights(make_trainer, pr
     assert metrics == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}
 
 
-def test_log_dict_hands_its_options_on(make_trainer, rows):
+def test_log_dict_passes_its_options(make_trainer, rows):
     module = Logs(
         training_step=lambda m, batch, i: m.log_dict({"a": 1.0, "b": batch[0, 0]}, on_step=False, on_epoch=True)
     )
@@ -175,7 +175,7 @@ def test_log_dict_hands_its_options_on(make_trainer, rows):
     assert (rows.column("a"), rows.column("b")) == ([1.0], [1.5])
 
 
-def test_progress_bar_and_logger_see_what_they_are_told(make_trainer, rows):
+def test_progress_bar_and_logger_receive_selected_values(make_trainer, rows):
     def log(module, batch, batch_idx):
         module.log("bar", 1.0, prog_bar=True, logger=False)
         module.log("row", 2.0)
@@ -206,8 +206,8 @@ def test_several_loaders_get_a_suffix(make_trainer):
     assert set(trainer.callback_metrics) == {"x/dataloader_idx_0", "x/dataloader_idx_1", "all"}
 
 
-def test_metrics_are_there_at_the_end_of_the_epoch(make_trainer):
-    """For the module's hook and, for what the steps logged, the callbacks' too."""
+def test_metrics_are_available_at_the_end_of_the_epoch(make_trainer):
+    """For the hook of the module and, if the steps logged them, for callbacks."""
     seen = {}
 
     class Looks(roomier.Callback):
@@ -241,8 +241,8 @@ def test_metrics_are_there_at_the_end_of_the_epoch(make_trainer):
     }
 
 
-def test_a_monitor_sees_what_the_module_logs_at_the_end_of_the_training_epoch(make_trainer):
-    """EarlyStopping looks at it, as in Lightning, after the module's hook of the same epoch."""
+def test_monitor_reads_values_of_the_module_at_the_end_of_the_training_epoch(make_trainer):
+    """EarlyStopping reads them after the hook of the module of the same epoch, as in Lightning."""
     stopping = roomier.callbacks.EarlyStopping(
         monitor="x", patience=1, mode="min", check_on_train_epoch_end=True, verbose=False
     )
@@ -253,8 +253,8 @@ def test_a_monitor_sees_what_the_module_logs_at_the_end_of_the_training_epoch(ma
     assert trainer.current_epoch == 4
 
 
-def test_the_same_name_at_a_step_and_at_the_end_of_the_epoch(make_trainer, rows):
-    """Two values of one name, as two hooks log them: neither is lost, nor mixed with the other."""
+def test_same_name_in_a_step_and_at_the_end_of_the_epoch(make_trainer, rows):
+    """Two hooks log two values with one name. Both are kept separately."""
     module = Logs(
         training_step=lambda m, batch, i: m.log("x", batch[0, 0]),
         on_train_epoch_end=lambda m: m.log("x", 9.0),
@@ -267,7 +267,7 @@ def test_the_same_name_at_a_step_and_at_the_end_of_the_epoch(make_trainer, rows)
     assert rows.column("v") == [8.0]
 
 
-def test_the_sanity_check_leaves_nothing(make_trainer, rows):
+def test_sanity_check_leaves_no_values(make_trainer, rows):
     module = Logs(validation_step=lambda m, batch, i: m.log("v", batch[0, 0]))
     seen = []
     module.hooks["on_train_start"] = lambda m: seen.append(dict(m.trainer.callback_metrics))
@@ -277,7 +277,7 @@ def test_the_sanity_check_leaves_nothing(make_trainer, rows):
     assert rows.column("v") == [5.0]
 
 
-def test_each_epoch_begins_anew(make_trainer, rows):
+def test_each_epoch_starts_a_new_reduction(make_trainer, rows):
     module = Logs(
         training_step=lambda m, batch, i: m.log("t", float(m.current_epoch), on_step=False, on_epoch=True),
         validation_step=lambda m, batch, i: m.log("v", float(m.current_epoch), reduce_fx="sum"),
@@ -288,7 +288,7 @@ def test_each_epoch_begins_anew(make_trainer, rows):
     assert rows.steps("v") == [2, 4, 6]
 
 
-def test_rows_of_the_file(make_trainer, tmp_path):
+def test_rows_of_the_log_file(make_trainer, tmp_path):
     module = Logs(
         training_step=lambda m, batch, i: m.log("t", batch[0, 0]),
         validation_step=lambda m, batch, i: m.log("v", batch[0, 0]),
@@ -308,7 +308,7 @@ def test_rows_of_the_file(make_trainer, tmp_path):
 
 
 def test_results_of_validate_after_fit(make_trainer):
-    """What is measured then does not mix with what the fit logged."""
+    """Values of this evaluation do not mix with values of the fit."""
     module = Logs(
         training_step=lambda m, batch, i: m.log("t", batch[0, 0]),
         validation_step=lambda m, batch, i: m.log("v", batch[0, 0]),
@@ -333,25 +333,25 @@ def test_results_of_validate_after_fit(make_trainer):
         (1.0, {"prog_bar": "yes"}, "prog_bar='yes': must be a bool"),
     ],
 )
-def test_refused(make_trainer, value, options, problem):
+def test_invalid_values_are_rejected(make_trainer, value, options, problem):
     module = Logs(validation_step=lambda m, batch, i: m.log("x", value, **options))
     with pytest.raises(roomier.RoomierError, match=f"log.*{problem}"):
         make_trainer().validate(module, [batch_of(1)])
 
 
-def test_log_dict_of_no_mapping_is_refused(make_trainer):
+def test_log_dict_rejects_other_types(make_trainer):
     module = Logs(validation_step=lambda m, batch, i: m.log_dict([("x", 1.0)]))
     with pytest.raises(roomier.RoomierError, match=r"log_dict='list': must be a mapping .* self\.log_dict\(\{"):
         make_trainer().validate(module, [batch_of(1)])
 
 
-def test_without_a_trainer_log_does_nothing():
-    """A module works in a loop of one's own, too."""
+def test_log_without_a_trainer_does_nothing():
+    """A module also works in a custom loop."""
     module = Logs(training_step=lambda m, batch, i: m.log("x", 1.0))
     assert module.training_step(batch_of(1), 0).shape == ()
 
 
-def test_a_tensor_of_one_element_and_an_int(make_trainer):
+def test_tensor_of_one_element_and_an_int(make_trainer):
     def log(module, batch, batch_idx):
         module.log("one", torch.tensor([[2.0]]))
         module.log("int", 3)
@@ -362,7 +362,7 @@ def test_a_tensor_of_one_element_and_an_int(make_trainer):
     assert metrics == {"one": 2.0, "int": 3.0, "whole": 4.0, "grad": 5.0}
 
 
-def test_what_is_logged_holds_no_graph(make_trainer):
+def test_logged_values_have_no_graph(make_trainer):
     module = Logs(training_step=lambda m, batch, i: m.log("x", m.net(batch).mean(), on_step=True, on_epoch=True))
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, [batch_of(1)])
@@ -375,7 +375,7 @@ def rows_of(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"on_step": False, "on_epoch": True}])
-def test_names_of_the_row_itself_keep_both_values(options, tmp_path, make_trainer, capsys):
+def test_column_names_of_the_trainer_keep_both_values(options, tmp_path, make_trainer, capsys):
     def log(module, batch, batch_idx):
         module.log("loss", 7.0, **options)
         module.log("epoch", 8.0, **options)
@@ -388,12 +388,12 @@ def test_names_of_the_row_itself_keep_both_values(options, tmp_path, make_traine
     steps = [row for row in rows if "trainer/loss" in row]
     assert [row["trainer/epoch"] for row in steps] == [0, 0, 1, 1]
     assert len({row["trainer/loss"] for row in steps}) == 2
-    told = capsys.readouterr().err
-    assert told.count("column 'loss' contains the logged value. The value of the Trainer is in 'trainer/loss'") == 1
-    assert told.count("column 'epoch' contains the logged value. The value of the Trainer is in 'trainer/epoch'") == 1
+    output = capsys.readouterr().err
+    assert output.count("column 'loss' contains the logged value. The value of the Trainer is in 'trainer/loss'") == 1
+    assert output.count("column 'epoch' contains the logged value. The value of the Trainer is in 'trainer/epoch'") == 1
 
 
-def test_a_validation_that_logs_loss_does_not_share_its_column_with_steps(tmp_path, make_trainer):
+def test_validation_loss_has_a_separate_column(tmp_path, make_trainer):
     def log(module, batch, batch_idx):
         module.log("loss", 7.0)
 
@@ -405,6 +405,6 @@ def test_a_validation_that_logs_loss_does_not_share_its_column_with_steps(tmp_pa
     assert "trainer/loss" in rows[1]
 
 
-def test_a_row_without_such_names_is_as_before(tmp_path, make_trainer):
+def test_other_rows_keep_their_columns(tmp_path, make_trainer):
     make_trainer(max_epochs=1, log_every_n_steps=1, logger=True).fit(Logs(), [batch_of(1)])
     assert [sorted(row) for row in rows_of(tmp_path)] == [["epoch", "loss", "step", "time"]]

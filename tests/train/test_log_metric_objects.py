@@ -34,8 +34,8 @@ class Measures(roomier.Module):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def test_the_epoch_is_computed_by_the_metric(make_trainer, rows):
-    """Not as a mean of the values of batches: those have sizes 1 and 3."""
+def test_metric_computes_the_epoch(make_trainer, rows):
+    """Not the mean of the batch values, because the batch sizes are 1 and 3."""
     module = Measures()
     train = [torch.full((1, 1), 2.0), torch.full((3, 1), 4.0)]
     val = [torch.full((1, 1), 1.0), torch.full((3, 1), 3.0)]
@@ -49,8 +49,8 @@ def test_the_epoch_is_computed_by_the_metric(make_trainer, rows):
     assert float(trainer.callback_metrics["val_error"]) == 7.0
 
 
-def test_an_epoch_end_hook_may_read_it(make_trainer):
-    """Reading computes; the epoch still ends with the same value."""
+def test_epoch_end_hook_may_read_the_metric(make_trainer):
+    """Reading computes the value, and the epoch ends with the same value."""
     seen = []
 
     class Reads(Measures):
@@ -62,8 +62,8 @@ def test_an_epoch_end_hook_may_read_it(make_trainer):
     assert metrics["val_error"] == 9.0
 
 
-def test_a_logged_metric_keeps_no_graph_and_the_run_can_be_saved_after_its_end(make_trainer, tmp_path):
-    """What a differentiable metric returned for a step depends on the parameters."""
+def test_logged_metric_has_no_graph_and_can_be_saved_after_the_run(make_trainer, tmp_path):
+    """The value of a differentiable metric in a step depends on the parameters."""
 
     class OfPredictions(Measures):
         def training_step(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""Modules that optimize by hand."""
+"""Modules with manual optimization."""
 
 import copy
 
@@ -11,7 +11,7 @@ import roomier
 
 
 class Gan(roomier.Module):
-    """Two optimizers that take turns; each sees the gradients of its own parameters alone."""
+    """Two optimizers that alternate. Each uses only the gradients of its parameters."""
 
     automatic_optimization = False
 
@@ -93,7 +93,7 @@ def test_parity_of_a_gan_with_a_bare_loop(make_trainer, rows):
 
 
 class Alone(roomier.Module):
-    """One optimizer; what it does in a step is put in by the test."""
+    """One optimizer. The test provides the code of the step."""
 
     automatic_optimization = False
 
@@ -133,10 +133,10 @@ def test_steps_count_and_end_the_run(make_trainer, data):
     module = Alone(one_step)
     trainer.fit(module, data)
     assert trainer.global_step == 3
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1  # schedulers are stepped by hand as well
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1  # schedulers also require manual steps
 
 
-def test_accumulating_by_hand(make_trainer, data):
+def test_manual_accumulation(make_trainer, data):
     def every_second(module, batch, batch_idx):
         module.manual_backward(module.loss(batch) / 2)
         if batch_idx % 2:
@@ -182,7 +182,7 @@ def test_hooks_around_a_manual_step(make_trainer, data):
     assert seen == ["before backward", "after backward", "before step", "batch end"]
 
 
-def test_a_closure_is_handed_to_the_optimizer(make_trainer, data):
+def test_closure_is_passed_to_the_optimizer(make_trainer, data):
     class Newton(Alone):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
@@ -215,8 +215,8 @@ def test_a_closure_is_handed_to_the_optimizer(make_trainer, data):
     assert trainer.global_step == 1
 
 
-def test_scaled_gradients_are_clipped_at_their_size(make_trainer, data):
-    """16-mixed: unscaled once for the clipping, not again by the step."""
+def test_scaled_gradients_are_clipped_by_their_true_norm(make_trainer, data):
+    """16-mixed: unscaled once before clipping, and not again by the step."""
 
     def clipped(module, batch, batch_idx):
         optimizer = module.optimizers()
@@ -237,12 +237,12 @@ def test_scaled_gradients_are_clipped_at_their_size(make_trainer, data):
     ("keywords", "field"),
     [({"accumulate_grad_batches": 2}, "accumulate_grad_batches"), ({"gradient_clip_val": 1.0}, "gradient_clip_val")],
 )
-def test_what_automatic_optimization_alone_does_is_refused(make_trainer, data, keywords, field):
-    with pytest.raises(roomier.RoomierError, match=f"{field}=.*by hand"):
+def test_options_of_automatic_optimization_are_rejected(make_trainer, data, keywords, field):
+    with pytest.raises(roomier.RoomierError, match=f"{field}=.*manual optimization"):
         make_trainer(max_steps=1, **keywords).fit(Alone(one_step), data)
 
 
-def test_several_optimizers_are_refused_in_automatic_optimization(make_trainer, data):
+def test_several_optimizers_are_rejected_in_automatic_optimization(make_trainer, data):
     class Automatic(Gan):
         automatic_optimization = True
 
@@ -250,13 +250,13 @@ def test_several_optimizers_are_refused_in_automatic_optimization(make_trainer, 
         make_trainer(max_steps=1).fit(Automatic(), data)
 
 
-def test_a_step_that_never_steps_ends_by_epochs(make_trainer, data):
+def test_run_without_optimizer_steps_ends_by_epochs(make_trainer, data):
     trainer = make_trainer(max_epochs=2)
     trainer.fit(Alone(lambda m, batch, i: None), data)
     assert (trainer.global_step, trainer.current_epoch) == (0, 2)
 
 
-def test_the_plain_optimizers_are_there(make_trainer, data):
+def test_plain_optimizers_are_available(make_trainer, data):
     def step(module, batch, batch_idx):
         assert isinstance(module.optimizers(use_pl_optimizer=False), torch.optim.SGD)
         assert module.optimizers().param_groups is module.trainer.optimizers[0].param_groups

@@ -1,4 +1,4 @@
-"""What cannot work is refused with the nearest plan that does; pasted, that plan runs."""
+"""Unsupported requests are rejected with the nearest supported plan, and that plan runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Language(roomier.Module):
 
 
 class Plain(roomier.Module):
-    """Without blocks; its last layer is no plain linear one."""
+    """No blocks. The last layer is not a plain linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,24 +59,28 @@ def on_two(**keywords: Any) -> dict[str, Any]:
     return request(**{"devices": 2, **keywords})
 
 
-# name -> model, what is asked, what must still be there in the nearest plan
+# name -> model, request, keywords that the nearest plan must keep
 IMPOSSIBLE: dict[str, tuple[type[roomier.Module], dict[str, Any], dict[str, Any]]] = {
     "several devices for one process": (Language, on_two(), {"devices": 2}),
     "groups that do not divide the ranks": (Language, on_two(strategy={"name": "hsdp", "shard_size": 3}), {}),
-    "groups of a strategy that has none": (Language, on_two(strategy={"name": "zero3", "shard_size": 2}), {}),
+    "groups of a strategy without groups": (Language, on_two(strategy={"name": "zero3", "shard_size": 2}), {}),
     "a strategy that is not built": (Language, on_two(strategy="tensor_parallel"), {"strategy": "zero3"}),
-    "a strategy misspelled": (Language, on_two(strategy="zero_3"), {"strategy": "zero3"}),
-    "an optimizer misspelled": (Language, request(optimizer="adamW8bits"), {"optimizer": "adamw8bit"}),
+    "a misspelled strategy": (Language, on_two(strategy="zero_3"), {"strategy": "zero3"}),
+    "a misspelled optimizer": (Language, request(optimizer="adamW8bits"), {"optimizer": "adamw8bit"}),
     "states on the host": (Language, on_two(strategy="zero2+offload"), {"strategy": "zero2"}),
-    "compression of what is cut": (
+    "compression with sharding": (
         Language,
         on_two(strategy={"name": "zero3", "gradient_compression": "powersgd"}),
         {"strategy": {"name": "ddp", "gradient_compression": "powersgd"}},
     ),
-    "signs of what is cut": (Language, on_two(strategy="zero3", optimizer="onebit_adam"), {"optimizer": "onebit_adam"}),
-    "Adafactor of what is cut": (Language, on_two(strategy="zero2", optimizer="adafactor"), {"optimizer": "adafactor"}),
+    "1-bit Adam with sharding": (
+        Language,
+        on_two(strategy="zero3", optimizer="onebit_adam"),
+        {"optimizer": "onebit_adam"},
+    ),
+    "Adafactor with sharding": (Language, on_two(strategy="zero2", optimizer="adafactor"), {"optimizer": "adafactor"}),
     "zero3 on mps": (Language, on_two(strategy="zero3", accelerator="mps"), {}),
-    "codes of what is cut": (
+    "quantized weights with sharding": (
         Language,
         on_two(strategy="zero3", lora={"rank": 2, "base": "nf4"}),
         {"lora": {"rank": 2, "base": "nf4"}},
@@ -96,38 +100,38 @@ IMPOSSIBLE: dict[str, tuple[type[roomier.Module], dict[str, Any], dict[str, Any]
         request(step_in_backward=True, precision="16-mixed"),
         {"precision": "16-mixed"},
     ),
-    "a stale norm of nothing": (Language, request(step_in_backward="stale_norm"), {"step_in_backward": True}),
-    "few bits beside float64": (Language, request(optimizer="adamw8bit", precision="64-true"), {}),
+    "a stale norm without clipping": (Language, request(step_in_backward="stale_norm"), {"step_in_backward": True}),
+    "quantized states with float64": (Language, request(optimizer="adamw8bit", precision="64-true"), {}),
     "float16 weights": (Language, request(precision="16-true"), {"precision": "16-mixed"}),
     "a kernel of another device": (Language, request(attention="cudnn"), {}),
-    "a kernel that the build refuses": (Language, {"optimizer": "adamw", "attention": "cudnn"}, {}),
+    "a kernel that the build rejects": (Language, {"optimizer": "adamw", "attention": "cudnn"}, {}),
     "two backwards of compiled blocks": (
         Language,
         request(step_in_backward=True, compile=True, gradient_clip_val=1.0),
         {"gradient_clip_val": 1.0},
     ),
     "a budget for compiled blocks": (Language, request(activation_checkpointing=0.5, compile=True), {}),
-    "a budget that would move nothing": (
+    "a budget without effect": (
         Language,
         request(activation_checkpointing=0.5, offload={"activations": "cpu"}),
         {},
     ),
     "recomputation of a model without blocks": (Plain, request(activation_checkpointing="full"), {}),
-    "more blocks than there are": (
+    "more blocks than exist": (
         Language,
         request(activation_checkpointing={"policy": "every_n", "every_n": 5}),
         {"activation_checkpointing": "full"},
     ),
-    "chunks of logits that there are none of": (Plain, request(chunked_loss=True), {}),
+    "chunked logits without a linear output layer": (Plain, request(chunked_loss=True), {}),
 }
-ON_RANKS = ("several devices for one process", "Adafactor of what is cut", "codes of what is cut")  # of those in CI
+ON_RANKS = ("several devices for one process", "Adafactor with sharding", "quantized weights with sharding")  # in CI
 SLOW = {"a budget for compiled blocks", "two backwards of compiled blocks"} | {
     name for name, (_, asked, _) in IMPOSSIBLE.items() if asked.get("devices") == 2 and name not in ON_RANKS
 }
 
 
 def run(model: type[roomier.Module], keywords: dict[str, Any], root: Path) -> list[float]:
-    """The losses of two steps."""
+    """Return the losses of two steps."""
     module = model()
     batches = [torch.arange(34).view(2, 17) + number for number in range(8)]
     roomier.Trainer(**QUIET, default_root_dir=root, **keywords).fit(module, batches)
@@ -141,7 +145,7 @@ def run(model: type[roomier.Module], keywords: dict[str, Any], root: Path) -> li
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in IMPOSSIBLE]
 )
-def test_the_nearest_plan_that_an_error_names_runs(name: str, on_ranks: Any, tmp_path: Path) -> None:
+def test_nearest_plan_in_the_error_runs(name: str, on_ranks: Any, tmp_path: Path) -> None:
     model, asked, kept = IMPOSSIBLE[name]
     with pytest.raises(RoomierError) as caught:
         run(model, asked, tmp_path)
@@ -156,7 +160,7 @@ def test_the_nearest_plan_that_an_error_names_runs(name: str, on_ranks: Any, tmp
     assert all(map(torch.isfinite, torch.tensor(losses)))
 
 
-def test_a_request_that_nothing_near_can_serve_is_refused_as_it_is() -> None:
+def test_request_without_a_near_plan_keeps_its_error() -> None:
     with pytest.raises(RoomierError) as caught:
         roomier.Trainer(accumulate_grad_batches=0)
     assert ADVICE not in str(caught.value)

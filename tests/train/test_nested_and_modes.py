@@ -1,4 +1,4 @@
-"""Modules inside a module, and the hooks that put a module into evaluation and back."""
+"""Nested modules, and hooks that set evaluation and training mode."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ class Outer(roomier.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_module_inside_a_module_logs(make_trainer, rows):
+def test_nested_module_logs(make_trainer, rows):
     data = [torch.randn(4, 2) for _ in range(3)]
     trainer = make_trainer(max_epochs=1, log_every_n_steps=1, logger=rows, num_sanity_val_steps=0)
     trainer.fit(Outer(), data, data[:1])
@@ -57,8 +57,8 @@ class AsksAnother(Outer):
         self.other(self)
 
 
-def test_a_module_is_refused_by_a_second_trainer_while_the_first_runs_it(make_trainer):
-    """It would take away the levers of the first, and where the module logs; a copy is another module."""
+def test_module_is_rejected_by_a_second_trainer_during_a_run(make_trainer):
+    """The second Trainer would remove the techniques and the logging of the first. A copy is accepted."""
     data = [torch.randn(4, 2) for _ in range(2)]
     module = AsksAnother(lambda module: make_trainer().validate(copy.deepcopy(module), data, verbose=False))
     trainer = make_trainer(max_epochs=1)
@@ -79,7 +79,7 @@ class Blocks(Outer):
         raise OSError("teardown")
 
 
-def test_a_fit_that_cannot_begin_leaves_the_model_without_levers(make_trainer, tmp_path):
+def test_fit_that_fails_to_start_restores_the_model(make_trainer, tmp_path):
     module, trainer = Blocks(), make_trainer(activation_checkpointing="full", max_epochs=1)
     module.teardown = lambda stage: None
     with pytest.raises(roomier.RoomierError, match="ckpt_path="):
@@ -87,7 +87,7 @@ def test_a_fit_that_cannot_begin_leaves_the_model_without_levers(make_trainer, t
     assert all("forward" not in vars(block) for block in module.inner)
 
 
-def test_a_teardown_that_fails_does_not_leave_the_trainer_running(make_trainer):
+def test_trainer_is_not_running_after_a_failed_teardown(make_trainer):
     trainer = make_trainer(max_epochs=1)
     with pytest.raises(OSError, match="teardown"):
         trainer.fit(Blocks(), [torch.randn(4, 2)])
@@ -96,7 +96,7 @@ def test_a_teardown_that_fails_does_not_leave_the_trainer_running(make_trainer):
     assert trainer.state.finished
 
 
-def test_validation_gives_each_part_its_mode_back(make_trainer):
+def test_validation_restores_the_mode_of_each_submodule(make_trainer):
     module = Outer()
     data = [torch.randn(4, 2) for _ in range(3)]
     make_trainer(max_epochs=1).fit(module, data, data[:1])
@@ -104,7 +104,7 @@ def test_validation_gives_each_part_its_mode_back(make_trainer):
     assert not module.frozen.training, "it was frozen before"
 
 
-def test_the_mode_hooks_replace_the_default(make_trainer):
+def test_mode_hooks_replace_the_default(make_trainer):
     calls = []
 
     class Modes(Outer):
@@ -120,11 +120,11 @@ def test_the_mode_hooks_replace_the_default(make_trainer):
     data = [torch.randn(4, 2) for _ in range(2)]
     make_trainer(max_epochs=1, num_sanity_val_steps=0).fit(module, data, data[:1])
     assert calls == ["eval", "train"]
-    assert module.frozen.training, "train() of the hook decides"
+    assert module.frozen.training, "train() in the hook takes effect"
 
 
-def test_the_optimizer_states_of_an_earlier_fit_are_let_go(make_trainer):
-    """Without the garbage collector: on a device that is full, it would come too late."""
+def test_optimizer_states_of_an_earlier_fit_are_freed(make_trainer):
+    """Without garbage collection, which would be too late on a full device."""
     module, data = Outer(), [torch.randn(4, 2) for _ in range(2)]
     trainer = make_trainer(max_epochs=1)
     gc.collect()

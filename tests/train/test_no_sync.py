@@ -1,4 +1,4 @@
-"""The step never waits: between log steps nothing reads a tensor's value on the host."""
+"""A step never waits for the device: between log steps, no value of a tensor is read on the host."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def batches(count):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The optimizer step in which each read of a tensor's value came, with its name."""
+    """The optimizer step of each read of a tensor's value, with the name of the function."""
     found = []
     clock = {"step": 0}
 
@@ -57,7 +57,7 @@ def reads(monkeypatch):
 
 
 class Clock(roomier.Callback):
-    """Tells the step that is running; first of all callbacks, so that the others' hooks count to the right one."""
+    """Records the current step. It is the first callback, so reads in hooks of other callbacks have the right step."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -92,9 +92,9 @@ def test_no_value_is_read_between_log_steps(make_trainer, reads, keywords):
     )
     trainer.fit(Logs(), batches(NUM_STEPS * keywords.get("accumulate_grad_batches", 1)))
     assert trainer.global_step == NUM_STEPS
-    # Labels are counted where the loader left them, on the host, before their batch goes to the device.
+    # Labels are counted on the host, before their batch is moved to the device.
     counts_labels = "accumulate_grad_batches" in keywords
     waits = [(step, name) for step, name in found if step and not (counts_labels and name == "__int__")]
     # The last step ends the epoch, whose values are read.
     assert {step for step, _ in waits} <= {5, 10, NUM_STEPS}, waits
-    assert {5, 10} <= {step for step, _ in waits}  # the counters do count
+    assert {5, 10} <= {step for step, _ in waits}  # reads are detected

@@ -1,4 +1,4 @@
-"""A device that runs out of memory in a fit: what the error says, and what it leaves alone."""
+"""A device runs out of memory in a fit: the text of the error, and the state after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_clock_decides_what_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Greedy(roomier.Module):
-    """Runs out of memory in its third step, with the graph of that step in its hands."""
+    """Runs out of memory in its third step while it holds the graph of the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ def run_out(make_trainer: Make, module: roomier.Module, **keywords: Any) -> OutO
     return caught.value
 
 
-def test_it_says_what_was_held_what_was_forecast_and_what_to_paste(make_trainer: Make) -> None:
+def test_error_contains_measurement_forecast_and_a_suggestion(make_trainer: Make) -> None:
     module = Greedy()
     error = run_out(make_trainer, module)
     assert isinstance(error, TrainingError)
-    assert isinstance(error, torch.OutOfMemoryError), "who catches torch's error catches this one"
+    assert isinstance(error, torch.OutOfMemoryError), "handlers of torch's error catch this error"
     assert type(error.__cause__) is torch.OutOfMemoryError
     assert str(error.__cause__) == TORCH_SAYS
     text = str(error)
@@ -69,7 +69,7 @@ def test_it_says_what_was_held_what_was_forecast_and_what_to_paste(make_trainer:
     assert "The nearest plan that fits, with a forecast of" in text
     assert "Trainer(" in text
     assert module.seen is not None
-    assert module.seen() is None, "what the failed step held is let go"
+    assert module.seen() is None, "the memory of the failed step is freed"
     assert error.plan is not None
     prices = DryRuns(Workload.of(Greedy(), BATCH), this_machine())
     micro_batch = 4 // error.plan.batch.accumulate_grad_batches
@@ -78,7 +78,7 @@ def test_it_says_what_was_held_what_was_forecast_and_what_to_paste(make_trainer:
 
 
 @pytest.mark.parametrize("part", ["_held", "_workload", "_machine", "_forecast", "_advice"])
-def test_what_cannot_be_told_is_left_out_and_the_error_comes_all_the_same(
+def test_error_is_raised_without_unavailable_details(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def test_what_cannot_be_told_is_left_out_and_the_error_comes_all_the_same(
     assert str(error.__cause__) == TORCH_SAYS
 
 
-def test_callbacks_see_the_error_of_torch(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_receive_the_error_of_torch(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "_advice", lambda *args: ("Do this", None))
     seen: list[BaseException] = []
 
@@ -107,7 +107,7 @@ def test_callbacks_see_the_error_of_torch(make_trainer: Make, monkeypatch: pytes
     assert "Do this" in str(error)
 
 
-def test_out_of_memory_before_the_first_step_is_told_as_such(make_trainer: Make) -> None:
+def test_out_of_memory_before_the_first_step_is_reported(make_trainer: Make) -> None:
     class Large(Greedy):
         def configure_optimizers(self) -> Any:
             raise torch.OutOfMemoryError(TORCH_SAYS)
@@ -118,7 +118,7 @@ def test_out_of_memory_before_the_first_step_is_told_as_such(make_trainer: Make)
     assert "accumulate_grad_batches" in str(caught.value)
 
 
-def test_other_errors_of_memory_stay_as_they_are(make_trainer: Make) -> None:
+def test_other_memory_errors_are_unchanged(make_trainer: Make) -> None:
     class Large(Greedy):
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
             raise MemoryError("of the host")
@@ -150,7 +150,7 @@ def fit_on_ranks() -> None:
     trainer.fit(GreedyOnOneRank(), [BATCH] * 8)
 
 
-def test_one_rank_of_several_tells_it_without_waiting_for_the_others(on_ranks: RankPool) -> None:
+def test_one_rank_reports_without_waiting_for_the_others(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed) as caught:
         on_ranks(2, fit_on_ranks)
     assert caught.value.rank == 1

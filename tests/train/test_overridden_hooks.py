@@ -1,4 +1,4 @@
-"""What a module overrides of automatic optimization takes effect."""
+"""Overridden methods of automatic optimization take effect."""
 
 import copy
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def same_weights(module, other):
     return all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
-def test_backward_gets_the_weighted_loss(make_trainer, data):
+def test_backward_receives_the_weighted_loss(make_trainer, data):
     losses = []
 
     class Doubles(Regression):
@@ -49,7 +49,7 @@ def test_backward_gets_the_weighted_loss(make_trainer, data):
     assert len(losses) == 2
 
 
-def test_zero_grad_comes_after_the_first_forward_with_the_batch_index(make_trainer, data):
+def test_zero_grad_follows_the_first_forward_with_the_batch_index(make_trainer, data):
     calls = []
 
     class Watches(Regression):
@@ -68,7 +68,7 @@ def test_zero_grad_comes_after_the_first_forward_with_the_batch_index(make_train
         ("forward", 0, True),
         ("zero", 0, 0),
         ("forward", 1, False),
-        ("forward", 2, False),  # the gradients of the step before are still there
+        ("forward", 2, False),  # the gradients of the previous step still exist
         ("zero", 0, 2),
         ("forward", 3, False),
     ]
@@ -85,7 +85,7 @@ def test_configure_gradient_clipping(make_trainer, data):
             self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
         def on_before_optimizer_step(self, optimizer):
-            assert self.net.weight.grad.abs().max() > 0.01  # it comes before the clipping
+            assert self.net.weight.grad.abs().max() > 0.01  # before clipping
 
     module = Clips()
     before = module.net.weight.detach().clone()
@@ -94,7 +94,7 @@ def test_configure_gradient_clipping(make_trainer, data):
     assert (module.net.weight - before).detach().abs().max() <= 0.1 * 0.01 * 1.001
 
 
-def test_optimizer_step_may_leave_out_the_update(make_trainer, data):
+def test_optimizer_step_may_skip_the_update(make_trainer, data):
     losses = []
 
     class EverySecond(Regression):
@@ -135,7 +135,7 @@ def test_optimizer_step_with_its_closure_is_the_default(make_trainer, data):
 
 
 def test_optimizer_step_may_warm_up_the_learning_rate(make_trainer, data):
-    """The classic example of Lightning's documentation."""
+    """The example of Lightning's documentation."""
     rates = []
 
     class WarmsUp(Regression):
@@ -171,7 +171,7 @@ def test_lr_scheduler_step(make_trainer, data):
 
 @dataclass
 class Points:
-    """A batch of a form of its own."""
+    """A batch of a custom type."""
 
     x: torch.Tensor
     scale: float = 1.0
@@ -205,7 +205,7 @@ def test_transfer_hooks(make_trainer, data):
     assert places == [("cpu", 0)] * 4 + [("cpu", 0), ("cpu", 1)]
 
 
-def test_on_train_batch_start_leaves_out_the_rest_of_the_epoch(make_trainer, data):
+def test_on_train_batch_start_skips_the_rest_of_the_epoch(make_trainer, data):
     seen = []
 
     class Leaves(Regression):
@@ -229,8 +229,8 @@ def test_on_train_batch_start_leaves_out_the_rest_of_the_epoch(make_trainer, dat
     assert trainer.current_epoch == 2
 
 
-def test_an_epoch_left_within_a_window_makes_no_step_of_a_part(make_trainer, data):
-    """As in Lightning: gradients of micro-batches whose step never came are dropped."""
+def test_epoch_skipped_within_a_window_has_no_partial_step(make_trainer, data):
+    """As in Lightning, gradients of micro-batches without a step are discarded."""
 
     class Leaves(Regression):
         def on_train_batch_start(self, batch, batch_idx):
@@ -245,7 +245,7 @@ def test_an_epoch_left_within_a_window_makes_no_step_of_a_part(make_trainer, dat
     assert same_weights(module, plain)
 
 
-def test_a_callback_may_leave_the_epoch_too(make_trainer, data):
+def test_callback_may_skip_the_epoch(make_trainer, data):
     class Leaves(roomier.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             return -1 if batch_idx == 1 else None
@@ -255,7 +255,7 @@ def test_a_callback_may_leave_the_epoch_too(make_trainer, data):
     assert trainer.global_step == 3
 
 
-def test_training_step_may_leave_out_a_batch(make_trainer, data):
+def test_training_step_may_skip_a_batch(make_trainer, data):
     class Skips(Regression):
         def training_step(self, batch, batch_idx):
             return None if batch_idx in (0, 2) else super().training_step(batch, batch_idx)
@@ -295,7 +295,7 @@ def test_forms_of_training_step(make_trainer, data, form):
     assert same_weights(module, plain)
 
 
-def test_the_end_of_a_batch_gets_what_the_step_returned(make_trainer, data):
+def test_end_of_a_batch_receives_the_output_of_the_step(make_trainer, data):
     outputs_seen = []
 
     class Returns(Regression):
@@ -310,7 +310,7 @@ def test_the_end_of_a_batch_gets_what_the_step_returned(make_trainer, data):
     assert outputs_seen == [0, 1, 2, 3]
 
 
-def test_callbacks_of_the_module_take_the_place_of_the_same_type(make_trainer, data):
+def test_callbacks_of_the_module_replace_callbacks_of_the_same_type(make_trainer, data):
     class Counts(roomier.Callback):
         def __init__(self):
             self.num_batches = 0

@@ -1,4 +1,4 @@
-"""The Trainer computes what a bare PyTorch loop computes: losses and weights over 50 steps, to 1e-6 relative."""
+"""The Trainer equals a bare PyTorch loop: losses and weights over 50 steps, to 1e-6 relative."""
 
 import copy
 
@@ -45,20 +45,20 @@ def optimizer_and_scheduler(module):
 
 
 def ragged_batches(count, seed=0):
-    """Batches of other sizes and lengths each, most of their labels left out."""
+    """Return batches of different sizes and lengths in which most labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(count):
         size, length = (int(torch.randint(1, 7, (), generator=generator)) for _ in range(2))
         tokens = torch.randint(VOCABULARY, (size, length + 1), generator=generator)
         ignored = torch.rand(size, length + 1, generator=generator) < torch.rand((), generator=generator)
-        ignored[0, 0] = False  # one label at least
+        ignored[0, 0] = False  # at least one label
         batches.append({"tokens": tokens, "labels": ((tokens * 5 + 1) % VOCABULARY).masked_fill(ignored, -100)})
     return batches
 
 
 def bare_loop(module, batches, accumulate, clip):
-    """The whole step's loss is one sum over its tokens, divided by their number: no mean of means."""
+    """Train with one loss per step: the sum over all its tokens divided by their number, not a mean of means."""
     module.train()
     optimizer, scheduler = optimizer_and_scheduler(module)
     losses = []
@@ -83,7 +83,7 @@ def bare_loop(module, batches, accumulate, clip):
 
 
 def largest_distance(module, other):
-    """Of the parameters, relative to the norm of each."""
+    """Return the largest difference of a parameter relative to its norm."""
     pairs = zip(module.parameters(), other.parameters(), strict=True)
     return max(float(((a - b).norm() / b.norm()).detach()) for a, b in pairs)
 
@@ -117,7 +117,7 @@ def test_losses_and_weights_of_fifty_steps(make_trainer, rows, accumulate, clip,
     assert expected[-1] < expected[0]
 
 
-def test_without_accumulation_the_weights_are_the_same_bits(make_trainer):
+def test_weights_without_accumulation_are_bit_identical(make_trainer):
     torch.manual_seed(1)
     module = TrainedTagger(dropout=0.3)
     bare = copy.deepcopy(module).train()
@@ -137,8 +137,8 @@ def test_without_accumulation_the_weights_are_the_same_bits(make_trainer):
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), bare.parameters(), strict=True))
 
 
-def test_the_tolerance_tells_a_mean_of_means_from_the_mean(make_trainer):
-    """Were each micro-batch given the same weight, as peers do, the parity test above would fail by far."""
+def test_tolerance_distinguishes_a_mean_of_means_from_the_mean(make_trainer):
+    """With equal weights of micro-batches, as in other libraries, the parity test above would fail clearly."""
 
     class MeanOfMeans(TrainedTagger):
         def num_loss_terms(self, batch):
@@ -153,8 +153,8 @@ def test_the_tolerance_tells_a_mean_of_means_from_the_mean(make_trainer):
     assert largest_distance(module, bare) > 1000 * TOLERANCE
 
 
-def test_an_epoch_ends_with_a_smaller_step(make_trainer, rows):
-    """Seven micro-batches by three: the last step of the epoch has one, and its loss is the mean over that one."""
+def test_last_step_of_an_epoch_may_be_smaller(make_trainer, rows):
+    """Seven micro-batches in windows of three: the last step has one micro-batch, whose mean is its loss."""
     torch.manual_seed(1)
     module = TrainedTagger()
     bare = copy.deepcopy(module)

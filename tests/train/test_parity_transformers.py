@@ -1,4 +1,4 @@
-"""Hugging Face models train without a wrapper, and as a bare loop would train them."""
+"""Hugging Face models train without a wrapper, and equal a bare loop."""
 
 import copy
 
@@ -38,7 +38,7 @@ def t5():
 
 
 def token_batches(count):
-    """Rows of which unequal shares count."""
+    """Return batches of rows with different numbers of labels."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for index in range(count):
@@ -61,7 +61,7 @@ def sequence_batches(count):
 
 
 CASES = {
-    # The number of labels a model's own mean runs over: a causal model drops the first of each row.
+    # The number of labels over which the loss of a model averages: a causal model drops the first label of each row.
     "gpt2": (gpt2, token_batches, lambda batch: int((batch["labels"][:, 1:] != -100).sum())),
     "bert": (bert, token_batches, lambda batch: int((batch["labels"] != -100).sum())),
     "t5": (t5, token_batches, lambda batch: int((batch["labels"] != -100).sum())),
@@ -78,13 +78,13 @@ def test_parity_with_a_bare_loop(make_trainer, rows, name, accumulate):
     bare = copy.deepcopy(model)
     batches = make_batches(6 * accumulate)
 
-    # Parameters of two and more dimensions decay but for tables of biases, as the Plan's optimizers are made.
+    # Parameters with two or more dimensions decay, except tables of biases, as in the optimizers of the Plan.
     decays = {name: p.dim() >= 2 and "bias" not in name for name, p in bare.named_parameters()}
     groups = [
         {"params": [p for name, p in bare.named_parameters() if decays[name]], "weight_decay": 0.01},
         {"params": [p for name, p in bare.named_parameters() if not decays[name]], "weight_decay": 0.0},
     ]
-    # The exact gradient of attention's key biases is 0. An eps far above the rounding error of a gradient keeps Adam
+    # The exact gradient of attention's key biases is 0. An eps far above the rounding error of a gradient prevents Adam
     # from amplifying the error to steps of the learning rate.
     adamw = {"lr": 1e-3, "eps": 1e-3}
     optimizer = torch.optim.AdamW(groups, **adamw, fused=True)
@@ -116,8 +116,8 @@ def test_parity_with_a_bare_loop(make_trainer, rows, name, accumulate):
     assert "train_loss" in trainer.callback_metrics
 
 
-def test_a_loader_of_batch_encodings_and_validation(make_trainer, rows):
-    """The epoch's validation loss is the mean over all labels, not over batches."""
+def test_loader_of_batch_encodings_and_validation(make_trainer, rows):
+    """The validation loss of the epoch is the mean over all labels, not over batches."""
     torch.manual_seed(0)
     model = bert_classifier().eval()
     batches = [transformers.BatchEncoding(batch) for batch in sequence_batches(3)]
@@ -129,14 +129,14 @@ def test_a_loader_of_batch_encodings_and_validation(make_trainer, rows):
     assert trainer.predict(model, batches)[0].logits.shape == (1, 3)
 
 
-def test_a_model_in_evaluation_mode_stays_in_it_and_that_is_said(make_trainer, capsys):
-    """``from_pretrained`` gives models like that: their dropout would be off in silence."""
+def test_model_in_evaluation_mode_stays_in_it_with_a_notice(make_trainer, capsys):
+    """``from_pretrained`` returns models in evaluation mode, in which dropout is disabled."""
     trainer = make_trainer(optimizer="sgd", max_steps=1)
     model = bert().train()
     model.bert.embeddings.eval()
     trainer.fit(model, token_batches(1))
-    said = "modules are in evaluation mode and stay in it, without dropout (the first: bert.embeddings)"
-    assert said in capsys.readouterr().err
+    message = "modules are in evaluation mode and stay in it, without dropout (the first: bert.embeddings)"
+    assert message in capsys.readouterr().err
     assert not model.bert.embeddings.training
     trainer.fit(model.train(), token_batches(1))
     assert "evaluation mode" not in capsys.readouterr().err

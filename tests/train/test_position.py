@@ -1,4 +1,4 @@
-"""The position of a training thread as its heartbeat reads it, at each place of a real run."""
+"""Position of the training thread, as its heartbeat reads it, at each place of a real run."""
 
 import bdb
 import sys
@@ -78,7 +78,7 @@ class Model(roomier.Module):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Position]:
-    """The position in the first visit of each place, looked at by another thread."""
+    """The position in the first visit of each place, read by another thread."""
     found: dict[str, Position] = {}
     thread: list[TrainingThread] = []
 
@@ -131,7 +131,7 @@ def test_each_place_of_a_run_has_its_activity(seen: dict[str, Position], place: 
     assert (seen[place].activity, seen[place].phase) == PLACES[place]
 
 
-def test_the_position_counts_steps_and_micro_batches(seen: dict[str, Position]) -> None:
+def test_position_counts_steps_and_micro_batches(seen: dict[str, Position]) -> None:
     assert [(seen[f"step {index}"].step, seen[f"step {index}"].batch) for index in range(4)] == [
         (0, 0),
         (1, 1),
@@ -141,12 +141,12 @@ def test_the_position_counts_steps_and_micro_batches(seen: dict[str, Position]) 
     assert (seen["validation 1"].step, seen["validation 1"].batch) == (4, 1)
 
 
-def test_the_stack_is_that_of_the_training_thread(seen: dict[str, Position]) -> None:
+def test_stack_belongs_to_the_training_thread(seen: dict[str, Position]) -> None:
     assert "test_position.py" in seen["stack"].phase
     assert "in seen" in seen["stack"].phase
 
 
-def test_a_debug_server_in_the_process_is_a_debugger(
+def test_debug_server_in_the_process_counts_as_a_debugger(
     make_trainer: Callable[..., roomier.Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "debugpy", ModuleType("debugpy"))
@@ -163,7 +163,7 @@ def test_a_debug_server_in_the_process_is_a_debugger(
     assert [each.activity for each in found] == [Activity.DEBUGGED] * 2
 
 
-def test_a_second_epoch_may_prepare_its_data_for_long(make_trainer: Callable[..., roomier.Trainer]) -> None:
+def test_second_epoch_may_prepare_its_data_for_long(make_trainer: Callable[..., roomier.Trainer]) -> None:
     found: list[Position] = []
 
     class Looks(Dataset[Tensor]):

@@ -1,4 +1,4 @@
-"""A stream of predictions that one rank leaves, or never asks, ends on all of them."""
+"""A stream of predictions that one rank leaves, or never iterates, ends on all ranks."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Net(roomier.Module):
 
     def predict_step(self, batch: Any, batch_idx: int) -> int:
         self.layer(batch[0])
-        return int(batch[0][0, 0]) // 8  # its number among those of all ranks
+        return int(batch[0][0, 0]) // 8  # index of the batch among the batches of all ranks
 
 
 def trainer() -> roomier.Trainer:
@@ -37,12 +37,12 @@ def trainer() -> roomier.Trainer:
 
 
 def loaders() -> list[DataLoader[tuple[Tensor, ...]]]:
-    """Of two loaders 3 and 1 batches: 2 rounds and 1."""
+    """Return two loaders with 3 and 1 batches: 2 rounds and 1 round."""
     return [DataLoader(TensorDataset(X_NC[:num]), batch_size=4) for num in (10, 4)]
 
 
 def taken(num_wanted: tuple[int, int]) -> tuple[list[int], str, bool]:
-    """What this rank got of a stream that it leaves after so many (by rank), the error, and whether a run is left."""
+    """Return the items that this rank received before it left the stream, the error, and whether a run is open."""
     mine, problem = trainer(), ""
     stream = mine.predict_stream(Net(), loaders())
     got: list[int] = []
@@ -63,7 +63,7 @@ LEFT = (
 
 
 def left_by_one_rank() -> None:
-    # Before the first round, within it, behind it, between two loaders, behind the last.
+    # Before the first round, within it, after it, between two loaders, after the last.
     for num_of_leaver, num_of_other in ((0, 0), (1, 2), (2, 2), (3, 3), (4, 4)):
         for leaver in (0, 1):
             result = taken((num_of_leaver, 9) if leaver == 0 else (9, num_of_leaver))
@@ -73,7 +73,7 @@ def left_by_one_rank() -> None:
                 assert result == (ALL[:num_of_other], LEFT.format(leaver), False)
 
 
-def test_a_rank_that_leaves_a_stream_early_is_named_by_the_others(on_ranks: Any) -> None:
+def test_rank_that_leaves_a_stream_early_is_named_by_the_others(on_ranks: Any) -> None:
     on_ranks(2, left_by_one_rank)
 
 
@@ -83,7 +83,7 @@ def left_in_one_round() -> None:
     assert list(trainer().predict_stream(Net(), loaders())) == ALL
 
 
-def test_ranks_that_leave_a_stream_in_the_same_round_go_on(on_ranks: Any) -> None:
+def test_ranks_may_leave_a_stream_in_the_same_round(on_ranks: Any) -> None:
     on_ranks(2, left_in_one_round)
 
 
@@ -91,18 +91,20 @@ KEPT: list[Any] = []
 
 
 def taken_by_the_first_alone() -> str:
-    roll_call.TELL_AFTER_S = roll_call.GIVE_UP_AFTER_S = 0.0
+    roll_call.REPORT_AFTER_S = roll_call.GIVE_UP_AFTER_S = 0.0
     mine = trainer()
     stream = mine.predict_stream(Net(), loaders())
     if mine.is_global_zero:
         with pytest.raises(RoomierError) as caught:
             next(stream)
         return str(caught.value)
-    KEPT.append(stream)  # let go, it would be left
+    KEPT.append(stream)  # without a reference, the stream would be closed
     return ""
 
 
-def test_ranks_that_never_ask_are_told_and_then_named(on_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_never_iterate_are_reported_and_then_named(
+    on_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     problem, _ = on_ranks(2, taken_by_the_first_alone)
     assert problem.startswith("predict_stream='ranks [1]': have requested no prediction for 0 s, but this rank waits")
     assert "predict_stream: rank 0 waits for ranks [1] to request the next prediction" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Settings of the whole process hold inside a run and are put back; the profiler writes its trace."""
+"""Process-wide settings apply inside a run and are restored; the profiler writes its trace."""
 
 import json
 
@@ -10,7 +10,7 @@ import roomier
 
 
 class Looks(roomier.Module):
-    """Keeps what ``look`` gives in each step."""
+    """Stores the results of ``look`` in each step."""
 
     def __init__(self, look=lambda: None):
         super().__init__()
@@ -53,7 +53,7 @@ def test_determinism(make_trainer, data, deterministic, inside):
 
 
 @pytest.mark.parametrize("before", [(True, False), (True, True)])
-def test_determinism_set_by_the_user_is_put_back(make_trainer, data, before):
+def test_determinism_set_by_the_user_is_restored(make_trainer, data, before):
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
         kept, changed = Looks(determinism), Looks(determinism)
@@ -70,7 +70,7 @@ def cudnn():
 
 
 @pytest.mark.parametrize("benchmark", [True, False])
-def test_benchmark_changes_nothing_else_of_cudnn(make_trainer, data, benchmark):
+def test_benchmark_changes_no_other_setting_of_cudnn(make_trainer, data, benchmark):
     before = cudnn()
     torch.backends.cudnn.deterministic = True
     try:
@@ -82,7 +82,7 @@ def test_benchmark_changes_nothing_else_of_cudnn(make_trainer, data, benchmark):
         torch.backends.cudnn.deterministic = before[1]
 
 
-def test_settings_are_put_back_after_an_error(make_trainer, data):
+def test_settings_are_restored_after_an_error(make_trainer, data):
     def fails():
         raise KeyError("broken")
 
@@ -105,8 +105,8 @@ def test_detect_anomaly_names_the_operation(make_trainer, data):
     assert not torch.is_anomaly_enabled()
 
 
-def test_detect_anomaly_trains_on_without_a_warning(make_trainer, data):
-    """pytest turns a warning into an error: who asked for it need not be warned of it."""
+def test_detect_anomaly_trains_without_a_warning(make_trainer, data):
+    """pytest turns warnings into errors. A warning about a requested setting is not needed."""
     trainer = make_trainer(max_steps=2, detect_anomaly=True)
     trainer.fit(Looks(), data)
     assert trainer.global_step == 2
@@ -121,7 +121,7 @@ def test_inference_mode(make_trainer, data, verb, is_inference):
     assert module.output.is_inference() is is_inference
 
 
-def test_the_profiler_by_name_writes_a_trace(make_trainer, data, tmp_path, capfd):
+def test_profiler_torch_writes_a_trace(make_trainer, data, tmp_path, capfd):
     make_trainer(max_steps=6, profiler="torch", logger=True).fit(Looks(), data)
     [path] = (tmp_path / "version_0" / "profile").iterdir()
     names = {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
@@ -129,25 +129,25 @@ def test_the_profiler_by_name_writes_a_trace(make_trainer, data, tmp_path, capfd
     assert f"profile written to {path}" in capfd.readouterr().err
 
 
-def test_a_profiler_without_a_run_folder_says_that_nothing_is_written(make_trainer, data, capfd):
+def test_profiler_without_a_run_folder_prints_a_notice(make_trainer, data, capfd):
     make_trainer(max_steps=1, profiler="torch").fit(Looks(), data)
     assert "no folder (logger=False or fast_dev_run), so no trace is written" in capfd.readouterr().err
 
 
-def test_a_profiler_of_ones_own(make_trainer, data):
+def test_custom_profiler(make_trainer, data):
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     make_trainer(max_steps=2, profiler=profiler).fit(Looks(), data)
     assert any(event.key == "aten::linear" for event in profiler.key_averages())
     assert profiler.step_num == 2
 
 
-def test_what_is_no_profiler_is_refused(make_trainer, data):
+def test_invalid_profiler_is_rejected(make_trainer, data):
     with pytest.raises(roomier.RoomierError, match=r"profiler='simple'.*torch\.profiler\.profile"):
         make_trainer(max_steps=1, profiler="simple").fit(Looks(), data)
 
 
-def test_modes_of_submodules_are_put_back_after_a_validation(make_trainer, data):
-    """A part that was frozen in evaluation mode stays there."""
+def test_modes_of_submodules_are_restored_after_a_validation(make_trainer, data):
+    """A submodule in evaluation mode stays in it."""
 
     class Frozen(Looks):
         def __init__(self):

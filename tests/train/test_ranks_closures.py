@@ -1,4 +1,4 @@
-"""An overridden ``optimizer_step`` on several ranks computes what is computed without, and what one rank computes."""
+"""An overridden ``optimizer_step`` on several ranks equals the default, and a run on one rank."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ class Newton(Regression):
 
 
 def error_after(kind: type, strategy: str, num_ranks: int, keywords: dict[str, Any]) -> float:
-    """What is left to learn after two epochs of 24 samples, eight a step."""
+    """Return the remaining error after two epochs of 24 samples with eight per step."""
     data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)))
     size = 8 // num_ranks // keywords.get("accumulate_grad_batches", 1)
     spread = {"strategy": strategy, "devices": num_ranks} if num_ranks > 1 else {}
@@ -66,7 +66,7 @@ CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
         pytest.param("zero3", CLIPPED, marks=pytest.mark.slow),
     ],
 )
-def test_a_closure_on_two_ranks(on_ranks, strategy, keywords):
+def test_closure_on_two_ranks(on_ranks, strategy, keywords):
     expected = error_after(Regression, "single", 1, keywords)
     assert on_ranks(2, error_after, Passes, strategy, 2, keywords) == pytest.approx([expected] * 2, abs=1e-6)
 
@@ -77,7 +77,7 @@ def refused() -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_that_looks_at_its_loss_is_refused_on_two_ranks(on_ranks):
+def test_lbfgs_is_rejected_on_two_ranks(on_ranks):
     for message in on_ranks(2, refused):
         assert message.startswith(
             "devices=2: is not supported with LBFGS, which evaluates the loss several times per step"

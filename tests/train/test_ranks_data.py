@@ -1,4 +1,4 @@
-"""Every sample is trained on once in an epoch, also where the epoch goes on with other ranks."""
+"""Every sample is trained once per epoch, even if the epoch resumes on a different number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Numbers(Dataset[int]):
 
 
 class Reads(roomier.Module):
-    """Notes the samples of each epoch, and logs what they come to."""
+    """Records the samples of each epoch, and logs their sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def train(
 
 
 def read_by(on_ranks: Any, size: int, *args: Any) -> tuple[dict[int, list[int]], Any]:
-    """The samples of all ranks by epoch, and what the first logged."""
+    """Return the samples of all ranks by epoch, and the values that the first rank logged."""
     of_ranks = on_ranks(size, train, size, *args) if size > 1 else [train(size, *args)]
     assert all(logged == of_ranks[0][1] for _, logged in of_ranks)
     epochs = {epoch for read, _ in of_ranks for epoch in read}
@@ -98,7 +98,7 @@ def read_by(on_ranks: Any, size: int, *args: Any) -> tuple[dict[int, list[int]],
         ("own sampler", (2, "ddp"), (4, "ddp")),
     ],
 )
-def test_an_epoch_goes_on_with_other_ranks(on_ranks, tmp_path, kind: str, before: Any, after: Any):
+def test_epoch_resumes_on_other_ranks(on_ranks, tmp_path, kind: str, before: Any, after: Any):
     max_steps = {1: 12, 2: 6, 4: 3}[before[0]]
     first, _ = read_by(on_ranks, *before, kind, 2, tmp_path, max_steps, False)
     assert set(first) == {0}
@@ -106,12 +106,12 @@ def test_an_epoch_goes_on_with_other_ranks(on_ranks, tmp_path, kind: str, before
     rest, logged = read_by(on_ranks, *after, kind, 2, tmp_path, -1, True)
     assert sorted(first[0] + rest[0]) == list(range(NUM_SAMPLES))
     assert sorted(rest[1]) == list(range(NUM_SAMPLES))
-    # What the ranks before had gathered of the epoch is in its figures.
+    # The metrics of the epoch include the samples of the ranks before the resume.
     assert logged == {"mean": 23.5, "largest": 47.0, "total": float(sum(range(NUM_SAMPLES)))}
 
 
 def curve(size: int, accumulate: int, shuffle: bool, drop_last: bool) -> list[float]:
-    """The losses of a small regression, global batches of 8."""
+    """Return the losses of a small regression with global batches of 8."""
     losses: list[float] = []
 
     class Regression(roomier.Module):
@@ -152,8 +152,8 @@ def curve(size: int, accumulate: int, shuffle: bool, drop_last: bool) -> list[fl
 
 
 @pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
-def test_the_same_batches_make_the_same_steps(on_ranks, shuffle: bool, drop_last: bool):
-    """45 samples: the last global batch of an epoch has 5, which 2 and 4 ranks do not divide evenly."""
+def test_same_batches_produce_the_same_steps(on_ranks, shuffle: bool, drop_last: bool):
+    """45 samples: the last global batch of an epoch has 5, which 2 and 4 ranks cannot divide evenly."""
     alone = curve(1, 1, shuffle, drop_last)
     assert len(alone) == 2 * (5 if drop_last else 6)
     for size in (2, 4):

@@ -1,4 +1,4 @@
-"""Validation, test and predict on several ranks give the figures of one rank, uneven last batches included."""
+"""Validation, test and predict on several ranks return the values of one rank, including uneven last batches."""
 
 import warnings
 from typing import Any
@@ -24,7 +24,7 @@ QUIET = {
 
 
 class Measures(roomier.Module):
-    """Logs in each way there is, and notes what it was called with."""
+    """Logs in all forms, and records the arguments of its steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Measures(roomier.Module):
         self.log("min", loss.min(), reduce_fx="min")
         self.log("max", loss.max(), reduce_fx="max")
         self.log("half", loss.mean(), batch_size=0.5)
-        if len(self.trainer.num_val_batches) == 1:  # one object is for one loader
+        if len(self.trainer.num_val_batches) == 1:  # one metric object supports one loader
             self.log("accuracy", self.accuracy)
         if self.trainer.run.now.batch_number == 1:
             self.log("of one", loss.mean())
@@ -65,7 +65,7 @@ class Measures(roomier.Module):
     test_step = validation_step
 
     def on_validation_epoch_end(self):
-        with warnings.catch_warnings():  # torchmetrics', on a rank that has no batch
+        with warnings.catch_warnings():  # of torchmetrics, on a rank without a batch
             warnings.simplefilter("ignore")
             self.log("by hand", self.by_hand.compute())
         self.log("listed", sum(self.outputs) / max(len(self.outputs), 1), batch_size=len(self.outputs))
@@ -98,19 +98,19 @@ def evaluated(verb: str, strategy: str, size: int, num_samples: int, **keywords:
 
 @pytest.mark.parametrize(("num_samples", "size"), covering([3, 17, 40], [2, 4]))  # 1, 5 and 10 batches
 @pytest.mark.parametrize("verb", ["validate", "test"])
-def test_figures_are_those_of_one_rank(on_ranks, verb: str, size: int, num_samples: int):
+def test_values_equal_one_rank(on_ranks, verb: str, size: int, num_samples: int):
     (alone,), seen_alone, num_outputs = evaluated(verb, "single", 1, num_samples)
     assert "mean" in alone
     of_ranks = on_ranks(size, evaluated, verb, STRATEGIES[num_samples % 3], size, num_samples)
     for (metrics,), _, _ in of_ranks:
-        assert metrics == of_ranks[0][0][0]  # to the last bit on all
+        assert metrics == of_ranks[0][0][0]  # bit-identical on all ranks
         assert metrics == pytest.approx(alone, rel=1e-6)
     assert sorted(idx for _, seen, _ in of_ranks for idx in seen) == seen_alone
     assert sum(number for _, _, number in of_ranks) == num_outputs
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_limit_counts_the_batches_of_all_ranks(on_ranks, strategy: str):
+def test_limit_counts_the_batches_of_all_ranks(on_ranks, strategy: str):
     (alone,), _, _ = evaluated("validate", "single", 1, 40, limit_val_batches=3)
     for (metrics,), _, _ in on_ranks(2, evaluated, "validate", strategy, 2, 40, limit_val_batches=3):
         assert metrics == pytest.approx(alone, rel=1e-6)
@@ -140,7 +140,7 @@ def test_several_loaders(on_ranks):
 
 
 def kept_attributes() -> dict[str, Any]:
-    """A rank without a batch of its own runs one for the others: the module is as if it had not."""
+    """A rank without a batch runs one for the other ranks, and its module is unchanged afterwards."""
 
     class Keeps(Measures):
         def __init__(self) -> None:
@@ -167,7 +167,7 @@ def kept_attributes() -> dict[str, Any]:
     return module.result
 
 
-def test_a_forward_for_other_ranks_leaves_no_trace(on_ranks):
+def test_forward_for_other_ranks_has_no_side_effects(on_ranks):
     first, second = on_ranks(2, kept_attributes)
     assert first[:2] == [{"lists": [[0]], "count": 1}, 1]
     assert (first[3], first[4]) == (1.0, True)
@@ -217,7 +217,7 @@ def test_all_ranks_evaluate_with_the_statistics_of_the_first(on_ranks, strategy:
 
 
 def outputs_of_first_batch(num_samples: int) -> list[float]:
-    """What a user does once an evaluation, on the first batch: under zero3 all ranks must do it."""
+    """Run user code on the first batch of an evaluation. With zero3, all ranks must run it."""
 
     class Shows(Measures):
         def validation_step(self, batch, batch_idx):
@@ -230,8 +230,8 @@ def outputs_of_first_batch(num_samples: int) -> list[float]:
     return getattr(module, "shown", [])
 
 
-@pytest.mark.parametrize("num_samples", [4, 12])  # of 1 batch and of 3
+@pytest.mark.parametrize("num_samples", [4, 12])  # 1 batch and 3 batches
 def test_every_rank_counts_its_batches_from_zero(on_ranks, num_samples: int):
     first, second = on_ranks(2, outputs_of_first_batch, num_samples)
     assert len(first) == 1
-    assert second == (first if num_samples > 4 else [])  # without a batch of its own it runs one that leaves no trace
+    assert second == (first if num_samples > 4 else [])  # without a batch, the rank runs one without side effects

@@ -1,4 +1,4 @@
-"""What several ranks log: one figure, the same on all of them; rows come from the first."""
+"""Values logged on several ranks: identical on all ranks, with rows from the first rank."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -81,13 +81,13 @@ def test_values_of_steps_and_epochs(on_ranks, tmp_path):
     assert rows_of_second == []
     assert first == second
     column = {name: [row[name] for row in rows if name in row] for row in rows for name in row}
-    assert column["loss"] == pytest.approx([1.5, 5.5, 8.5])  # of the global batch
+    assert column["loss"] == pytest.approx([1.5, 5.5, 8.5])  # loss of the global batch
     assert column["synced"] == pytest.approx([1.5, 5.5, 8.5])
-    assert column["own"] == pytest.approx([1.0, 5.0, 8.0])  # samples 0 and 2 are those of the first rank
+    assert column["own"] == pytest.approx([1.0, 5.0, 8.0])  # samples 0 and 2 belong to the first rank
     assert column["largest"] == pytest.approx([2.0, 6.0, 9.0])
     assert column["both_epoch"] == pytest.approx([4.5])
     assert (first["first only"], first["second only"]) == (0.0, 7.0)
-    assert first["own"] == pytest.approx(8.5)  # all read the same where an epoch ends
+    assert first["own"] == pytest.approx(8.5)  # identical on all ranks at the end of an epoch
     assert first["both"] == pytest.approx(4.5)
 
 
@@ -102,7 +102,7 @@ class Weighs(Means):
 
 
 class Late(roomier.Callback):
-    monitors = True  # called behind the module's hook
+    monitors = True  # called after the hook of the module
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.read = float(trainer.callback_metrics["at the end"])
@@ -115,7 +115,7 @@ def log_weighted(size: int, root: Any) -> tuple[float, ...]:
     return module.read, late.read, float(metrics["by samples"]), float(metrics["by hand"])
 
 
-def test_hooks_at_the_end_of_an_epoch_read_what_all_logged(on_ranks, tmp_path):
+def test_hooks_at_the_end_of_an_epoch_read_values_of_all_ranks(on_ranks, tmp_path):
     [alone] = [log_weighted(1, tmp_path)]
     for read, late, by_samples, by_hand in on_ranks(2, log_weighted, 2, tmp_path):
         assert read == by_samples == pytest.approx(alone[0])
@@ -176,7 +176,7 @@ def error_of(kind: type[Means], root: Any) -> str:
         (Differently, "on_epoch=False and, on rank 1, True"),
     ],
 )
-def test_what_cannot_be_one_figure_ends_all(on_ranks, tmp_path, kind: type[Means], text: str):
+def test_values_that_cannot_be_reduced_end_all_ranks(on_ranks, tmp_path, kind: type[Means], text: str):
     for error in on_ranks(2, error_of, kind, tmp_path):
         assert text in error
 
@@ -195,13 +195,13 @@ def break_loss(root: Any) -> tuple[str, int]:
     return "", 0
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all(on_ranks, tmp_path):
+def test_loss_that_is_not_finite_on_one_rank_ends_all_ranks(on_ranks, tmp_path):
     for error, _ in on_ranks(2, break_loss, tmp_path):
         assert "loss=nan: is not finite on rank 1 at step 2" in error
 
 
 class Plateau(Means):
-    """Each rank sees another loss; the learning rates must stay equal."""
+    """Each rank has a different loss, but the learning rates must stay equal."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -223,7 +223,7 @@ def reduce_rates(root: Any) -> float:
     return module.rate
 
 
-def test_a_plateau_is_that_of_all_ranks(on_ranks, tmp_path):
+def test_plateau_uses_values_of_all_ranks(on_ranks, tmp_path):
     # The mean is 3, 3, 3.25: no improvement twice.
     assert on_ranks(2, reduce_rates, tmp_path) == [0.25, 0.25]
 
@@ -238,8 +238,8 @@ def stop_early(root: Any) -> int:
     return trainer.current_epoch
 
 
-def test_early_stopping_acts_at_once_and_alike(on_ranks, tmp_path):
-    # On the second rank alone the value grows; the mean falls, so the second epoch is the last.
+def test_early_stopping_acts_immediately_on_all_ranks(on_ranks, tmp_path):
+    # The value grows on the second rank only. The mean falls, so the second epoch is the last one.
     assert on_ranks(2, stop_early, tmp_path) == [2, 2]
 
 
@@ -249,7 +249,7 @@ class Counted(Means):
 
 
 class Clock:
-    """A second passes whenever somebody looks."""
+    """Advances by one second with each call."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -266,7 +266,7 @@ def throughput(root: Any) -> list[float]:
 
 
 def test_throughput_counts_the_samples_of_all_ranks(on_ranks, tmp_path):
-    # The first step starts the clock; those after it have 4 and 2 samples.
+    # The first step starts the clock. The following steps have 4 and 2 samples.
     assert on_ranks(2, throughput, tmp_path) == [[6.0], []]
 
 

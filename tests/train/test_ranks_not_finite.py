@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite on one of two ranks: both stop at the same step, or both skip it."""
+"""A loss or gradient that is not finite on one of two ranks: both stop at the same step, or both skip it."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ BAD_STEP = 2
 
 
 class Spoiled(roomier.Module):
-    """Its loss, or the gradient of its first layer, is NaN on rank 1 in one step, or in all from there on."""
+    """Its loss, or the gradient of its first layer, is NaN on rank 1 in one step, or in all steps from then on."""
 
     def __init__(self, what: str, last_bad_batch: float) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ STOPS: dict[str, tuple[str, dict[str, Any], int, str, str]] = {
 
 
 def stop(strategy: str, root: Any) -> dict[str, Any]:
-    """One fit after another: both ranks stop at the same place, so the next fit can begin."""
+    """Run several fits. Both ranks stop at the same place, so the next fit can begin."""
     found = {}
     for name, (what, keywords, *_) in STOPS.items():
         callbacks = [ModelCheckpoint(every_n_train_steps=1)] if "enable_checkpointing" in keywords else None
@@ -165,7 +165,7 @@ def test_with_a_loss_scale_both_ranks_skip_the_step(on_ranks, tmp_path, strategy
             assert (found["error"], found["steps"], found["scale"]) == (None, 6, (32768.0, 1.0))
             pairs = zip(found["weights"], found["weights"][1:], strict=False)
             same = [all(map(torch.equal, before, after)) for before, after in pairs]
-            assert same == [False, True, False, False, False]  # the step after the second update changes nothing
+            assert same == [False, True, False, False, False]  # the step after the second update is skipped
 
 
 def give_up(strategy: str, root: Any) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def give_up(strategy: str, root: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_a_loss_scale_that_never_helps_ends_both_ranks(on_ranks, tmp_path, strategy: str) -> None:
+def test_loss_scale_below_one_ends_both_ranks(on_ranks, tmp_path, strategy: str) -> None:
     first, second = on_ranks(2, give_up, strategy, tmp_path)
     assert first["error"] == second["error"]
     assert first["error"][1].startswith("is not finite on rank 1 at step 19")

@@ -1,4 +1,4 @@
-"""All ranks stop at the same save point, whichever of them is asked to; and none waits for another for ever."""
+"""All ranks stop at the same save point, whichever rank receives the request, and no rank waits forever."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ class Plain(roomier.Module):
 
 
 def fit(module: roomier.Module, root: Any, data: Any = None, **keywords: Any) -> tuple[int, int, Any]:
-    """Steps done, the status the process would end with, and the checkpoints."""
+    """Return the number of steps, the exit status of the process, and the checkpoints."""
     trainer = roomier.Trainer(
         **QUIET,
         **{"max_steps": 20, "enable_checkpointing": False, **keywords},
@@ -72,7 +72,7 @@ def ask_to_stop(root: Any) -> int:
     return fit(Asks(), root)[0]
 
 
-def test_what_one_rank_asks_for_holds_one_step_later_on_all(on_ranks, tmp_path):
+def test_request_of_one_rank_takes_effect_one_step_later_on_all(on_ranks, tmp_path):
     assert on_ranks(4, ask_to_stop, tmp_path) == [6] * 4
 
 
@@ -86,7 +86,7 @@ def get_signal(root: Any) -> tuple[int, int, Any]:
     return fit(GetsSignal(), root, enable_checkpointing=True)
 
 
-def test_a_signal_to_one_rank_ends_and_saves_all(on_ranks, tmp_path):
+def test_signal_to_one_rank_ends_and_saves_all(on_ranks, tmp_path):
     for steps, status, checkpoints in on_ranks(2, get_signal, tmp_path):
         assert (steps, status) == (6, 128 + signal.SIGTERM)
         assert "interrupted-step=6" in checkpoints
@@ -98,12 +98,12 @@ class Slow(Plain):
 
 
 def run_out_of_time(root: Any) -> int:
-    # The second rank has much more time.
+    # The second rank has a longer limit.
     seconds = 1 if dist.get_rank() == 0 else 3600
     return fit(Slow(), root, max_steps=1000, max_time={"seconds": seconds}, data=[torch.ones(2)] * 4000)[0]
 
 
-def test_the_clock_of_one_rank_counts_for_all(on_ranks, tmp_path):
+def test_time_limit_of_one_rank_ends_all(on_ranks, tmp_path):
     first, second = on_ranks(2, run_out_of_time, tmp_path)
     assert first == second < 1000
 
@@ -128,7 +128,7 @@ def stop_after_validation(root: Any) -> int:
     return trainer.global_step
 
 
-def test_after_a_validation_it_holds_at_once(on_ranks, tmp_path):
+def test_request_after_a_validation_takes_effect_immediately(on_ranks, tmp_path):
     assert on_ranks(2, stop_after_validation, tmp_path) == [3, 3]
 
 
@@ -149,13 +149,13 @@ def validate_and_get_signal(verb: str) -> tuple[int, int]:
     return module.num_validated, status
 
 
-def test_an_evaluation_is_cut_off_on_all(on_ranks):
-    """The first rank gets a signal in its second batch."""
+def test_evaluation_is_interrupted_on_all_ranks(on_ranks):
+    """The first rank receives a signal in its second batch."""
     assert on_ranks(2, validate_and_get_signal, "validate") == [(3, 143)] * 2
 
 
 class OfOwnLength(IterableDataset[torch.Tensor]):
-    """Gives each rank another number of batches, and does not tell."""
+    """Yields a different number of batches on each rank, and has no length."""
 
     shards_by_rank = True
 
@@ -183,16 +183,16 @@ def train_on_streams(accumulate: int, root: Any) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize(("accumulate", "num_steps"), [(1, 10), (2, 6)])
-def test_an_epoch_ends_with_the_first_stream_that_does(on_ranks, tmp_path, accumulate: int, num_steps: int):
+def test_epoch_ends_with_the_shortest_stream(on_ranks, tmp_path, accumulate: int, num_steps: int):
     assert on_ranks(2, train_on_streams, accumulate, tmp_path) == [([5, 5], num_steps)] * 2
 
 
 def train_on_lists(root: Any) -> int:
-    # Not what the user meant, yet no rank is left alone.
+    # Probably not intended by the user, but no rank waits forever.
     return fit(Plain(), root, [torch.ones(1)] * (6 + 2 * dist.get_rank()), max_epochs=1, max_steps=-1)[0]
 
 
-def test_the_shortest_loader_counts(on_ranks, tmp_path):
+def test_shortest_loader_counts(on_ranks, tmp_path):
     assert on_ranks(2, train_on_lists, tmp_path) == [3, 3]
 
 
@@ -203,6 +203,6 @@ def vote() -> list[Any]:
     return [*outcomes, ballot.settle([0, 0]), ballot.settle([rank * 5, 0])]
 
 
-def test_a_vote_is_known_one_vote_later(on_ranks):
+def test_vote_is_known_one_vote_later(on_ranks):
     expected = [None, [1, 2], [1, 2], [1, 2], [10, 0]]
     assert on_ranks(3, vote) == [expected] * 3

@@ -34,7 +34,7 @@ class Samples(Dataset[Tensor]):
 
 
 class OwnSamples(Samples):
-    """Each rank has data of its own."""
+    """Each rank has different data."""
 
     shards_by_rank = True
 
@@ -84,7 +84,7 @@ class Reads(roomier.Module):
 
 
 def outcome(strategy: str, train: Any, val: Any = None) -> Any:
-    """What this rank read in one epoch, or the error in which it ended."""
+    """Return the samples that this rank read in one epoch, or its error."""
     module = Reads()
     trainer = roomier.Trainer(
         **QUIET, strategy=strategy, devices=dist.get_world_size(), max_epochs=1, num_sanity_val_steps=0
@@ -97,7 +97,7 @@ def outcome(strategy: str, train: Any, val: Any = None) -> Any:
 
 
 def train_on(strategy: str, sizes: tuple[int, int]) -> dict[str, Any]:
-    """One fit after another: after an error, both ranks are where the next fit begins."""
+    """Run several fits. After an error, both ranks can begin the next fit."""
     return {kind: outcome(strategy, make(sizes[dist.get_rank()])) for kind, make in KINDS.items()}
 
 
@@ -114,15 +114,18 @@ STRATEGIES = ["ddp", pytest.param("zero2", marks=pytest.mark.slow), pytest.param
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_takes_as_many_batches_as_the_shortest_loader(on_ranks, capfd, strategy: str) -> None:
+def test_training_uses_as_many_batches_as_the_shortest_loader(on_ranks, capfd, strategy: str) -> None:
     first, second = on_ranks(2, train_on, strategy, (4, 7))
     taken = {kind: [read for read, _ in pair] for kind, pair in pairs(first, second).items()}
-    assert taken.pop("one of several") == [[0, 2, 0, 2], [1, 3, 5, 1]]  # max_size_cycle: the longest counts, on each
+    assert taken.pop("one of several") == [
+        [0, 2, 0, 2],
+        [1, 3, 5, 1],
+    ]  # max_size_cycle: the longest counts on each rank
     for kind, (of_first, of_second) in taken.items():
         own = kind.endswith("own data")
         assert (of_first, of_second) == (([0, 1, 2, 3],) * 2 if own else ([0, 2], [1, 3])), kind
-    told = "has 4 batches on rank 0, 7 batches on rank 1; each epoch has as many batches as the shortest loader"
-    assert capfd.readouterr().out.count(told) == 5  # once for each loader with a length, by the first rank
+    notice = "has 4 batches on rank 0, 7 batches on rank 1; each epoch has as many batches as the shortest loader"
+    assert capfd.readouterr().out.count(notice) == 5  # once for each loader with a length, by the first rank
 
 
 def pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -131,7 +134,7 @@ def pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any,
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_data_that_is_missing_on_one_rank_is_an_error_on_all(on_ranks, strategy: str) -> None:
+def test_missing_training_data_on_one_rank_is_an_error_on_all(on_ranks, strategy: str) -> None:
     first, second = on_ranks(2, train_on, strategy, (4, 0))
     assert first == second
     for kind, (field, problem) in first.items():
@@ -145,7 +148,7 @@ SAME_BATCHES = "yields different numbers of batches on different ranks"
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluations_need_one_loader_for_all_ranks_or_data_that_is_divided(on_ranks, strategy: str) -> None:
+def test_evaluations_require_the_same_loaders_or_sharded_data(on_ranks, strategy: str) -> None:
     first, second = on_ranks(2, validate_on, strategy, (4, 7))
     for kind in ("map-style, own data", "iterable, own data"):
         assert first.pop(kind) == ([0, 1, 2, 3], pytest.approx(27 / 11))
@@ -162,7 +165,7 @@ def test_evaluations_need_one_loader_for_all_ranks_or_data_that_is_divided(on_ra
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_validation_data_that_is_missing_on_one_rank_is_an_error_on_all(on_ranks, strategy: str) -> None:
+def test_missing_validation_data_on_one_rank_is_an_error_on_all(on_ranks, strategy: str) -> None:
     first, second = on_ranks(2, validate_on, strategy, (4, 0))
     assert first == second
     problems = {kind: problem for kind, (_, problem) in first.items()}

@@ -1,4 +1,4 @@
-"""What a resume allocates."""
+"""Memory allocations of a resume."""
 
 import torch
 from torch.optim import AdamW

@@ -1,4 +1,4 @@
-"""When schedulers step, and on what."""
+"""Steps of schedulers, and the metrics that they watch."""
 
 import math
 
@@ -10,7 +10,7 @@ import roomier
 
 
 class Scheduled(roomier.Module):
-    """The scheduler dictionary is put in by the test; ``values`` are logged as ``watched`` in each validation."""
+    """The test provides the scheduler dictionary. ``values`` are logged as ``watched`` in each validation."""
 
     def __init__(self, make_config, values=()):
         super().__init__()
@@ -46,7 +46,7 @@ def halving(optimizer):
         ({}, [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]),
         ({"frequency": 2}, [1] * 8),
         ({"interval": "step"}, [0.5**k for k in range(8)]),
-        ({"interval": "step", "frequency": 3}, [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25]),  # counted in each epoch anew
+        ({"interval": "step", "frequency": 3}, [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25]),  # counted from 0 in each epoch
     ],
 )
 def test_interval_and_frequency(make_trainer, data, config, expected):
@@ -55,13 +55,13 @@ def test_interval_and_frequency(make_trainer, data, config, expected):
     assert module.rates == expected
 
 
-def test_a_step_is_an_optimizer_step(make_trainer, data):
+def test_step_is_an_optimizer_step(make_trainer, data):
     module = Scheduled(lambda optimizer: {"scheduler": halving(optimizer), "interval": "step"})
     make_trainer(max_epochs=2, accumulate_grad_batches=2).fit(module, data)
     assert module.rates == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
 
 
-def test_a_scheduler_alone_steps_each_epoch(make_trainer, data):
+def test_scheduler_without_a_dict_steps_each_epoch(make_trainer, data):
     module = Scheduled(halving)
     make_trainer(max_epochs=3).fit(module, data[:1])
     assert module.rates == [1, 0.5, 0.25]
@@ -80,19 +80,19 @@ def test_reduce_on_plateau_watches_its_metric(make_trainer, data):
 
 
 def test_reduce_on_plateau_each_step(make_trainer, data):
-    """It sees what this step logged."""
+    """It reads the value that this step logged."""
     module = Scheduled(lambda optimizer: {"scheduler": plateau(optimizer), "interval": "step", "monitor": "step_loss"})
     make_trainer(max_epochs=1).fit(module, data)
     assert module.rates == [1, 1, 0.5, 0.25]
 
 
-def test_a_metric_that_is_not_there_is_an_error(make_trainer, data):
+def test_missing_metric_is_an_error(make_trainer, data):
     module = Scheduled(lambda optimizer: {"scheduler": plateau(optimizer), "monitor": "step_los"})
     with pytest.raises(roomier.TrainingError, match=r"monitor='step_los'.*Did you mean 'step_loss'"):
         make_trainer(max_epochs=1).fit(module, data)
 
 
-def test_or_a_notice_where_it_need_not_be_strict(make_trainer, data, capsys):
+def test_missing_metric_prints_a_notice_if_not_strict(make_trainer, data, capsys):
     config = {"monitor": "watched", "strict": False}
     module = Scheduled(lambda optimizer: {"scheduler": plateau(optimizer), **config})
     make_trainer(max_epochs=2).fit(module, data)
@@ -100,8 +100,8 @@ def test_or_a_notice_where_it_need_not_be_strict(make_trainer, data, capsys):
     assert "monitor='watched'" in capsys.readouterr().err
 
 
-def test_a_schedule_by_name(make_trainer, data):
-    """Its length is that of the run: two epochs of two steps."""
+def test_named_schedule(make_trainer, data):
+    """Its length is the length of the run: two epochs of two steps."""
 
     module = Plain()
     trainer = make_trainer(
@@ -117,7 +117,7 @@ def test_a_schedule_by_name(make_trainer, data):
     assert module.rates == pytest.approx([1, 1, *(rate for rate in cosine for _ in range(2))])
 
 
-def test_a_longer_run_is_told_that_its_schedule_is_the_old_one(make_trainer, data, capsys, tmp_path):
+def test_longer_run_keeps_the_saved_schedule_with_a_notice(make_trainer, data, capsys, tmp_path):
     class Cosine(Scheduled):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -150,7 +150,7 @@ def cosine(step, num_steps):
     [({"max_epochs": 4}, 16), ({"max_epochs": 4, "accumulate_grad_batches": 2}, 8 + 4), ({"max_steps": 10}, 10)],
     ids=str,
 )
-def test_a_schedule_by_name_ends_with_the_run_that_goes_on(make_trainer, data, capsys, tmp_path, changed, num_steps):
+def test_named_schedule_ends_with_the_resumed_run(make_trainer, data, capsys, tmp_path, changed, num_steps):
     keywords = {"optimizer": "sgd", "learning_rate": 1.0, "lr_schedule": "cosine"}
     trainer = make_trainer(max_epochs=2, **keywords)
     trainer.fit(Plain(), data)
@@ -167,7 +167,7 @@ def test_a_schedule_by_name_ends_with_the_run_that_goes_on(make_trainer, data, c
     assert "the schedule now ends" not in capsys.readouterr().err
 
 
-def test_a_schedule_by_name_goes_on_to_the_bit_where_nothing_changed(make_trainer, data, capsys, tmp_path):
+def test_named_schedule_resumes_bit_for_bit_if_unchanged(make_trainer, data, capsys, tmp_path):
     keywords = {"max_epochs": 3, "optimizer": "sgd", "learning_rate": 0.3, "lr_schedule": "cosine"}
     straight, first, second = Plain(), Plain(), Plain()
     make_trainer(**keywords).fit(straight, data)
@@ -193,7 +193,7 @@ def test_a_schedule_by_name_goes_on_to_the_bit_where_nothing_changed(make_traine
     ],
 )
 def test_estimated_stepping_batches(make_trainer, data, keywords, expected):
-    """Five batches by two: three steps an epoch. A scheduler may ask for it in configure_optimizers."""
+    """Five batches in windows of two: three steps per epoch. ``configure_optimizers`` may read the number."""
     seen = []
 
     class Asks(Scheduled):
@@ -210,7 +210,7 @@ def test_estimated_stepping_batches(make_trainer, data, keywords, expected):
     assert trainer.estimated_stepping_batches == expected
 
 
-def test_schedulers_are_read_by_name(make_trainer, data):
+def test_schedulers_are_found_by_their_names(make_trainer, data):
     module = Scheduled(lambda optimizer: {"scheduler": halving(optimizer), "name": "rate"})
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, data)
@@ -219,12 +219,12 @@ def test_schedulers_are_read_by_name(make_trainer, data):
     assert module.lr_schedulers() is config.scheduler
 
 
-def test_an_optimizer_from_both_sides_is_refused(make_trainer, data):
+def test_optimizer_from_both_sources_is_rejected(make_trainer, data):
     with pytest.raises(roomier.PlanError, match=r"optimizer='adamw'.*SGD as well"):
         make_trainer(max_steps=1, optimizer="adamw").fit(Scheduled(halving), data)
 
 
-def test_an_optimizer_from_neither_is_refused(make_trainer, data):
+def test_missing_optimizer_is_rejected(make_trainer, data):
     class NoOptimizer(Scheduled):
         def configure_optimizers(self):
             return None
@@ -233,7 +233,7 @@ def test_an_optimizer_from_neither_is_refused(make_trainer, data):
         make_trainer(max_steps=1).fit(NoOptimizer(None), data)
 
 
-def test_a_schedule_that_runs_out_says_how_long_it_was_and_what_to_do(make_trainer, data, capsys, tmp_path):
+def test_exhausted_schedule_reports_its_length_and_a_solution(make_trainer, data, capsys, tmp_path):
     def one_cycle(optimizer):
         total_steps = module.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total_steps)

@@ -1,4 +1,4 @@
-"""A fit on several loaders, and evaluations of several: what the steps are given, lengths, limits, and exact resume."""
+"""Fits and evaluations with several loaders: arguments of the steps, lengths, limits and exact resume."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Learns(roomier.Module):
-    """Notes the batches of each step."""
+    """Records the batches of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def train(size: int, strategy: str, mode: Any, num_workers: int, root: Path, max
         pytest.param("sequential", 27, 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_was_cut_off_goes_on_to_the_last_bit(tmp_path, mode: str, num_batches: int, num_workers: int):
+def test_interrupted_run_resumes_bit_for_bit(tmp_path, mode: str, num_batches: int, num_workers: int):
     read, weights, length = train(1, "single", mode, num_workers, tmp_path / "whole", -1, False)
     assert (length, len(read)) == (num_batches, 2 * num_batches)
     for number, max_steps in enumerate([num_batches, num_batches + 2] if not num_workers else [num_batches + 2]):
@@ -110,7 +110,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_last_bit(tmp_path, mode: str, num
         pytest.param(2, "ddp", "sequential", 13, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_were_cut_off_go_on_to_the_last_bit(on_ranks, tmp_path, size, strategy, mode, num_batches):
+def test_interrupted_ranks_resume_bit_for_bit(on_ranks, tmp_path, size, strategy, mode, num_batches):
     whole = on_ranks(size, train, size, strategy, mode, 0, tmp_path / "whole", -1, False)
     root = tmp_path / "cut"
     before = on_ranks(size, train, size, strategy, mode, 0, root, num_batches + 1, False)
@@ -126,7 +126,7 @@ def test_ranks_that_were_cut_off_go_on_to_the_last_bit(on_ranks, tmp_path, size,
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("limit", [3, 0.5])
-def test_limits_are_those_of_lightning(make_trainer, mode: Any, limit: float):
+def test_limits_equal_lightning(make_trainer, mode: Any, limit: float):
     lightning = pytest.importorskip("lightning.pytorch")
     lengths = {"a": 10, "b": 4}
     wanted = {
@@ -157,7 +157,7 @@ def test_limits_are_those_of_lightning(make_trainer, mode: Any, limit: float):
 
 
 @pytest.mark.parametrize("form", ["dict", "list", "list of one", "tuple"])
-def test_batches_have_the_form_of_what_was_given(make_trainer, form: str):
+def test_batches_have_the_structure_of_the_loaders(make_trainer, form: str):
     pair = [DataLoader(torch.zeros(2, 2)), DataLoader(torch.ones(3, 2))]
     given: Any = {
         "dict": dict(zip("ab", pair, strict=True)),
@@ -182,19 +182,19 @@ def test_batches_have_the_form_of_what_was_given(make_trainer, form: str):
         assert list(forms[0]) == ["a", "b"]
 
 
-def test_a_list_of_batches_is_one_loader(make_trainer):
+def test_list_of_batches_is_one_loader(make_trainer):
     module = Learns()
     make_trainer(max_epochs=1).fit(module, [torch.zeros(3, 2), torch.ones(1, 2)])
     assert [batches for *_, batches in module.read] == [[[[0.0, 0.0]] * 3], [[[1.0, 1.0]]]]
 
 
-def test_a_loader_among_batches_is_named(make_trainer):
+def test_loader_among_batches_is_named(make_trainer):
     with pytest.raises(DataError, match=r"(?s)train_dataloaders\[1\]=.*is a Tensor, which yields no batches"):
         make_trainer(max_epochs=1).fit(Learns(), [DataLoader(torch.zeros(2, 2)), torch.zeros(2, 2)])
 
 
 class Measures(roomier.Module):
-    """Logs what it is given, and notes how."""
+    """Logs its inputs, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,14 +215,14 @@ class Measures(roomier.Module):
 
 
 def valued(*lengths: int) -> list[Any]:
-    """Loaders of as many batches, whose values are 0, 1, ... in the first, 10, 11, ... in the second."""
+    """Return loaders with these numbers of batches: values 0, 1, ... in the first, 10, 11, ... in the second."""
     return [
         DataLoader((10 * number + torch.arange(length)).float().repeat(2, 1).T) for number, length in enumerate(lengths)
     ]
 
 
 @pytest.mark.parametrize("form", ["list", "dict", "nested", "combined"])
-def test_several_loaders_are_evaluated_one_after_another(make_trainer, form: str):
+def test_several_loaders_are_evaluated_sequentially(make_trainer, form: str):
     first, second = valued(3, 2)
     given: Any = {
         "list": [first, second],
@@ -260,7 +260,7 @@ def test_each_loader_of_an_evaluation_is_limited(make_trainer, limit: float, num
         ("max_size_cycle", [(0, None, 2), (1, None, 2), (2, None, 2)], (5.0 + 6.0 + 6.0) / 3),
     ],
 )
-def test_batches_of_several_loaders_are_evaluated_together(make_trainer, on_ranks, mode: Any, calls, mean: float):
+def test_combined_loaders_are_evaluated_together(make_trainer, on_ranks, mode: Any, calls, mean: float):
     module = Measures()
     loader = CombinedLoader(dict(zip("ab", valued(3, 2), strict=True)), mode)
     assert make_trainer().validate(module, loader, verbose=False) == [{"mean": pytest.approx(mean)}]
@@ -276,8 +276,8 @@ def measured_together(mode: Any) -> float:
     return trainer.validate(Measures(), loader, verbose=False)[0]["mean"]
 
 
-def test_a_micro_batch_of_several_loaders_is_not_cut(make_trainer):
-    """The planner keeps micro-batches as the loaders give them."""
+def test_micro_batch_of_several_loaders_is_not_split(make_trainer):
+    """The planner keeps micro-batches as the loaders yield them."""
     pair = {"a": DataLoader(torch.zeros(4, 2), batch_size=2), "b": DataLoader(torch.ones(3, 2))}
     module = Learns()
     trainer = make_trainer(strategy="auto", max_epochs=1, memory_budget="2GB")
@@ -287,7 +287,7 @@ def test_a_micro_batch_of_several_loaders_is_not_cut(make_trainer):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", [None, "min_size", "max_size"])
-def test_a_lightning_module_with_several_loaders_trains_as_under_lightning(make_trainer, mode: Any):
+def test_lightning_module_with_several_loaders_trains_as_in_lightning(make_trainer, mode: Any):
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Both(lightning.LightningModule):  # type: ignore[misc, name-defined]

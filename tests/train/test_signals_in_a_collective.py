@@ -1,4 +1,4 @@
-"""A rank that waits for another, which will not come, is exiting after a second signal."""
+"""A rank that waits in a collective for a rank that does not respond exits after a second signal."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 
 def send_to_itself(num_signals: int) -> None:
     for _ in range(num_signals):
-        time.sleep(0.5)  # by then the main thread waits
+        time.sleep(0.5)  # the main thread is waiting by then
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -38,13 +38,13 @@ def wait_for_rank_1(num_signals: int, is_in_vain: bool) -> signal.Signals | None
     return stop.noted
 
 
-def test_a_second_signal_ends_a_rank_that_waits_in_vain(on_ranks: RankPool) -> None:
-    # On a machine so busy that it did not wait yet, the handler of the second signal ends it.
+def test_second_signal_ends_a_waiting_rank(on_ranks: RankPool) -> None:
+    # On a busy machine, the rank may not wait yet. The handler of the second signal ends it then.
     with pytest.raises(RankFailed, match=r"exit status 143(?s:.*)exiting after a second signal|SystemExit: 143"):
         on_ranks(2, wait_for_rank_1, 2, True)
 
 
-def test_one_signal_is_obeyed_when_the_wait_is_over(on_ranks: RankPool) -> None:
+def test_one_signal_takes_effect_after_the_wait(on_ranks: RankPool) -> None:
     assert on_ranks(2, wait_for_rank_1, 1, False) == [signal.SIGTERM, None]
 
 

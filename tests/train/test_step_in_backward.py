@@ -1,4 +1,4 @@
-"""``Trainer(step_in_backward=...)``: the run of the plain path, its checkpoints, and what is refused."""
+"""``Trainer(step_in_backward=...)``: equality with the default, checkpoints, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def check_same(one: Module, other: Module) -> None:
 
 
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])
-def test_a_run_is_that_of_the_plain_path(make_trainer: MakeTrainer, clip: dict[str, Any]) -> None:
+def test_run_equals_the_default_path(make_trainer: MakeTrainer, clip: dict[str, Any]) -> None:
     check_same(fitted(make_trainer, True, **clip), fitted(make_trainer, False, **clip))
 
 
 @pytest.mark.parametrize("way", [True, "stale_norm"])
-def test_a_resumed_run_is_the_one_that_went_on(make_trainer: MakeTrainer, tmp_path: Path, way: bool | str) -> None:
+def test_resumed_run_equals_an_uninterrupted_run(make_trainer: MakeTrainer, tmp_path: Path, way: bool | str) -> None:
     whole = fitted(make_trainer, way, gradient_clip_val=0.1)
     module = Net()
     torch.manual_seed(1)
@@ -69,7 +69,7 @@ def test_a_resumed_run_is_the_one_that_went_on(make_trainer: MakeTrainer, tmp_pa
     check_same(fitted(make_trainer, way, ckpt=tmp_path / "half.ckpt", gradient_clip_val=0.1), whole)
 
 
-def test_no_hooks_stay_on_the_model(make_trainer: MakeTrainer) -> None:
+def test_no_hooks_remain_on_the_model(make_trainer: MakeTrainer) -> None:
     module = fitted(make_trainer, True)
     module.training_step(torch.ones(1, 4), 0).backward()
     assert all(each.grad is not None for each in module.parameters())
@@ -82,19 +82,19 @@ def seen(self: Any, *_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step"]
 )
-def test_hooks_of_a_module_that_would_find_no_gradients(make_trainer: MakeTrainer, name: str) -> None:
+def test_module_hooks_that_read_gradients_are_rejected(make_trainer: MakeTrainer, name: str) -> None:
     module = type("Own", (Net,), {name: seen})()
     with pytest.raises(RoomierError, match=rf"step_in_backward='exact': Own\.{name} cannot access gradients"):
         make_trainer(step_in_backward=True, max_steps=1).fit(module, loader())
 
 
-def test_hooks_of_a_callback_that_would_find_no_gradients(make_trainer: MakeTrainer) -> None:
+def test_callback_hooks_that_read_gradients_are_rejected(make_trainer: MakeTrainer) -> None:
     callback = type("Own", (Callback,), {"on_before_optimizer_step": seen})()
     with pytest.raises(RoomierError, match=r"Own\.on_before_optimizer_step cannot access gradients"):
         make_trainer(step_in_backward=True, max_steps=1, callbacks=[callback]).fit(Net(), loader())
 
 
-def test_a_backward_of_ones_own_runs_once(make_trainer: MakeTrainer) -> None:
+def test_overridden_backward_runs_once(make_trainer: MakeTrainer) -> None:
     class Own(Net):
         def backward(self, loss: Tensor) -> None:  # type: ignore[override]
             loss.backward()
@@ -104,14 +104,14 @@ def test_a_backward_of_ones_own_runs_once(make_trainer: MakeTrainer) -> None:
         make_trainer(step_in_backward=True, max_steps=1, gradient_clip_val=1.0).fit(Own(), loader())
 
 
-def test_manual_optimization_is_refused(make_trainer: MakeTrainer) -> None:
+def test_manual_optimization_is_rejected(make_trainer: MakeTrainer) -> None:
     module = Net()
     module.automatic_optimization = False
     with pytest.raises(PlanError, match=r"step_in_backward='exact': is not supported with manual"):
         make_trainer(step_in_backward=True, max_steps=1).fit(module, loader())
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(make_trainer: MakeTrainer) -> None:
+def test_loss_that_is_not_finite_ends_the_run(make_trainer: MakeTrainer) -> None:
     class Broken(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 2 else 1.0)
@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_trainer: MakeTrainer) -> No
         )
 
 
-def test_batches_without_loss_are_left_out(make_trainer: MakeTrainer) -> None:
+def test_batches_without_loss_are_skipped(make_trainer: MakeTrainer) -> None:
     class Picky(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)

@@ -1,4 +1,4 @@
-"""How long a run is, how much of each loader it takes, and when it validates."""
+"""Length of a run, limits of loaders, and validation intervals."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from roomier.loggers.silent import SilentLogger
 
 
 class Counts(roomier.Module):
-    """Notes the training batches done when each validation batch comes, and every training batch."""
+    """Records every training batch, and the number of training batches before each validation batch."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ def numbered(count):
 
 
 class Stream(IterableDataset):
-    """Without a length."""
+    """A dataset without a length."""
 
     def __init__(self, count):
         self.count = count
@@ -96,22 +96,22 @@ def test_lengths(make_trainer, keywords, num_trained, num_steps, epochs):
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("limit", [0, 0.0])
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_steps": 5}])
-def test_no_training_batches_at_all(make_trainer, limit, length):
-    """As in Lightning: nothing is trained, and the run ends."""
+def test_no_training_batches(make_trainer, limit, length):
+    """As in Lightning, no step runs, and the run ends."""
     module, trainer = Counts(), make_trainer(limit_train_batches=limit, **length)
     trainer.fit(module, numbered(4))
     assert module.trained == []
     assert trainer.global_step == 0
 
 
-def test_the_default_length_is_said(make_trainer, capsys):
+def test_default_length_is_reported(make_trainer, capsys):
     trainer = make_trainer(callbacks=[StopsAfter(3)])
     trainer.fit(Counts(), numbered(2))
     assert "training for 1000 epochs" in capsys.readouterr().err
 
 
 class StopsAfter(roomier.Callback):
-    """Asks to stop once ``num_batches`` were trained."""
+    """Requests to stop after ``num_batches`` training batches."""
 
     def __init__(self, num_batches):
         self.num_batches = num_batches
@@ -138,7 +138,7 @@ def test_should_stop_waits_for_the_minimum(make_trainer, minimum, num_trained):
     assert len(module.trained) == num_trained
 
 
-def test_a_second_fit_is_not_stopped_by_the_first(make_trainer):
+def test_second_fit_is_not_stopped_by_the_first(make_trainer):
     trainer = make_trainer(max_epochs=2, callbacks=[StopsAfter(3)])
     trainer.fit(Counts(), numbered(5))
     trainer.callbacks.clear()
@@ -183,7 +183,7 @@ VALIDATED_AT = [
 
 
 @pytest.mark.parametrize(("keywords", "expected"), VALIDATED_AT, ids=lambda value: str(value)[:60])
-def test_when_it_validates(make_trainer, keywords, expected):
+def test_validation_times(make_trainer, keywords, expected):
     module = Counts()
     num_val_batches = 5 if "limit_val_batches" in keywords or "overfit_batches" in keywords else 1
     trainer = make_trainer(**{"max_epochs": 2, "num_sanity_val_steps": 0, **keywords})
@@ -202,7 +202,7 @@ def test_when_it_validates(make_trainer, keywords, expected):
     ],
     ids=str,
 )
-def test_a_loader_without_a_length(make_trainer, keywords, expected):
+def test_loader_without_a_length(make_trainer, keywords, expected):
     module = Counts()
     trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, **keywords)
     trainer.fit(module, stream(6), stream(1))
@@ -223,11 +223,11 @@ def test_a_loader_without_a_length(make_trainer, keywords, expected):
     ],
     ids=str,
 )
-def test_that_an_unknown_end_may_never_be_validated_is_told(make_trainer, capsys, keywords, limit):
+def test_validation_at_an_unknown_end_prints_a_notice(make_trainer, capsys, keywords, limit):
     make_trainer(num_sanity_val_steps=0, **keywords).fit(Counts(), stream(6), stream(1))
-    told = capsys.readouterr().err
-    assert ("the training loader has no length" in told) == (limit is not None)
-    assert limit is None or f"If {limit} ends training earlier, validation does not run" in told
+    output = capsys.readouterr().err
+    assert ("the training loader has no length" in output) == (limit is not None)
+    assert limit is None or f"If {limit} ends training earlier, validation does not run" in output
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_that_an_unknown_end_may_never_be_validated_is_told(make_trainer, capsys
         ({"overfit_batches": 0.5}, "overfit_batches"),
     ],
 )
-def test_a_fraction_of_an_unknown_length_is_refused(make_trainer, keywords, field):
+def test_fraction_of_an_unknown_length_is_rejected(make_trainer, keywords, field):
     with pytest.raises(roomier.RoomierError, match=f"{field}=0.5.*has no length.*Set it to a number"):
         make_trainer(max_epochs=1, **keywords).fit(Counts(), stream(6), stream(6))
 
@@ -252,7 +252,7 @@ def test_a_fraction_of_an_unknown_length_is_refused(make_trainer, keywords, fiel
         ({"val_check_interval": 0.01}, "is less than one of 10 batches"),
     ],
 )
-def test_what_does_not_fit_the_loader_is_refused(make_trainer, keywords, problem):
+def test_interval_or_limit_outside_the_loader_is_rejected(make_trainer, keywords, problem):
     with pytest.raises(roomier.RoomierError, match=problem):
         make_trainer(max_epochs=1, **keywords).fit(Counts(), numbered(10), numbered(1))
 
@@ -271,22 +271,22 @@ def test_no_sanity_check_in_a_fast_dev_run(make_trainer):
     assert module.validated == [1]
 
 
-def test_a_fast_dev_run_writes_nothing(make_trainer, tmp_path):
+def test_fast_dev_run_writes_no_files(make_trainer, tmp_path):
     callbacks = [roomier.callbacks.ModelCheckpoint(), roomier.callbacks.EarlyStopping("nothing")]
     trainer = make_trainer(fast_dev_run=2, logger=True, enable_checkpointing=True, callbacks=callbacks)
     trainer.fit(Counts(), numbered(4), numbered(4))
     assert list(tmp_path.iterdir()) == []
-    assert [type(each) for each in trainer.loggers] == [SilentLogger]  # as in Lightning: self.logger is there
+    assert [type(each) for each in trainer.loggers] == [SilentLogger]  # as in Lightning, self.logger exists
 
 
-def test_overfitting_reads_the_same_batches_in_order(make_trainer):
+def test_overfit_batches_reads_the_same_batches_in_order(make_trainer):
     data = DataLoader(torch.arange(10.0).unsqueeze(1), batch_size=1, shuffle=True)
     module = Counts()
     make_trainer(max_epochs=3, overfit_batches=3).fit(module, data)
     assert module.trained == [0, 1, 2] * 3
 
 
-def test_shuffling_is_another_order_each_epoch(make_trainer):
+def test_shuffling_changes_the_order_in_each_epoch(make_trainer):
     torch.manual_seed(0)
     data = DataLoader(torch.arange(10.0).unsqueeze(1), batch_size=1, shuffle=True)
     module = Counts()
@@ -302,8 +302,8 @@ def test_log_every_n_steps(make_trainer, rows, interval, expected):
     assert rows.steps("loss") == expected
 
 
-def test_validation_does_not_change_the_training(make_trainer):
-    """Nor its random numbers: a run trains the same, however often it is validated."""
+def test_validation_does_not_change_training(make_trainer):
+    """Neither does it change random numbers, so the frequency of validations has no effect on training."""
 
     class Draws(Counts):
         def training_step(self, batch, batch_idx):
@@ -335,11 +335,11 @@ def test_limits_of_evaluations(make_trainer, stage, limit, expected):
 
 
 @pytest.mark.parametrize("num_dev_batches", [1, 3])
-def test_a_fast_dev_run_limits_evaluations_too(make_trainer, num_dev_batches):
+def test_fast_dev_run_limits_evaluations(make_trainer, num_dev_batches):
     assert len(make_trainer(fast_dev_run=num_dev_batches).predict(Counts(), numbered(5))) == num_dev_batches
 
 
-def test_a_loader_that_gives_fewer_batches_than_it_says_is_validated_all_the_same(make_trainer):
+def test_loader_with_fewer_batches_than_its_length_is_validated(make_trainer):
     class Boastful:
         def __len__(self):
             return 5

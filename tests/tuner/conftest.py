@@ -1,4 +1,4 @@
-"""A module with dropout, shuffled data, and everything a run leaves behind to compare two of them."""
+"""A module with dropout, shuffled data, and tools to compare the state after two runs."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import roomier
 
 
 class Net(roomier.Module):
-    """Learns ``2 sin(x)``; its loss falls the fastest at rates around 0.1."""
+    """Learns ``2 sin(x)``. Its loss falls fastest at rates around 0.1."""
 
     def __init__(self, lr: float = 1e-3, width: int = 32) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(roomier.Module):
 
 
 class Named(Net):
-    """The Trainer names its optimizer."""
+    """The optimizer is specified by the Trainer."""
 
     def configure_optimizers(self) -> None:
         return None

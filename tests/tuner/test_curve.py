@@ -1,4 +1,4 @@
-"""What a curve suggests, and its picture."""
+"""Suggestion and plot of a curve."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from roomier.tuner import LearningRateCurve
 
 
 def falling_around(rate: float, mode: str = "exponential", noise: float = 0.0) -> LearningRateCurve:
-    """A loss that falls from 2 to 1 in the shape of a step, the most steeply at ``rate``."""
+    """Return a loss that falls from 2 to 1 like a smooth step, most steeply at ``rate``."""
     rates = [10 ** (-6 + 6 * index / 99) for index in range(100)]
     if mode == "linear":
         rates = [0.01 * (index + 1) for index in range(100)]
@@ -25,19 +25,19 @@ def falling_around(rate: float, mode: str = "exponential", noise: float = 0.0) -
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("rate", [1e-4, 1e-3, 1e-2])
-def test_the_steepest_descent_is_found_also_in_noise(rate: float, noise: float) -> None:
+def test_steepest_descent_is_found_with_noise(rate: float, noise: float) -> None:
     found = falling_around(rate, noise=noise).suggestion()
     assert found is not None
     assert rate / 2 < found < rate * 2
 
 
-def test_rates_that_rise_linearly_are_measured_by_their_own_distance() -> None:
+def test_linear_rates_use_linear_distances() -> None:
     found = falling_around(0.5, "linear").suggestion()
     assert found is not None
     assert 0.45 < found < 0.55
 
 
-def test_without_a_fall_or_with_few_steps_nothing_is_suggested() -> None:
+def test_no_suggestion_without_a_descent_or_with_few_steps() -> None:
     rising = LearningRateCurve(tuple(range(1, 101)), tuple(float(each) for each in range(100)))
     assert rising.suggestion() is None
     assert LearningRateCurve((0.1, 0.2, 0.3), (3.0, 2.0, 1.0)).suggestion() is None
@@ -45,21 +45,21 @@ def test_without_a_fall_or_with_few_steps_nothing_is_suggested() -> None:
     assert LearningRateCurve(tuple(range(1, 8)), (7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0)).suggestion(0, 0) is not None
 
 
-def test_what_is_left_out_at_both_ends_is_not_suggested() -> None:
+def test_skipped_steps_are_not_suggested() -> None:
     curve = falling_around(1e-4)
     assert curve.suggestion(skip_begin=60) != curve.suggestion()
     assert curve.suggestion(skip_begin=60) >= curve.learning_rates[60]
     assert curve.suggestion(skip_end=70) < curve.learning_rates[30]
 
 
-def test_the_smoothed_losses_are_free_of_their_bias() -> None:
+def test_smoothed_losses_are_bias_corrected() -> None:
     assert LearningRateCurve((1.0, 2.0, 3.0), (4.0, 4.0, 4.0)).results == {
         "lr": [1.0, 2.0, 3.0],
         "loss": pytest.approx([4.0, 4.0, 4.0]),
     }
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
+def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     falling_around(1e-3).save_png(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

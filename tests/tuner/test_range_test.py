@@ -1,4 +1,4 @@
-"""The range test: what it does to the optimizer, when it ends, and what it refuses."""
+"""The range test: learning rates, end of the test, and rejected arguments."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from tests.tuner.conftest import Named, Net, shuffled
 
 
 class Recording(Net):
-    """Keeps the rates that its optimizer had, on the class: it is a copy that is trained."""
+    """Records the learning rates of its optimizer in the class, because a copy is trained."""
 
     rates: ClassVar[list[list[float]]] = []
 
@@ -41,7 +41,7 @@ def test_rates_rise_from_the_first_to_the_last(make_trainer, loader, mode: str) 
     assert len(curve.results["loss"]) == len(curve.results["lr"]) == 21
 
 
-def test_groups_keep_their_shares_and_accumulation_its_steps(make_trainer, loader) -> None:
+def test_groups_keep_their_ratios_and_accumulation_its_steps(make_trainer, loader) -> None:
     class TwoGroups(Recording):
         def configure_optimizers(self) -> Any:
             groups = [{"params": self.net[0].parameters(), "lr": self.lr / 10}, {"params": self.net[3].parameters()}]
@@ -53,7 +53,7 @@ def test_groups_keep_their_shares_and_accumulation_its_steps(make_trainer, loade
     assert [high for _, high in Recording.rates][::4] == pytest.approx([1e-4, 1e-2])
 
 
-def test_one_cycle_is_measured_by_the_rate_it_rises_to(make_trainer, loader) -> None:
+def test_one_cycle_is_measured_by_its_maximum_rate(make_trainer, loader) -> None:
     class Cycle(Recording):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
@@ -65,7 +65,7 @@ def test_one_cycle_is_measured_by_the_rate_it_rises_to(make_trainer, loader) -> 
     assert [rate for [rate] in Recording.rates][::4] == pytest.approx([1e-4, 1e-2])
 
 
-def test_it_ends_where_the_loss_grows_or_is_no_number(make_trainer, loader, net: Net) -> None:
+def test_stops_if_the_loss_grows_or_is_not_finite(make_trainer, loader, net: Net) -> None:
     curve = lr_find(make_trainer(), net, loader, min_lr=1e-3, max_lr=1e5, num_training=60)
     assert 10 < len(curve.losses) < 60
     assert curve.losses[-1] > 4 * min(curve.losses)
@@ -74,7 +74,7 @@ def test_it_ends_where_the_loss_grows_or_is_no_number(make_trainer, loader, net:
     assert all(map(math.isfinite, curve.losses))
 
 
-def test_the_suggestion_goes_to_the_attribute_that_is_named(make_trainer, loader) -> None:
+def test_suggestion_is_written_to_the_named_attribute(make_trainer, loader) -> None:
     class Other(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -92,7 +92,7 @@ def test_the_suggestion_goes_to_the_attribute_that_is_named(make_trainer, loader
     assert 1e-3 < net.speed < 1.0
 
 
-def test_hparams_alone_are_enough(make_trainer, loader) -> None:
+def test_hparams_are_sufficient(make_trainer, loader) -> None:
     class InHparams(Net):
         def __init__(self, learning_rate: float = 1e-3) -> None:
             super().__init__()
@@ -146,7 +146,7 @@ def test_lightning_modules_and_plain_networks(make_trainer, loader) -> None:
     assert trainer.plan.optimizer.lr == trainer.optimizers[0].param_groups[0]["lr"] != 1e-3
 
 
-def test_a_module_that_optimizes_by_hand(make_trainer, loader) -> None:
+def test_module_with_manual_optimization(make_trainer, loader) -> None:
     class ByHand(Recording):
         def __init__(self) -> None:
             super().__init__()
@@ -166,9 +166,7 @@ def test_a_module_that_optimizes_by_hand(make_trainer, loader) -> None:
     assert len(curve.losses) == 5
 
 
-def test_the_picture_lies_in_the_run_folder_and_resuming_looks_for_nothing(
-    make_trainer, loader, tmp_path: Path, capsys
-):
+def test_plot_is_in_the_run_folder_and_a_resume_skips_the_search(make_trainer, loader, tmp_path: Path, capsys):
     keywords = {"auto_lr_find": True, "optimizer": "sgd", "logger": "jsonl", "enable_checkpointing": True}
     first = make_trainer(max_steps=2, **keywords)
     first.fit(Named(), loader)
@@ -183,7 +181,7 @@ def test_the_picture_lies_in_the_run_folder_and_resuming_looks_for_nothing(
     assert "was fitted before" in capsys.readouterr().err
 
 
-def test_a_checkpoint_named_beforehand_is_gone_on_with_as_it_is(make_trainer, loader, net: Net, capsys) -> None:
+def test_assigned_checkpoint_skips_the_search(make_trainer, loader, net: Net, capsys) -> None:
     make_trainer(max_steps=2, enable_checkpointing=True).fit(net, loader)
     resumed, model = make_trainer(max_steps=3, auto_lr_find=True, enable_checkpointing=True), Net()
     resumed.ckpt_path = "last"
@@ -192,7 +190,7 @@ def test_a_checkpoint_named_beforehand_is_gone_on_with_as_it_is(make_trainer, lo
     assert "skipped, because the fit resumes" in capsys.readouterr().err
 
 
-def test_a_resumed_module_has_the_rate_that_was_found(make_trainer, loader, capsys) -> None:
+def test_resumed_module_has_the_found_rate(make_trainer, loader, capsys) -> None:
     first = Net()
     make_trainer(max_steps=2, auto_lr_find=True, enable_checkpointing=True).fit(first, loader)
     resumed, model = make_trainer(max_steps=3, auto_lr_find=True), Net()
@@ -202,19 +200,19 @@ def test_a_resumed_module_has_the_rate_that_was_found(make_trainer, loader, caps
     assert "this run configured" not in capsys.readouterr().err
 
 
-def test_a_restarted_job_looks_for_nothing(make_trainer, loader, net: Net, monkeypatch, capsys) -> None:
+def test_restarted_job_skips_the_search(make_trainer, loader, net: Net, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     make_trainer(max_steps=2, enable_checkpointing=True).fit(net, loader)
     monkeypatch.setattr(job, "_num_fits", Counter())  # as in a new process
     restarted, model = make_trainer(max_steps=3, auto_lr_find=True, enable_checkpointing=True), Net()
     restarted.fit(model, loader)
     assert (restarted.global_step, model.lr) == (3, 1e-3)
-    told = capsys.readouterr().err
-    assert "skipped, because the fit resumes" in told
-    assert told.count("this job was restarted") == 1
+    output = capsys.readouterr().err
+    assert "skipped, because the fit resumes" in output
+    assert output.count("this job was restarted") == 1
 
 
-def test_a_fast_development_run_looks_for_nothing(make_trainer, loader, net: Net) -> None:
+def test_fast_dev_run_skips_the_search(make_trainer, loader, net: Net) -> None:
     make_trainer(fast_dev_run=True, auto_lr_find=True, auto_scale_batch_size=True).fit(net, loader)
     assert net.lr == 1e-3
 
@@ -255,7 +253,7 @@ class NoRate(Named):
         (Net, {"update_attr": True, "num_training": 5}, "no rate can be suggested"),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(
+def test_invalid_arguments_are_rejected_and_change_nothing(
     make_trainer, net, arguments: dict[str, Any], words: str
 ) -> None:
     module = net()
@@ -268,12 +266,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize("keyword", ["auto_lr_find", "auto_scale_batch_size"])
 @pytest.mark.parametrize("value", [1, "no way", None])
-def test_flags_are_checked_when_the_trainer_is_made(make_trainer, keyword: str, value: object) -> None:
+def test_flags_are_checked_by_the_trainer(make_trainer, keyword: str, value: object) -> None:
     with pytest.raises(RoomierError, match=keyword):
         make_trainer(**{keyword: value})
 
 
-def test_an_error_of_the_module_comes_through(make_trainer, loader) -> None:
+def test_error_of_the_module_is_raised(make_trainer, loader) -> None:
     class Breaks(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ZeroDivisionError("own")

@@ -1,4 +1,4 @@
-"""The largest micro-batch: how sizes are tried, what limits them, and what is refused."""
+"""The largest micro-batch: search, limits, and rejected arguments."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.tuner.conftest import Net, shuffled
 
 @pytest.mark.parametrize("limit", [0, 1, 3, 7, 8, 24, 48, 100])
 @pytest.mark.parametrize("first", [1, 2, 16, 48])
-def test_the_largest_of_all_sizes_is_found_wherever_it_begins(limit: int, first: int) -> None:
+def test_largest_size_is_found_from_any_start(limit: int, first: int) -> None:
     sizes = [size for size in range(1, 49) if 48 % size == 0]
     asked: list[int] = []
 
@@ -27,7 +27,7 @@ def test_the_largest_of_all_sizes_is_found_wherever_it_begins(limit: int, first:
     assert len(asked) == len(set(asked)) <= 7
 
 
-def test_doubling_alone_stops_before_what_does_not_fit() -> None:
+def test_doubling_stops_before_the_first_size_that_does_not_fit() -> None:
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     assert largest_that_fits(sizes, lambda size: size <= 6, first=1, refines=False) == 4
     assert largest_that_fits(sizes, lambda size: size <= 6, first=1) == 6
@@ -35,7 +35,7 @@ def test_doubling_alone_stops_before_what_does_not_fit() -> None:
 
 
 class Full(Net):
-    """Has no room for more than 12 samples, as a device says it."""
+    """Raises an out-of-memory error for more than 12 samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(batch[0]) > 12:
@@ -43,7 +43,7 @@ class Full(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_errors_of_memory_are_caught_and_the_global_batch_is_kept(make_trainer, capsys) -> None:
+def test_out_of_memory_errors_are_caught_and_the_global_batch_is_kept(make_trainer, capsys) -> None:
     trainer, net = make_trainer(max_steps=2, accumulate_grad_batches=2), Full()
     size = Tuner(trainer).scale_batch_size(net, shuffled(24), memory_budget="1GiB", mode="binsearch", init_val=12)
     assert size == 12
@@ -56,20 +56,20 @@ def test_errors_of_memory_are_caught_and_the_global_batch_is_kept(make_trainer, 
     assert Tuner(trainer).scale_batch_size(Full(), shuffled(24), memory_budget="1GiB", margin=0.5, init_val=12) == 6
 
 
-def test_a_budget_limits_what_a_step_holds_as_measured(make_trainer, capsys) -> None:
+def test_budget_limits_the_measured_memory_of_a_step(make_trainer, capsys) -> None:
     trainer = make_trainer(max_steps=2)
     largest = scale_batch_size(trainer, Net(width=512), shuffled(64), memory_budget="1GiB", init_val=32)
-    told = [line for line in capsys.readouterr().err.splitlines() if "at the peak of a step" in line]
-    assert (largest, len(told)) == (64, 2)
+    output = [line for line in capsys.readouterr().err.splitlines() if "at the peak of a step" in line]
+    assert (largest, len(output)) == (64, 2)
     smaller = scale_batch_size(trainer, Net(width=512), shuffled(64), memory_budget=200_000, init_val=32)
     assert 1 <= smaller < 64
     with pytest.raises(RoomierError, match=r"a micro-batch of 1 samples does not fit into 4\.9 KiB"):
         scale_batch_size(trainer, Net(width=512), shuffled(64), memory_budget=5_000, init_val=1)
-    assert trainer.micro_batch == smaller, "was fitted before"
+    assert trainer.micro_batch == smaller, "the result of the earlier search"
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_what_was_found(make_trainer, capsys) -> None:
+def test_resumed_run_keeps_the_found_size(make_trainer, capsys) -> None:
     keywords = {"auto_scale_batch_size": True, "memory_budget": "1MiB", "enable_checkpointing": True}
     first = make_trainer(max_steps=2, **keywords)
     first.fit(Net(width=512), shuffled(128))
@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_what_was_found(make_trainer, capsys) -> None:
         ({}, {"train_dataloaders": [[torch.ones(2, 8)] * 2], "memory_budget": "1GiB"}, "creates its batches itself"),
     ],
 )
-def test_what_cannot_be_is_refused(make_trainer, trainer: dict, arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_are_rejected(make_trainer, trainer: dict, arguments: dict[str, Any], words: str) -> None:
     given = {"train_dataloaders": shuffled(), **arguments}
     with pytest.raises(RoomierError, match=words):
         scale_batch_size(make_trainer(**trainer), Net(), **given)
@@ -103,7 +103,7 @@ def test_evaluation_is_not_tuned(make_trainer) -> None:
         Tuner(make_trainer()).scale_batch_size(Net(), method="validate", dataloaders=shuffled())
 
 
-def test_other_errors_come_through(make_trainer) -> None:
+def test_other_errors_are_raised(make_trainer) -> None:
     class Breaks(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ZeroDivisionError("own")

@@ -1,4 +1,4 @@
-"""On several ranks: all find the same rate under every strategy; batch sizes are refused."""
+"""Several ranks: all find the same rate with every strategy, and batch size searches are rejected."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def find_and_fit(folder: Path, strategy: str) -> tuple[float, tuple[float, ...],
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
-def test_all_ranks_find_the_same_and_train(on_ranks, tmp_path: Path, strategy: str) -> None:
+def test_all_ranks_find_the_same_rate_and_train(on_ranks, tmp_path: Path, strategy: str) -> None:
     one, other = on_ranks(2, find_and_fit, tmp_path, strategy)
     assert one[:2] == other[:2]
     assert one[0] > 1e-3
@@ -41,4 +41,4 @@ def test_all_ranks_find_the_same_and_train(on_ranks, tmp_path: Path, strategy: s
     assert "2 ranks" in one[3]
     assert "strategy='auto'" in one[3]
     if strategy == "zero3":
-        assert "divided among the ranks by an earlier fit" in one[3]
+        assert "sharded by an earlier fit" in one[3]

@@ -72,8 +72,10 @@ class DataModule(HasHyperParameters):
         return datamodule
 
     def prepare_data(self) -> None:
-        """Prepare files in one process per node, for example by downloading and tokenizing them. Do not set attributes
-        here."""
+        """Prepare files, for example by downloading and tokenizing them. Do not set attributes here.
+
+        Called in one process per node, or in one process of all nodes (see ``prepare_data_per_node``).
+        """
 
     def setup(self, stage: str) -> None:
         """Create the datasets in every process.
@@ -102,8 +104,10 @@ class DataModule(HasHyperParameters):
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return ``batch`` after changes on the host. If the module also overrides this hook, only this hook is
-        called."""
+        """Return ``batch`` after changes on the host.
+
+        If the module also overrides this hook, only the hook of the DataModule is called.
+        """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

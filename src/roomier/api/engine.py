@@ -161,7 +161,7 @@ class Engine(Protocol):
         ...
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
-        """Divide the gradients by the loss scale before any code reads them. A second call does nothing."""
+        """Divide the gradients by the loss scale before any code reads them. A second call has no effect."""
         ...
 
     def clip(

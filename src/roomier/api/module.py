@@ -87,8 +87,10 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         """Evaluate a batch for ``Trainer.test``, as in :meth:`validation_step`."""
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the prediction for a batch. The arguments are as in :meth:`validation_step`. Default:
-        ``self(batch)``."""
+        """Return the prediction for a batch. By default, return ``self(batch)``.
+
+        The arguments are as in :meth:`validation_step`.
+        """
         return self(args[0])
 
     def configure_optimizers(self) -> Any:

@@ -12,15 +12,17 @@ from roomier.core.tree import to_device
 
 
 class ModuleHooks(nn.Module):
-    """Hooks of :class:`roomier.Module`. By default they do nothing, except where their docstring says otherwise.
+    """Hooks of :class:`roomier.Module`. The defaults are empty, unless the docstring describes a default.
 
     Callbacks have the same hooks, with the Trainer and the module as additional first arguments. Hooks of callbacks are
     called first.
     """
 
     def prepare_data(self) -> None:
-        """Called in one process per node, or in one process of all nodes (see ``prepare_data_per_node``), before
-        ``setup``."""
+        """Called before ``setup``, in one process per node or in one process of all nodes.
+
+        See ``prepare_data_per_node``.
+        """
 
     def setup(self, stage: str) -> None:
         """Called in every process at the start of a call.

@@ -64,7 +64,7 @@ class Schedulers:
                 results.settle()
                 metrics = results.callback_metrics
                 if config.monitor not in metrics:
-                    self._miss(config, metrics)
+                    self._report_missing(config, metrics)
                     continue
                 metric = metrics[config.monitor]
             if self._calls_module:
@@ -75,7 +75,7 @@ class Schedulers:
                 config.scheduler.step(metric)
 
     @staticmethod
-    def _miss(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> None:
+    def _report_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> None:
         problem = f"{type(config.scheduler).__name__} watches this metric, but it was not logged"
         action = did_you_mean(str(config.monitor), metrics) if metrics else "Log it with self.log before it is used"
         if config.strict:
@@ -115,23 +115,25 @@ class Schedulers:
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore ``states``, including the lengths of the schedules."""
         for config, saved in zip(self.configs, states, strict=True):
-            _tell_other_length(config.scheduler, saved["state"])
+            _report_other_length(config.scheduler, saved["state"])
             config.scheduler.load_state_dict(saved["state"])
 
-    def load_planned(self, states: Sequence[Mapping[str, Any]], num_steps: float, *, is_cut_anew: bool) -> None:
+    def load_planned(
+        self, states: Sequence[Mapping[str, Any]], num_steps: float, *, has_other_step_count: bool
+    ) -> None:
         """Restore ``states`` with the schedule that the Plan specifies, until the end of this run.
 
         Args:
             states: values of :meth:`state`.
             num_steps: number of optimizer steps of the full run, including completed steps.
-            is_cut_anew: the number of optimizer steps per epoch differs from the saved run.
+            has_other_step_count: the number of optimizer steps per epoch differs from the saved run.
         """
         for config, saved in zip(self.configs, states, strict=True):
             # Steps that were skipped because of a loss of None do not shorten the schedule of the same run.
             made_for, was_made_for = (
                 each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
             )
-            is_other = is_cut_anew or made_for != was_made_for
+            is_other = has_other_step_count or made_for != was_made_for
             go_on(config.scheduler, saved["state"], num_steps if is_other else None)
 
 
@@ -150,7 +152,7 @@ def _step(scheduler: Any) -> None:
         ) from error
 
 
-def _tell_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
+def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
     # torch restores the length with the rest. A cosine schedule at its end would stay at zero in a longer run.
     now = scheduler.state_dict()
     for name in LENGTHS:

@@ -115,10 +115,10 @@ class _Watch:
             os._exit(128 + numbers[-1])
 
 
-def _let_go_in_child() -> None:
+def _close_in_child() -> None:
     if _Watch.open is not None:
         signal.set_wakeup_fd(-1)
         _Watch.open = None
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

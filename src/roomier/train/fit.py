@@ -18,7 +18,7 @@ from roomier.run.run import Run, call
 from roomier.train.batch_notes import note_batches
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.saving.restore import restore
-from roomier.train.saving.save import save_point, settle_background_save, tell_nothing_to_do
+from roomier.train.saving.save import report_nothing_to_do, save_point, settle_background_save
 from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
 
@@ -34,8 +34,8 @@ def fit(run: Run) -> None:
     forward_backward = forward_backward_of(run)
     if not begin(run):
         return
-    is_over, goes_on = catch_up(run), True
-    while goes_on:
+    is_over, is_training = catch_up(run), True
+    while is_training:
         try:
             while not is_over:
                 for window in windows(run, start_epoch(run), step):
@@ -57,7 +57,7 @@ def fit(run: Run) -> None:
                     is_over = save_point(run)
             if not run.now.is_interrupted:
                 finish(run)
-            goes_on = False
+            is_training = False
         except GoBackError as error:
             is_over = go_back(run, error)
     run.vote(waits=True)
@@ -147,7 +147,7 @@ def begin(run: Run) -> bool:
     if run.now.random_state is not None:  # last, so that the code above does not change the restored random state
         set_rng_state(run.now.random_state)
     if not has_work:
-        tell_nothing_to_do(run)
+        report_nothing_to_do(run)
     return has_work
 
 

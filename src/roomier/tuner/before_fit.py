@@ -48,8 +48,8 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
 def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
     """Run the searches that the flags of ``trainer`` request, and use their results in the fit that follows.
 
-    Nothing is searched if the fit resumes from a checkpoint, or if the model was fitted before. Both already have the
-    results of the first search.
+    The searches are skipped if the fit resumes from a checkpoint, or if the model was fitted before. Both already have
+    the results of the first search.
 
     Returns:
         The curve of the learning rate search; None if there was none.

@@ -84,7 +84,7 @@ def run_trial(
         max_steps: number of optimizer steps.
         callback: the only callback of the trial.
         change_model: called with the copy of the model.
-        cut: changes the micro-batches before the model is built.
+        cut: function that changes the micro-batches before the model is built.
         prepare: called with the run before its first step.
 
     Raises:

@@ -159,7 +159,7 @@ class Results:
             if add_dataloader_idx and isinstance(given, str) and OF_LOADER in given:
                 action = "Remove it, because it is appended to the name, or pass add_dataloader_idx=False"
                 raise RoomierError("log", given, "must not contain the index of the loader", action)
-            entry = table[key] = self._asked_anew(entry, table, name, asked)
+            entry = table[key] = self._entry_for(entry, table, name, asked)
             if isinstance(value, Tensor) and value.is_complex():
                 action = "Log value.abs(), or log value.real and value.imag separately"
                 raise RoomierError("log", (name, value.dtype), "the value must be real", action)
@@ -192,7 +192,7 @@ class Results:
             entry.add(value, weight)
         entry.syncs, entry.step_weight, entry.agreed, entry.agreed_step = sync_dist, weight, None, None
 
-    def _asked_anew(
+    def _entry_for(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
         """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
@@ -441,7 +441,7 @@ class Results:
             self._entries["train"].setdefault(key, Entry(key[0], *of_all.options))
         for (name, is_in_batch), entry in self._entries["train"].items():
             if entry.metric is not None and id(entry.metric) not in name_of:
-                self._tell_unsaved(name)
+                self._report_unsaved(name)
                 continue
             total, weight, value = entry.total, entry.weight, entry.value
             if over_ranks:
@@ -467,7 +467,7 @@ class Results:
         }
         return {"running": running, **shown}
 
-    def _tell_unsaved(self, name: str) -> None:
+    def _report_unsaved(self, name: str) -> None:
         if name not in self._unsaved:
             self._unsaved.add(name)
             notice(

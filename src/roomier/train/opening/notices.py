@@ -14,9 +14,11 @@ from roomier.run.options import LoopOptions
 from roomier.train.step import TRANSFER_HOOKS
 
 
-def tell_evaluation_mode(module: Module) -> None:
-    """Print a notice about modules in evaluation mode. Some models are loaded in it, and users freeze modules with
-    it."""
+def report_evaluation_mode(module: Module) -> None:
+    """Print a notice about modules in evaluation mode.
+
+    Some models are loaded in this mode, and users freeze modules with it.
+    """
     network = network_of(module)
     names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]
     if names:
@@ -26,7 +28,7 @@ def tell_evaluation_mode(module: Module) -> None:
         )
 
 
-def tell_batch_statistics(module: Module, gradients: str) -> None:
+def report_batch_statistics(module: Module, gradients: str) -> None:
     """Print a notice about BatchNorm modules if a batch is split, because only gradients are corrected for it."""
     found = [
         name or type(each).__name__
@@ -41,7 +43,7 @@ def tell_batch_statistics(module: Module, gradients: str) -> None:
         )
 
 
-def tell_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
+def report_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
     """Print a notice about transfer hooks that both the module and the DataModule define."""
     if datamodule is None:
         return
@@ -53,9 +55,11 @@ def tell_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
             )
 
 
-def tell_validation_at_unknown_end(options: LoopOptions, interval: float, num_training: float) -> None:
-    """Print a notice if validation runs only at the end of the loader, which ``max_steps`` or ``max_time`` may
-    prevent."""
+def report_validation_at_unknown_end(options: LoopOptions, interval: float, num_training: float) -> None:
+    """Print a notice if validation runs only at the end of the loader.
+
+    ``max_steps`` or ``max_time`` may end training before.
+    """
     limits = {"max_steps": options.max_steps} if options.max_steps != -1 else {"max_time": options.max_time}
     [(limit, value)] = limits.items()
     if math.isinf(interval) and math.isinf(num_training) and value is not None:

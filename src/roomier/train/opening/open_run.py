@@ -42,10 +42,10 @@ from roomier.run.settled import Settled
 from roomier.run.signals import GracefulStop
 from roomier.train.evaluate import sanity_check
 from roomier.train.opening.notices import (
-    tell_batch_statistics,
-    tell_evaluation_mode,
-    tell_transfer_hooks,
-    tell_validation_at_unknown_end,
+    report_batch_statistics,
+    report_evaluation_mode,
+    report_transfer_hooks,
+    report_validation_at_unknown_end,
 )
 from roomier.train.opening.run_folder import write_plan
 from roomier.train.saving.first_weights import restore_first_weights
@@ -80,7 +80,7 @@ def open_run(
     hooked: Sequence[Any] | None = None,
     build: BuildEngine = build_eager,
 ) -> Run:
-    """Build the engine, open the loaders, and return a run that is ready for its loop. Nothing is restored yet.
+    """Build the engine, open the loaders, and return a run that is ready for its loop. No state is restored yet.
 
     Args:
         settled: the facts of the run.
@@ -150,7 +150,7 @@ def _batches_of_fit(settled: Settled, module: Module) -> Batches:
         sources, limits = [], []
     interval = options.val_interval(num_training) if sources else math.inf
     if sources:
-        tell_validation_at_unknown_end(options, interval, num_training)
+        report_validation_at_unknown_end(options, interval, num_training)
     return Batches(data.train_source, num_training, sources, limits, interval)
 
 
@@ -197,12 +197,12 @@ def start_fit(run: Run) -> None:
     """Print the plan, call ``on_fit_start`` and run the sanity check, before the first step."""
     if run.ranks.is_zero:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
-    tell_evaluation_mode(run.module)
+    report_evaluation_mode(run.module)
     if run.plan.batch.accumulate_grad_batches > 1:
-        tell_batch_statistics(run.module, "accumulated gradients")
+        report_batch_statistics(run.module, "accumulated gradients")
     elif not run.ranks.is_alone:
-        tell_batch_statistics(run.module, "gradients summed over ranks")
-    tell_transfer_hooks(run.module, run.settled.request.datamodule)
+        report_batch_statistics(run.module, "gradients summed over ranks")
+    report_transfer_hooks(run.module, run.settled.request.datamodule)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches

@@ -27,7 +27,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 
-TELL_AFTER_S = 30.0
+REPORT_AFTER_S = 30.0
 GIVE_UP_AFTER_S = 1800.0  # the timeout of collectives, because user code may process a prediction for a long time
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _ERROR_COMES_WITHIN_S = 1.0  # the time in which a failed rank reports its error after it left the stream
@@ -69,14 +69,14 @@ class RollCall:
         if self._store is None:
             return
         self._store.set(self._key(self._world.rank), _HERE)
-        left = [rank for rank, word in enumerate(self._heard(self._store)) if word == _LEFT]
+        left = [rank for rank, word in enumerate(self._announcements(self._store)) if word == _LEFT]
         self._num_rounds += 1  # before the error, because this rank was present
         if left:
             raise _left(left) from (DistError(f"ranks {left} have failed") if _have_failed() else None)
         if self._num_rounds > 1:  # all ranks are present, so no rank reads the previous round any more
             self._store.delete_key(f"{self._num_rounds - 2}/{self._world.rank}")
 
-    def _heard(self, store: Store) -> list[str]:
+    def _announcements(self, store: Store) -> list[str]:
         """Return the announcement of each rank, by rank."""
         began_s, pause_s, is_reported = time.monotonic(), _FIRST_PAUSE_S, False
         keys = [self._key(rank) for rank in range(self._world.size)]
@@ -84,7 +84,7 @@ class RollCall:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             waited_s = time.monotonic() - began_s
-            if waited_s < (GIVE_UP_AFTER_S if is_reported else TELL_AFTER_S):
+            if waited_s < (GIVE_UP_AFTER_S if is_reported else REPORT_AFTER_S):
                 continue
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if not absent:

@@ -60,7 +60,7 @@ def _of_source(
     """Yield the output of each batch. With several ranks, yield the outputs of all ranks after each round, in order."""
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
-    for batch_idx, turn in enumerate(_called(turns(run, source, limit), roll_call)):
+    for batch_idx, turn in enumerate(_after_roll_call(turns(run, source, limit), roll_call)):
         host_batch, run.now.batch_number, counts = turn
         with without_gradients(run):
             results.stage, results.dataloader_idx = "predict", dataloader_idx
@@ -76,7 +76,7 @@ def _of_source(
         output = None
 
 
-def _called(rounds: Iterator[T], roll_call: RollCall) -> Iterator[T]:
+def _after_roll_call(rounds: Iterator[T], roll_call: RollCall) -> Iterator[T]:
     """Yield the items of ``rounds``, each after all ranks are present. All ranks reach the end together."""
     while True:
         roll_call.wait()

@@ -90,7 +90,9 @@ def put_changed(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, A
             saved.update({name: group[name] for name in changed if name in group and name in saved})
 
 
-def tell_kept(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], *, has_schedulers: bool) -> None:
+def report_kept_values(
+    optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], *, has_schedulers: bool
+) -> None:
     """Print a notice about values that the module configures differently from ``states``. The saved values are used."""
     reported: dict[str, None] = {}
     for optimizer, state in zip(optimizers, states, strict=True):

@@ -34,7 +34,7 @@ from roomier.engine.optimizer_state import cut_like, parameter_names
 from roomier.optim.scheduler_form import check_scheduler
 from roomier.parallel.pages import local_part, local_rows
 from roomier.run.run import Run
-from roomier.train.saving.group_values import tell_kept
+from roomier.train.saving.group_values import report_kept_values
 
 _NUM_NAMES_SHOWN = 5
 
@@ -138,10 +138,10 @@ def restore_lightning(run: Run, path: Path) -> None:
         file.check_schedulers([config.scheduler for config in run.schedulers.configs])
     except CheckpointError as error:
         raise CheckpointError("ckpt_path", str(path), error.problem, error.action) from error
-    restore_position = _where(run, position)
+    restore_position = _position_setter(run, position)
     state: dict[str, Any] = {"module": _weights(run, file), "optimizers": optimizers, "scaler": None}
     _check_values(run, file, state)
-    tell_kept(run.engine.optimizers, optimizers, has_schedulers=bool(run.schedulers.configs))
+    report_kept_values(run.engine.optimizers, optimizers, has_schedulers=bool(run.schedulers.configs))
     if run.engine.scaler.is_on and file.scaler is not None:
         state["scaler"] = {**file.scaler, "num_skipped": torch.zeros_like(run.engine.scaler.num_skipped)}
     run.engine.load(state)
@@ -214,7 +214,7 @@ def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
     return {name: cut_like(own[name], each) for name, each in found.items()}
 
 
-def _where(run: Run, position: Position) -> Callable[[], None]:
+def _position_setter(run: Run, position: Position) -> Callable[[], None]:
     """Return a function that sets the counters and the data of ``run`` to ``position``.
 
     Raises:
@@ -225,7 +225,7 @@ def _where(run: Run, position: Position) -> Callable[[], None]:
     epoch = position.epoch + (1 if num_done and is_epoch_over else 0)
     batch_idx = 0 if is_epoch_over else num_done
     data = run.source.position_behind(epoch, batch_idx) if batch_idx else None
-    _tell_within_epoch(run, batch_idx)
+    _report_position_within_epoch(run, batch_idx)
 
     def restore() -> None:
         progress = run.progress
@@ -237,7 +237,7 @@ def _where(run: Run, position: Position) -> Callable[[], None]:
     return restore
 
 
-def _tell_within_epoch(run: Run, batch_idx: int) -> None:
+def _report_position_within_epoch(run: Run, batch_idx: int) -> None:
     num_ranks, size = run.ranks.world.size, run.plan.batch.accumulate_grad_batches
     if batch_idx and num_ranks > 1:
         notice(

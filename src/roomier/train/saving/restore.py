@@ -37,7 +37,7 @@ from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
 from roomier.run.run import Run
 from roomier.train.opening.run_folder import PREFIX
-from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
+from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
 from roomier.train.saving.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
 
 
@@ -133,7 +133,7 @@ def restore(run: Run, path: Path) -> None:
 
     Weights are loaded in place, and optimizer states are read to their device. Each rank reads only its shards, so a
     resume requires no more memory than training, and no copy of the states on the host. The number of ranks and the
-    strategy may differ from the saved run. If an error is raised, nothing has changed.
+    strategy may differ from the saved run. If an error is raised, the run is unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not match the model or optimizer, or contains only weights.
@@ -164,13 +164,13 @@ def restore(run: Run, path: Path) -> None:
             check_metric_states(run.module, stored["metrics"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
-        _tell_differences(stored_plan, run.plan)
+        _report_differences(stored_plan, run.plan)
         state = checkpoint.load(
             path, into=into, ranks=run.ranks, empty=into.keys() - {"module"}, check=partial(_check_random_states, path)
         )
         state["module"] = loaded_weights(run, path, state, weights)
     if run.plan.optimizer.name is None:
-        tell_kept(run.engine.optimizers, state["optimizers"], has_schedulers=bool(run.schedulers.configs))
+        report_kept_values(run.engine.optimizers, state["optimizers"], has_schedulers=bool(run.schedulers.configs))
     put_changed(run.engine.optimizers, state["optimizers"], changed)
     run.engine.load(state)
     run.progress.load(state["progress"])
@@ -308,8 +308,8 @@ def _restore_schedulers(run: Run, stored: Plan, states: Sequence[Mapping[str, An
     if run.plan.optimizer.name is None:
         run.schedulers.load(states)
         return
-    is_cut_anew = stored.batch.accumulate_grad_batches != run.plan.batch.accumulate_grad_batches
-    run.schedulers.load_planned(states, run.num_steps_in_all, is_cut_anew=is_cut_anew)
+    has_other_step_count = stored.batch.accumulate_grad_batches != run.plan.batch.accumulate_grad_batches
+    run.schedulers.load_planned(states, run.num_steps_in_all, has_other_step_count=has_other_step_count)
 
 
 def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
@@ -362,7 +362,7 @@ def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str,
     raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
 
 
-def _tell_differences(stored: Plan, plan: Plan) -> None:
+def _report_differences(stored: Plan, plan: Plan) -> None:
     differences = stored.diff(plan)
     if differences:
         notice("the plan differs from the plan of the checkpoint: " + "; ".join(map(str, differences)))

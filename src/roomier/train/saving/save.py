@@ -246,7 +246,7 @@ def _remove_interrupted(run: Run) -> None:
             checkpoint.remove(path)
 
 
-def tell_nothing_to_do(run: Run) -> None:
+def report_nothing_to_do(run: Run) -> None:
     """Print why a fit ends before its first step."""
     progress, options = run.progress, run.options
     at = f"step {progress.global_step}, epoch {progress.epoch}"

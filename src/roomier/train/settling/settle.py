@@ -90,7 +90,7 @@ def _planned(settled: Settled) -> Settled:
     if data.batch_size is not None and chosen.micro_batch != data.batch_size:
         data.set_batch_size(chosen.micro_batch)
     if settled.ranks.is_zero:
-        _tell(choice, asked)
+        _report(choice, asked)
     return dataclasses.replace(settled, plan=chosen.plan, choice=choice)
 
 
@@ -212,7 +212,7 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
         raise with_nearest(error, asked, lambda each: can_build(each, module), fixed=fixed) from error.__cause__
 
 
-def _tell(choice: Choice, asked: Plan) -> None:
+def _report(choice: Choice, asked: Plan) -> None:
     from rich.console import Console
 
     from roomier.planner.report.tables import choice_table  # late: loads the sharding of torch

@@ -1,4 +1,4 @@
-"""Tokenizers' batches, options of the models, and hooks that call them: what is found in people's scripts."""
+"""Batches of tokenizers, options of the models, and hooks that call them, as in scripts of users."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 
 
 def rows(words: Any) -> list[dict[str, Any]]:
-    """Of unequal lengths, 3 to 6."""
+    """Return rows of different lengths, 3 to 6."""
     return [dict(words(" ".join(f"w{index * j % 15}" for j in range(3 + index % 4)))) for index in range(8)]
 
 
@@ -80,7 +80,7 @@ def test_features_of_a_processor_are_converted(make_trainer: MakeTrainer, precis
     assert batches[0]["input_features"].dtype is torch.float32
 
 
-def test_a_batch_without_labels_is_told(make_trainer: MakeTrainer) -> None:
+def test_batch_without_labels_is_rejected(make_trainer: MakeTrainer) -> None:
     [batch] = KINDS["llama"].batches(1)
     del batch["labels"]
     with pytest.raises(RoomierError, match=r"without a scalar loss.*pass `labels` to Hugging Face models"):
@@ -88,8 +88,8 @@ def test_a_batch_without_labels_is_told(make_trainer: MakeTrainer) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_recompute_of_the_model_and_of_the_trainer(make_trainer: MakeTrainer, name: str) -> None:
-    """Each alone and both together: the same weights to the bit as a run without a cache, dropout included."""
+def test_recomputation_of_the_model_and_of_the_trainer(make_trainer: MakeTrainer, name: str) -> None:
+    """Separately and together: bit-identical weights to a run without a cache, including dropout."""
     found = []
     for by_model, by_trainer in ((False, None), (True, None), (False, "full"), (True, "full")):
         model = KINDS[name].model()
@@ -107,7 +107,7 @@ def test_recompute_of_the_model_and_of_the_trainer(make_trainer: MakeTrainer, na
 
 
 @pytest.mark.parametrize("name", ["gpt2", "whisper", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_a_chunked_loss(make_trainer: MakeTrainer, name: str) -> None:
+def test_chunked_loss(make_trainer: MakeTrainer, name: str) -> None:
     found = []
     for chunked in (False, 4):
         model = KINDS[name].model(dropout=False)
@@ -118,18 +118,18 @@ def test_a_chunked_loss(make_trainer: MakeTrainer, name: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-def test_a_model_of_bfloat16_loses_no_updates(make_trainer: MakeTrainer) -> None:
+def test_bfloat16_model_loses_no_updates(make_trainer: MakeTrainer) -> None:
     model = KINDS["llama"].model().bfloat16()
     trainer = make_trainer(optimizer=ADAMW, max_steps=2)
     trainer.fit(model, KINDS["llama"].batches(2))
     assert model.dtype is torch.bfloat16
     for weight in model.parameters():
         states = trainer.optimizers[0].state[weight].values()
-        assert any(torch.is_tensor(each) and each.dtype is torch.int16 for each in states), "16 more bits"
+        assert any(torch.is_tensor(each) and each.dtype is torch.int16 for each in states), "16 additional bits"
 
 
 class Generates(Callback):
-    """After each validation, from two tokens."""
+    """Generates from two tokens after each validation."""
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
@@ -163,7 +163,7 @@ def generate_and_predict(folder: Path, name: str, strategy: str, num_ranks: int)
     return callback.found[0], [each.logits for each in predicted]
 
 
-def test_it_generates_in_a_validation_and_predicts(tmp_path: Path) -> None:
+def test_generate_in_a_validation_and_predict(tmp_path: Path) -> None:
     tokens, logits = generate_and_predict(tmp_path, "gpt2", "single", 1)
     assert tokens.shape == (1, 5)
     assert [each.shape for each in logits] == [(2, 8, VOCABULARY)] * 3
@@ -172,17 +172,17 @@ def test_it_generates_in_a_validation_and_predicts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_it_generates_and_predicts_on_ranks(on_ranks: RankPool, tmp_path: Path, name: str, strategy: str) -> None:
+def test_generate_and_predict_on_ranks(on_ranks: RankPool, tmp_path: Path, name: str, strategy: str) -> None:
     first, second = on_ranks(2, generate_and_predict, tmp_path, name, strategy, 2)
     assert torch.equal(first[0], second[0])
     assert len(first[1]) == len(second[1]) == 3
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
 
 
-def test_its_mode_is_left_as_it_is_and_told(
+def test_mode_is_kept_and_reported(
     make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``from_pretrained`` gives a model without dropout, and bare loops train it so unless ``train()`` is called."""
+    """``from_pretrained`` returns a model without dropout, and bare loops train it so unless ``train()`` is called."""
     KINDS["vit"].model().save_pretrained(tmp_path / "folder")
     opened = transformers.ViTForImageClassification.from_pretrained(tmp_path / "folder")
     trainer = make_trainer(optimizer=ADAMW, max_steps=1)

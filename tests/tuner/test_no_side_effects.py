@@ -1,4 +1,4 @@
-"""A fit after a search is the fit without it, bit for bit: weights, states, order of the data, random numbers, logs."""
+"""A fit after a search equals a fit without it, bit for bit: weights, states, data order, random numbers, logs."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from tests.tuner.conftest import Named, Net, shuffled
 
 
 class Draws(Dataset):
-    """Its samples are drawn from generators of its own and of the process."""
+    """Samples with noise from a generator of the dataset and from the global generators."""
 
     def __init__(self) -> None:
         self.generator = random.Random(4)
@@ -35,7 +35,7 @@ class Draws(Dataset):
 
 
 class Data(roomier.DataModule):
-    """Splits once, with random numbers of the process, and keeps its loader."""
+    """Splits once with global random numbers, and stores its loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Data(roomier.DataModule):
 
 
 class OwnLoader(Net):
-    """Has its loader as an attribute, with a generator of its own."""
+    """Stores its loader in an attribute, with a separate generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_after_a_search_for_a_batch_size(tmp_path: Path, name: str) -> None:
     assert_same(fitted(tmp_path / "with", CASES[name], sizes), without)
 
 
-def test_a_fit_that_finds_its_rate_is_the_fit_with_this_rate(tmp_path: Path, make_trainer) -> None:
+def test_fit_with_a_rate_search_equals_a_fit_with_the_found_rate(tmp_path: Path, make_trainer) -> None:
     def fit(lr: float, **keywords: Any) -> tuple[Net, float]:
         roomier.seed_everything(2)
         module = Net(lr)
@@ -189,7 +189,7 @@ def test_a_fit_that_finds_its_rate_is_the_fit_with_this_rate(tmp_path: Path, mak
     assert_same(dict(module.state_dict()), dict(fit(found)[0].state_dict()))
 
 
-def test_also_where_the_trainer_names_the_optimizer(make_trainer) -> None:
+def test_rate_search_with_an_optimizer_of_the_trainer(make_trainer) -> None:
     def fit(lr: float, **keywords: Any) -> tuple[Named, float]:
         roomier.seed_everything(2)
         module = Named()
@@ -202,7 +202,7 @@ def test_also_where_the_trainer_names_the_optimizer(make_trainer) -> None:
     assert_same(dict(module.state_dict()), dict(fit(found)[0].state_dict()))
 
 
-def test_a_fit_that_finds_its_micro_batch_is_the_fit_with_this_one(make_trainer) -> None:
+def test_fit_with_a_batch_size_search_equals_a_fit_with_the_found_size(make_trainer) -> None:
     def fit(batch_size: int, **keywords: Any) -> tuple[Net, roomier.Trainer]:
         roomier.seed_everything(2)
         module = Net(width=256)
@@ -217,7 +217,7 @@ def test_a_fit_that_finds_its_micro_batch_is_the_fit_with_this_one(make_trainer)
     assert_same(dict(module.state_dict()), dict(fit(size, accumulate_grad_batches=accumulate)[0].state_dict()))
 
 
-def test_what_can_be_read_once_is_refused(make_trainer) -> None:
+def test_data_that_can_be_read_only_once_is_rejected(make_trainer) -> None:
     trainer = make_trainer(max_steps=2)
     with pytest.raises(roomier.RoomierError, match="can be iterated only once"):
         lr_find(trainer, Net(), iter(list(shuffled())))
@@ -225,14 +225,14 @@ def test_what_can_be_read_once_is_refused(make_trainer) -> None:
         lr_find(trainer, Net(), DataLoader(Once(), batch_size=2))
 
 
-def test_what_cannot_be_copied_is_refused_by_name(make_trainer) -> None:
+def test_model_that_cannot_be_copied_is_rejected(make_trainer) -> None:
     net = Net()
     net.lock = (each for each in ())
     with pytest.raises(roomier.RoomierError, match=r"Net.*cannot be copied"):
         lr_find(make_trainer(max_steps=2), net, shuffled())
 
 
-def test_a_data_set_is_not_there_twice(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_is_not_copied(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorDataset, "__deepcopy__", lambda *_: pytest.fail("copied"), raising=False)
     net = Net()
     net.data = shuffled().dataset

@@ -1,4 +1,4 @@
-"""The same model and batches under the Trainer of transformers, which passes ``num_items_in_batch``."""
+"""The same model and batches with the Trainer of transformers, which passes ``num_items_in_batch``."""
 
 from __future__ import annotations
 
