@@ -491,4 +491,4 @@ def _loss_in(output: object) -> Tensor:
 
 def _is_complex(loss: Tensor) -> TrainingError:
     problem = "is complex, but only a real loss can be minimized"
-    return TrainingError("loss", loss.detach(), problem, "Return loss.abs(), for example")
+    return TrainingError("loss", loss.detach(), problem, "Return a real loss, for example loss.abs()")
