@@ -31,7 +31,7 @@ class Parallel(Protocol):
 
     @property
     def runner(self) -> nn.Module | None:
-        """Module that runs a step with the parameters that the step needs. None if nothing is distributed.
+        """Module that runs a step with the parameters that the step needs. None on a single rank.
 
         It can change between two steps.
         """
