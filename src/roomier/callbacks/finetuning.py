@@ -51,7 +51,7 @@ class BaseFinetuning(Callback):
 
     def freeze_before_training(self, pl_module: Module) -> None:
         """Freeze the modules that are not trained at first, for example with ``self.freeze(pl_module.backbone)``."""
-        raise self._unwritten("freeze_before_training", "(self, pl_module): self.freeze(pl_module.backbone)")
+        raise self._undefined("freeze_before_training", "(self, pl_module): self.freeze(pl_module.backbone)")
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze modules with :meth:`unfreeze_and_add_param_group`. Called for each optimizer when an epoch starts.
@@ -60,9 +60,9 @@ class BaseFinetuning(Callback):
             epoch: the epoch that starts, counted from 0.
         """
         definition = "(self, pl_module, epoch, optimizer) with self.unfreeze_and_add_param_group(...)"
-        raise self._unwritten("finetune_function", definition)
+        raise self._undefined("finetune_function", definition)
 
-    def _unwritten(self, name: str, definition: str) -> RoomierError:
+    def _undefined(self, name: str, definition: str) -> RoomierError:
         return RoomierError(name, type(self).__name__, "is not defined by the callback", f"Define {name}{definition}")
 
     # Methods to call ---------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ class BaseFinetuning(Callback):
         if self._trainer is None or self._trainer.run is None:
             return {}
         network = self._trainer.engine.module
-        still = [name for name, each in network.named_modules() if _keeps_statistics(each)]
-        return {"trained": _trained(network), "without_statistics": still}
+        without_statistics = [name for name, each in network.named_modules() if _keeps_statistics(each)]
+        return {"trained": _trained(network), "without_statistics": without_statistics}
 
     def check_stored_state(self, state: Any, place: str) -> None:
         """See :class:`roomier.api.callback.ChecksState`."""
@@ -205,10 +205,10 @@ class BaseFinetuning(Callback):
         parameters, trained = dict(network.named_parameters()), set(state["trained"])
         for name, parameter in parameters.items():
             parameter.requires_grad = name in trained
-        still = set(state["without_statistics"])
+        without_statistics = set(state["without_statistics"])
         for name, each in network.named_modules():
-            if isinstance(each, BATCH_NORMS) and (name in still or _keeps_statistics(each)):
-                each.track_running_stats = name not in still
+            if isinstance(each, BATCH_NORMS) and (name in without_statistics or _keeps_statistics(each)):
+                each.track_running_stats = name not in without_statistics
         self._note_configured(trainer)
         for optimizer, saved in zip(trainer.optimizers, stored["optimizers"], strict=False):
             _drop_groups(optimizer, max(len(saved["param_groups"]), self._num_configured[optimizer]))

@@ -16,30 +16,30 @@ class Interval:
 
     def __init__(self, length_s: float) -> None:
         self._length_s = length_s
-        self._began_s = self._asked_s = 0.0
-        self._num_steps = self._num_until_asked = 1
+        self._began_s = self._checked_s = 0.0
+        self._num_steps = self._num_until_check = 1
 
     def begin(self) -> None:
         """Start the interval."""
-        self._began_s = self._asked_s = time.monotonic()
-        self._num_steps = self._num_until_asked = 1
+        self._began_s = self._checked_s = time.monotonic()
+        self._num_steps = self._num_until_check = 1
 
     def is_over(self, ranks: Ranks) -> bool:
         """Return True if the interval has ended. Call this in every step, on every rank."""
-        self._num_until_asked -= 1
-        if self._num_until_asked:
+        self._num_until_check -= 1
+        if self._num_until_check:
             return False
-        is_over, self._num_until_asked = ranks.from_zero(self._ask(is_alone=ranks.is_alone))
-        self._num_steps = self._num_until_asked
+        is_over, self._num_until_check = ranks.from_zero(self._check(is_alone=ranks.is_alone))
+        self._num_steps = self._num_until_check
         if is_over:
             self.begin()
         return is_over
 
-    def _ask(self, *, is_alone: bool) -> tuple[bool, int]:
+    def _check(self, *, is_alone: bool) -> tuple[bool, int]:
         now_s = time.monotonic()
         left_s = self._length_s - (now_s - self._began_s)
         if left_s <= 0 or is_alone:
             return left_s <= 0, 1
-        step_s = (now_s - self._asked_s) / self._num_steps
-        self._asked_s = now_s
+        step_s = (now_s - self._checked_s) / self._num_steps
+        self._checked_s = now_s
         return False, max(1, int(left_s / max(step_s, 1e-9) / 2))

@@ -220,7 +220,7 @@ class ModelCheckpoint(Callback):
     def _read_folder(self, is_in_run_folder: bool) -> None:
         assert self.dirpath is not None
         if self._loaded_state is not None:
-            self._take_over(self._loaded_state)
+            self._restore(self._loaded_state)
         if self._foreign_names is None:
             self._foreign_names = () if is_in_run_folder else names_in(Path(self.dirpath))
         self._own_names = set(names_in(Path(self.dirpath))).difference(self._foreign_names)
@@ -258,8 +258,8 @@ class ModelCheckpoint(Callback):
         """Save after the last step if it was not due, unless earlier checkpoints suffice. This save is not ranked,
         because its metrics are from an earlier step."""
         keep = self._keep if self._newest_ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
-        is_cut_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
-        if keep.last or (is_cut_epoch and not keep.monitored):
+        is_partial_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
+        if keep.last or (is_partial_epoch and not keep.monitored):
             self._save(trainer, None, keep)
 
     def _is_due(self, trainer: TrainerView) -> bool:
@@ -432,9 +432,9 @@ class ModelCheckpoint(Callback):
         if self.dirpath is None:
             self._loaded_state = state_dict
         else:
-            self._take_over(state_dict)
+            self._restore(state_dict)
 
-    def _take_over(self, state_dict: dict[str, Any]) -> None:
+    def _restore(self, state_dict: dict[str, Any]) -> None:
         saved_dirpath = state_dict["dirpath"]
         folders = [folder for folder in (self.dirpath, saved_dirpath) if folder is not None]
         found = {

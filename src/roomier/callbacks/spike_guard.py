@@ -104,16 +104,16 @@ class SpikeGuard(Callback):
             raise _wrong("monitor", monitor, "must be 'loss', 'grad_norm', or both", "Use one or both of these names")
         self.action, self.factor, self.window, self.warmup = action, factor, window, warmup
         self.max_skips, self.monitor = max_skips, names
-        self._is_going_back = False
+        self._is_rolling_back = False
         self._undo: _Undo | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.num_bad_steps = 0
         self._good: dict[str, deque[float]] = {name: deque(maxlen=self.window) for name in self.monitor}
         self._num_judged = 0
         self._bad_at: list[int] = []  # indices of recent bad steps, counted in judged steps
-        self._left_out: set[Place] = set()  # steps that the run skips after a rollback
+        self._skipped: set[Place] = set()  # steps that the run skips after a rollback
         self._latest_loss: Tensor | None = None
         self._pending: list[tuple[Place, int, Tensor, Tensor | None]] = []
 
@@ -125,7 +125,7 @@ class SpikeGuard(Callback):
             "num_judged": self._num_judged,
             "bad_at": list(self._bad_at),
             "num_bad_steps": self.num_bad_steps,
-            "left_out": [list(place) for place in sorted(self._left_out)],
+            "left_out": [list(place) for place in sorted(self._skipped)],
         }
 
     def check_stored_state(self, state: Any, place: str) -> None:
@@ -145,11 +145,11 @@ class SpikeGuard(Callback):
                 self._good[name] = deque(values, maxlen=self.window)
         stored = {(epoch, batch_idx) for epoch, batch_idx in state_dict["left_out"]}
         self._pending.clear()
-        if self._is_going_back:  # keep the bad steps that were found after the checkpoint
-            self._is_going_back = False
-            self._left_out |= stored
+        if self._is_rolling_back:  # keep the bad steps that were found after the checkpoint
+            self._is_rolling_back = False
+            self._skipped |= stored
             return
-        self._left_out = stored
+        self._skipped = stored
         self._num_judged, self._bad_at = state_dict["num_judged"], list(state_dict["bad_at"])
         self.num_bad_steps = state_dict["num_bad_steps"]
 
@@ -157,8 +157,8 @@ class SpikeGuard(Callback):
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
-            self._forget()
-            self._is_going_back, self._undo = False, None
+            self._reset()
+            self._is_rolling_back, self._undo = False, None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         module, plan = run_of(trainer, "SpikeGuard").module, trainer.plan
@@ -173,12 +173,12 @@ class SpikeGuard(Callback):
             raise _wrong("plan", plan.parallel.gradient_compression, problem, "Remove one of the two")
         run = run_of(trainer, "SpikeGuard")
         self._undo = _Undo(run)
-        run.looks.append(lambda: self._look(trainer))
+        run.looks.append(lambda: self._judge_pending(trainer))
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         assert self._undo is not None
         progress = run_of(trainer, "SpikeGuard").progress
-        if self.action == "skip" or (progress.epoch, progress.batch_idx) in self._left_out:
+        if self.action == "skip" or (progress.epoch, progress.batch_idx) in self._skipped:
             self._undo.begin_micro_batch()
 
     def on_before_optimizer_step(self, trainer: TrainerView, pl_module: Module, optimizer: Optimizer) -> None:
@@ -187,7 +187,7 @@ class SpikeGuard(Callback):
         assert self._undo is not None
         if loss is None or loss is self._latest_loss:  # no micro-batch of this step returned a loss
             return
-        if place in self._left_out:  # the bad step that caused the rollback
+        if place in self._skipped:  # the bad step that caused the rollback
             self._undo.undo()
             run.now.leaves_out_step = True
             return
@@ -214,27 +214,27 @@ class SpikeGuard(Callback):
     ) -> None:
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self._pending and step > 0 and step % every == 0:
-            self._look(trainer)
+            self._judge_pending(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._undo is not None:
             self._undo.end_epoch()
 
-    def _look(self, trainer: TrainerView) -> None:
+    def _judge_pending(self, trainer: TrainerView) -> None:
         """Judge the pending steps. Every rank must call this."""
         bad: list[str] = []
         for place, size, figures in self._read(trainer):
             problem = self._judge(trainer, figures)
             if problem is not None:
                 bad.append(self._describe(trainer, place, size, problem))
-                self._left_out.add(place)
+                self._skipped.add(place)
                 break  # the steps after a bad step are not judged
         if not bad:
             return
         if self.action == "stop":
             raise TrainingError("SpikeGuard", None, bad[0], "Lower the learning rate, or use action='skip'")
         self._count_bad(trainer, bad[0])
-        self._is_going_back = True
+        self._is_rolling_back = True
         raise GoBackError(bad[0])
 
     def _read(self, trainer: TrainerView) -> list[tuple[Place, int, dict[str, float]]]:
@@ -254,19 +254,19 @@ class SpikeGuard(Callback):
     def _judge(self, trainer: TrainerView, figures: dict[str, float]) -> str | None:
         """Return the problem of a bad step. A good step is added to the statistics."""
         self._num_judged += 1
-        is_left_to_scale = False
+        is_left_to_scaler = False
         for name in self.monitor:
             value, good = figures[name], self._good[name]
             if not math.isfinite(value):
                 if name == "grad_norm" and trainer.engine.scaler.is_on:
-                    is_left_to_scale = True  # the loss scaler skips this step and decreases the scale
+                    is_left_to_scaler = True  # the loss scaler skips this step and decreases the scale
                     continue
                 return f"{name} is {value}"
             if self.factor is not None and len(good) >= self.warmup:
                 usual = _median(good)
                 if value > self.factor * abs(usual):
                     return f"{name} is {value:.4g}, more than {self.factor:g} times the median {usual:.4g}"
-        if not is_left_to_scale:
+        if not is_left_to_scaler:
             for name in self.monitor:
                 self._good[name].append(figures[name])
         return None

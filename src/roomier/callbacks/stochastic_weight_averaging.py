@@ -95,12 +95,12 @@ class StochasticWeightAveraging(Callback):
         self._avg_fn = avg_fn
         self._device = None if device is None else torch.device(device)
         self.kept_weights = KeptWeights(device=self._device)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._average: WeightAverage | None = None
         self._scheduler: SWALR | None = None
-        self._former_turns = False, False  # state of the module's schedulers
+        self._former_state = False, False  # state of the module's schedulers
         self._stored: dict[str, Any] = {}
         self._latest_epoch = -1
 
@@ -147,27 +147,27 @@ class StochasticWeightAveraging(Callback):
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._scheduler is not None:  # rollback to an earlier checkpoint
-            self._go_back(trainer, self._scheduler)
+            self._roll_back(trainer, self._scheduler)
         values, self._average = checkpoint.get(KEY), None
         if values and self._stored:
             average = self._begin(trainer)
             average.take(values)
             average.num_averaged = self._stored["num_averaged"]
 
-    def _go_back(self, trainer: TrainerView, scheduler: SWALR) -> None:
+    def _roll_back(self, trainer: TrainerView, scheduler: SWALR) -> None:
         state = self._stored.get("scheduler")
         if state is not None:
             scheduler.load_state_dict(state)
             return
         schedulers = run_of(trainer, "StochasticWeightAveraging").schedulers
-        schedulers.are_there, schedulers.watch_each_step = self._former_turns
+        schedulers.are_there, schedulers.watch_each_step = self._former_state
         self._scheduler = None
 
     # Hooks of the run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
-            self._forget()
+            self._reset()
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         run = run_of(trainer, "StochasticWeightAveraging")
@@ -187,14 +187,14 @@ class StochasticWeightAveraging(Callback):
             action = "Pass a loader with a length, or a model without BatchNorm"
             raise RoomierError("StochasticWeightAveraging", "BatchNorm", problem, action)
         if self._stored.get("scheduler") is not None:
-            self._take_over_rate(trainer).load_state_dict(self._stored["scheduler"])
+            self._replace_scheduler(trainer).load_state_dict(self._stored["scheduler"])
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         epoch, limit = trainer.current_epoch, run_of(trainer, "StochasticWeightAveraging").settled.epoch_limit
         if not self._first_epoch(limit) <= epoch < limit:
             return
         if self._scheduler is None:
-            self._take_over_rate(trainer)
+            self._replace_scheduler(trainer)
             for config in trainer.lr_scheduler_configs:
                 name = type(config.scheduler).__name__
                 notice(f"StochasticWeightAveraging replaces {name} and sets the learning rate from epoch {epoch} on")
@@ -230,11 +230,11 @@ class StochasticWeightAveraging(Callback):
             self._average = WeightAverage(tensors_to_average(engine.module.named_parameters()), self._device)
         return self._average
 
-    def _take_over_rate(self, trainer: TrainerView) -> SWALR:
+    def _replace_scheduler(self, trainer: TrainerView) -> SWALR:
         run = run_of(trainer, "StochasticWeightAveraging")
         rates: Any = self._rates if len(self._rates) > 1 else self._rates[0]
         self._scheduler = SWALR(trainer.optimizers[0], rates, **self._annealing)  # type: ignore[arg-type]
-        self._former_turns = run.schedulers.are_there, run.schedulers.watch_each_step
+        self._former_state = run.schedulers.are_there, run.schedulers.watch_each_step
         run.schedulers.are_there = run.schedulers.watch_each_step = False
         return self._scheduler
 

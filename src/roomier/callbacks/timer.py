@@ -100,7 +100,7 @@ class Timer(Callback):
             self._started_s["train"] = self._ended_s["train"] = None
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._look(trainer)  # a resumed run may have no time left
+        self._check(trainer)  # a resumed run may have no time left
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("train")
@@ -136,13 +136,13 @@ class Timer(Callback):
         self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._interval == "step":
-            self._look(trainer)
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._interval == "epoch":
-            self._look(trainer)
+            self._check(trainer)
 
-    def _look(self, trainer: TrainerView) -> None:
+    def _check(self, trainer: TrainerView) -> None:
         remaining_s = self.time_remaining()
         if remaining_s is None or remaining_s > 0 or trainer.should_stop:
             return

@@ -62,7 +62,7 @@ class CSVLogger(FileLogger):
         csv.writer(self._file, lineterminator="\n").writerow([cells.get(name, "") for name in self._columns])
         self._file.flush()
 
-    def _take_over(self, resumed_step: int | None) -> None:
+    def _prepare_file(self, resumed_step: int | None) -> None:
         self._columns = ["step", "time"]
         if not self._path.exists() or not self._path.stat().st_size:
             self._rewrite([])

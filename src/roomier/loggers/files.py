@@ -94,7 +94,7 @@ class FileLogger(GuardedLogger):
         self._folder = run_dir if self._place is None else self._place.find(run_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resumed_step = resumed_step
-        self._take_over(resumed_step)
+        self._prepare_file(resumed_step)
         self._file = self._path.open("a", encoding="utf-8", newline="")
 
     @property
@@ -122,5 +122,5 @@ class FileLogger(GuardedLogger):
         return self._folder / self.file_name
 
     @abstractmethod
-    def _take_over(self, resumed_step: int | None) -> None:
+    def _prepare_file(self, resumed_step: int | None) -> None:
         """Prepare the existing file of a run for appending: remove rows after ``resumed_step``."""

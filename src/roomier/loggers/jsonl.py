@@ -42,7 +42,7 @@ class JSONLLogger(FileLogger):
         self._file.write(json.dumps(cells, allow_nan=False) + "\n")
         self._file.flush()
 
-    def _take_over(self, resumed_step: int | None) -> None:
+    def _prepare_file(self, resumed_step: int | None) -> None:
         if self._path.exists():
             drop_rows(self._path, resumed_step)
 

@@ -86,7 +86,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
-    step = _CutStep(units, layout, kept) if layout.is_cut else _WholeStep(units, layout, kept)
+    step = _ShardedStep(units, layout, kept) if layout.is_cut else _UnshardedStep(units, layout, kept)
     return ModelStates([*step.moments, Moment("between steps", {**step.now, Kind.GRADIENT: step.bucket_bytes})])
 
 
@@ -112,7 +112,7 @@ def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
     )
 
 
-class _WholeStep:
+class _UnshardedStep:
     """Step of unsharded parameters: a single device, or DDP."""
 
     def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
@@ -152,7 +152,7 @@ class _WholeStep:
             self.now[Kind.GRADIENT] -= num_bytes
 
 
-class _CutStep:
+class _ShardedStep:
     """Step of sharded units, in the order of the modules."""
 
     bucket_bytes = 0

@@ -130,7 +130,7 @@ class MemoryTracker:
         self._optimizers = optimizers
         self._kept = kept
         self._device = device
-        self._is_cut = any(isinstance(each, DTensor) for each in self._owned())
+        self._is_sharded = any(isinstance(each, DTensor) for each in self._owned())
         self._owned_once: list[nn.Parameter] = []
         self._frees_gradients = False  # hooks free gradients during backward
         self._storages: dict[int, _Storage] = {}
@@ -233,25 +233,25 @@ class MemoryTracker:
         if types and any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # the operations on its local tensor are dispatched separately
         self._note_sizes()
-        if self._is_cut:
+        if self._is_sharded:
             self._note_gathered()
         if self._frees_gradients:
             self._note_gradients()
         self._note_arguments(func, [*_tensors_in(args), *_tensors_in(kwargs)])
         result = func(*args, **kwargs)
         for tensor in _tensors_in(result):
-            self._see(tensor)
+            self._record(tensor)
         return result
 
     def _note_arguments(self, func: Any, tensors: list[Tensor]) -> None:
         kind, packs = _meaning_of(func)
         for tensor in tensors:
-            self._see(tensor, kind, was_there=True)  # a new argument belongs to a batch
+            self._record(tensor, kind, existed=True)  # a new argument belongs to a batch
         if packs:
             for tensor in tensors[:-1]:  # the last one is the output buffer
-                self._see(tensor, Kind.GRADIENT)
+                self._record(tensor, Kind.GRADIENT)
 
-    def _see(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, was_there: bool = False) -> None:
+    def _record(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, existed: bool = False) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if torch_fake.device_type_of(tensor) != self._device.type or tensor.layout is not torch.strided:
@@ -259,27 +259,27 @@ class MemoryTracker:
         storage = tensor.untyped_storage()
         known = self._storages.get(id(storage))
         if known is None:
-            known = self._begin(storage, was_there)
+            known = self._begin(storage, existed)
         _strengthen(known, kind)
         if known.kind is Kind.GATHERED:
             self._resizing[id(storage)] = known
         elif known.num_bytes != storage.nbytes():
             self._note_size(known)
 
-    def _begin(self, storage: torch.UntypedStorage, was_there: bool) -> _Storage:
+    def _begin(self, storage: torch.UntypedStorage, existed: bool) -> _Storage:
         key, num_bytes = id(storage), storage.nbytes()
-        known = _Storage(weakref.ref(storage, lambda _: self._end(key)), num_bytes, "rest" if was_there else self.phase)
-        if was_there:
+        known = _Storage(weakref.ref(storage, lambda _: self._end(key)), num_bytes, "rest" if existed else self.phase)
+        if existed:
             known.kind = Kind.ACTIVATION
         self._storages[key] = known
-        (self._at_start if was_there else self._changes).append(_Change(known, num_bytes, self.phase, self.place))
+        (self._at_start if existed else self._changes).append(_Change(known, num_bytes, self.phase, self.place))
         return known
 
     def _end(self, key: int) -> None:
         self._resizing.pop(key, None)
-        gone = self._storages.pop(key, None)
-        if gone is not None:
-            self._changes.append(_Change(gone, -gone.num_bytes, self.phase, self.place))
+        ended = self._storages.pop(key, None)
+        if ended is not None:
+            self._changes.append(_Change(ended, -ended.num_bytes, self.phase, self.place))
 
     def _note_sizes(self) -> None:
         for known in list(self._resizing.values()):
@@ -299,37 +299,37 @@ class MemoryTracker:
             parameter = getattr(each, name)
             if id(parameter) not in self._gathered:
                 self._gathered[id(parameter)] = parameter  # a reference, so that the id is not reused
-                self._see(parameter, Kind.GATHERED)
+                self._record(parameter, Kind.GATHERED)
         if found:
             self._not_gathered = [each for each in self._not_gathered if each not in found]
         if not torch_private.is_in_backward():
             return  # gradients are created in backward
         for parameter in self._gathered.values():
             if parameter.grad is not None:
-                self._see(parameter.grad, Kind.GRADIENT)
+                self._record(parameter.grad, Kind.GRADIENT)
 
     @torch.no_grad()
     def _note_roles(self) -> None:
-        if self._is_cut:
+        if self._is_sharded:
             self._note_gathered()
         for parameter in self._owned():
-            if self._is_cut and not isinstance(parameter, DTensor):
+            if self._is_sharded and not isinstance(parameter, DTensor):
                 continue
-            self._see(parameter, Kind.PARAMETER, was_there=True)
+            self._record(parameter, Kind.PARAMETER, existed=True)
             if parameter.grad is not None:
-                self._see(parameter.grad, Kind.GRADIENT, was_there=True)
+                self._record(parameter.grad, Kind.GRADIENT, existed=True)
         for tensor in (*self._module.buffers(), *self._kept()):
-            self._see(tensor, Kind.PARAMETER, was_there=True)
+            self._record(tensor, Kind.PARAMETER, existed=True)
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 for tensor in _tensors_in(state):
-                    self._see(tensor, Kind.OPTIMIZER_STATE, was_there=True)
+                    self._record(tensor, Kind.OPTIMIZER_STATE, existed=True)
 
     def _note_gradients(self) -> None:
         # Optimizers that step in backward free the gradients before it ends.
         for parameter in self._owned_once:
             if parameter.grad is not None:
-                self._see(parameter.grad, Kind.GRADIENT)
+                self._record(parameter.grad, Kind.GRADIENT)
 
     def _owned(self) -> Iterator[nn.Parameter]:
         yield from self._module.parameters()

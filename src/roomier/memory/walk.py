@@ -251,7 +251,7 @@ class Walk:
             self.now[_GATHERED] += size.gathered
             self.note(phase, unit, "gathered")
             if is_forward and not self.layout.on_gloo:
-                self._let_go_of_buffer()
+                self._free_buffer()
                 self._kept_buffer = size.gathered
             else:
                 self.now[_SENT] -= size.gathered
@@ -271,7 +271,7 @@ class Walk:
 
     def end_forward_of_all(self) -> None:
         """End the forward of the model."""
-        self._let_go_of_buffer()
+        self._free_buffer()
 
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
         """Compute the gradients of ``unit``, in the first or a later micro-batch of a step."""
@@ -310,7 +310,7 @@ class Walk:
 
     def end_backward_of_all(self) -> None:
         """End the backward of the model."""
-        self._let_go_of_sent()
+        self._free_sent()
         if self.layout.steps_in_backward:
             self.now[_GRADIENT] -= sum(each.kept_gradient for each in self.sizes)
         self.now[_SENT] -= self._summed_bytes
@@ -336,7 +336,7 @@ class Walk:
         # If the result is added to gradients of an earlier micro-batch, the reduction must complete first.
         comes_late = size.comes_late and is_new
         if not comes_late:
-            self._let_go_of_sent()
+            self._free_sent()
         self.now[_SENT] += size.sent
         self.note("backward", unit, "packed")
         last_bytes = int(whole_bytes * size.last_share)
@@ -365,14 +365,14 @@ class Walk:
             self._summed_bytes += size.part
         elif not is_new:
             self.now[part_kind] -= size.part
-        self._let_go_of_sent()
+        self._free_sent()
         self._sent_bytes = size.sent + size.received if comes_late else size.sent
 
-    def _let_go_of_sent(self) -> None:
+    def _free_sent(self) -> None:
         self.now[_SENT] -= self._sent_bytes
         self._sent_bytes = 0
 
-    def _let_go_of_buffer(self) -> None:
+    def _free_buffer(self) -> None:
         self.now[_SENT] -= self._kept_buffer
         self._kept_buffer = 0
 
