@@ -218,7 +218,7 @@ def test_missing_argument_is_reported(tmp_path):
             self.hparams.pop("table")
 
     path = saved(Needs(3, {"a": 1}), tmp_path)
-    with pytest.raises(roomier.CheckpointError, match=r"Needs cannot be made.*Pass the missing arguments"):
+    with pytest.raises(roomier.CheckpointError, match=r"Needs cannot be constructed.*Pass the missing arguments"):
         Needs.load_from_checkpoint(path)
     assert Needs.load_from_checkpoint(path, table={}).hparams.width == 3
 
