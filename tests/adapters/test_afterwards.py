@@ -113,7 +113,9 @@ def test_quantized_weights_of_an_earlier_run_are_reported_and_not_supported_with
     module = trained(make_trainer, Adaptable(), base="nf4")
     make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
     assert "frozen weights in nf4 from an earlier run, which stay quantized" in capfd.readouterr().err
-    with pytest.raises(PlanError, match=r"from an earlier run, but it does not go with strategy 'zero2'.*merge_lora"):
+    with pytest.raises(
+        PlanError, match=r"from an earlier run, but it is not supported with strategy 'zero2'.*merge_lora"
+    ):
         make_trainer(strategy="zero2", devices=1, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
 
 

@@ -146,14 +146,14 @@ WRONG = {
         CheckpointError,
         "optimizer",
         "'SGD'",
-        "Build the optimizer as in the run that was saved",
+        "Create the optimizer as in the saved run",
     ),
     "of an optimizer with the same states": (
         lambda d: resume(d, configured(d, lambda self: Adam(self.parameters()))),
         CheckpointError,
         "optimizer",
         "'Adam'",
-        "Build the optimizer as in the run that was saved",
+        "Create the optimizer as in the saved run",
     ),
     "of other parameter groups": (
         lambda d: resume(
@@ -165,14 +165,14 @@ WRONG = {
         CheckpointError,
         "optimizer",
         "'AdamW'",
-        "Build the optimizer as in the run that was saved",
+        "Create the optimizer as in the saved run",
     ),
     "of fewer parameters": (
         lambda d: resume(d, configured(d, lambda self: AdamW(self.head.parameters()))),
         CheckpointError,
         "optimizer",
         "'AdamW'",
-        "Build the optimizer as in the run that was saved",
+        "Create the optimizer as in the saved run",
     ),
     "of fewer schedulers": (
         lambda d: resume(d, configured(d, with_scheduler(lambda o: StepLR(o, 1)))),
@@ -244,7 +244,7 @@ WRONG = {
         "'/nowhere/at/all'",
         "Pass the path of a checkpoint folder",
     ),
-    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Pass the path of a checkpoint folder"),
+    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Pass a checkpoint folder"),
     "that is a number": (
         lambda d: resume(d, ckpt_path=4),
         CheckpointError,

@@ -104,8 +104,8 @@ WRONG = {
     "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (0.5, "Use an integer")],
     "log_every_n_steps": [(0, "Use an integer of 1 or more"), (0.5, "Use an integer")],
     "callbacks": [
-        (5, "Pass objects of subclasses of roomier.Callback"),
-        ("early_stopping", "Pass objects of subclasses of roomier.Callback"),
+        (5, "Pass instances of subclasses of roomier.Callback"),
+        ("early_stopping", "Pass instances of subclasses of roomier.Callback"),
         ([roomier.Callback], "Pass Callback(...)"),
     ],
     "logger": [
@@ -222,7 +222,7 @@ ROWS_OF_TWO = [
         ]
     ],
     pytest.param(
-        lambda d: roomier.Trainer(d.Net()), RoomierError, "Trainer", "Net", "Write keywords", id="a model as argument"
+        lambda d: roomier.Trainer(d.Net()), RoomierError, "Trainer", "Net", "Pass keywords", id="a model as argument"
     ),
     pytest.param(
         lambda d: roomier.Trainer(plan=roomier.Plan(), precision="bf16-mixed"),

@@ -83,7 +83,7 @@ MODELS = {
         RoomierError,
         "model",
         "'weight'",
-        "Call the model on one batch before fit",
+        "Run the model on one batch before fit",
     ),
     "an unknown loss_reduction": (
         lambda d: d.fit(d.net(loss_reduction="avg")),
@@ -141,14 +141,14 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return a real loss, for example loss.abs()",
+        "Return loss.abs(), for example",
     ),
     "a complex loss in a dict": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: {"loss": loss * 1j})), accumulate_grad_batches=2),
         TrainingError,
         "loss",
         "j)",
-        "Return a real loss, for example loss.abs()",
+        "Return loss.abs(), for example",
     ),
     "a complex loss of a manual backward": (
         lambda d: d.fit(
@@ -157,14 +157,14 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return a real loss, for example loss.abs()",
+        "Return loss.abs(), for example",
     ),
     "a complex loss of a plain model": (
         lambda d: d.fit(ComplexLoss(4, 2), [torch.ones(2, 4)], optimizer="adamw"),
         RoomierError,
         "model",
         "'ComplexLoss'",
-        "Return a real loss, for example loss.abs()",
+        "Return loss.abs(), for example",
     ),
     "a batch with ignored labels only": (
         lambda d: d.fit(train=[*d.batches, ignored(2)], log_every_n_steps=1),
@@ -227,28 +227,28 @@ LOSSES = {
         TrainingError,
         "training_step",
         "(4,)",
-        "return loss.mean()",
+        "Reduce it, for example with loss.mean()",
     ),
     "a detached loss": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: loss.detach()))),
         TrainingError,
         "training_step",
         "tensor(",
-        "Do not detach it",
+        "Do not detach the loss",
     ),
     "a loss without gradients": (
         lambda d: d.fit(d.net(training_step=torch.no_grad()(step(lambda loss: loss)))),
         TrainingError,
         "training_step",
         "tensor(",
-        "Do not detach it",
+        "Do not detach the loss",
     ),
     "every parameter frozen": (
         lambda d: d.fit(frozen(d.Net())),
         TrainingError,
         "training_step",
         "tensor(",
-        "leave some parameters unfrozen",
+        "unfreeze at least one parameter",
     ),
     "a loss that is a float": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: loss.item()))),
@@ -504,7 +504,7 @@ def test_the_labels_are_not_named_if_the_nan_has_another_cause(desk):
 
 
 def test_accumulated_batches_without_labels_are_named(desk):
-    with pytest.raises(TrainingError, match="a single term to average over") as caught:
+    with pytest.raises(TrainingError, match="a loss term to average over") as caught:
         desk.fit(train=[*desk.batches, ignored(2), ignored(3)], accumulate_grad_batches=2)
     assert caught.value.__notes__ == ["the step was on batches 4 to 5 of epoch 0"]
 

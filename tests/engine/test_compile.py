@@ -99,10 +99,10 @@ def test_compiled_code_computes_the_same(make_trainer: Make, capsys: pytest.Capt
         module = Tiny()
         make_trainer(compile=compiles, max_steps=3).fit(module, [torch.ones(2, 8)] * 3)
         weights[compiles] = weights_of(module)
-    told = [line for line in capsys.readouterr().err.splitlines() if "compiled the blocks" in line]
-    assert len(told) == 1, "once in two runs, one of which compiles"
-    assert told[0].startswith("roomier: compiled the blocks as 1 graph in ")
-    assert float(told[0].split()[-2]) > 0
+    reported = [line for line in capsys.readouterr().err.splitlines() if "compiled the blocks" in line]
+    assert len(reported) == 1, "one of two runs compiles"
+    assert reported[0].startswith("roomier: compiled the blocks as 1 graph in ")
+    assert float(reported[0].split()[-2]) > 0
     torch.testing.assert_close(weights[True], weights[False], rtol=1e-5, atol=1e-6)
     assert not torch.equal(weights[True], weights_of(Tiny())), "it was trained"
 

@@ -18,7 +18,7 @@ SETUP = Setup(accumulate=2, clip=0.5, num_steps=2, terms="none on one")
 
 
 def apart(setup: Setup, levers: list[dict[str, Any]], backend: str) -> list[tuple[float, float, int]]:
-    """Return for each ``levers`` the differences of losses and weights to an uncompiled run, and the graphs."""
+    """Return the differences of losses and weights to an uncompiled run, and the number of graphs, for each lever."""
     from roomier.core import torch_private
 
     warnings.simplefilter("ignore")  # warnings of the compiler

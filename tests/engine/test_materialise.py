@@ -224,13 +224,13 @@ def test_a_tensor_without_values_on_one_rank_is_rejected_on_all(on_ranks: RankPo
 def test_lost_initialization_of_a_constructor_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
         networks = [nn.Sequential(nn.Linear(2, 2)), make_gpt(), Layers()]
-    told = []
+    reported = []
     for network in networks:
         built(network, plan_for("single", 1), Ranks())
-        told.append(capsys.readouterr().err)
-    assert told[:2] == ["", ""]  # torch's constructors do not initialize more, and GPT has a reset_parameters
-    assert "Layers was built on the meta device" in told[2]
-    assert "build it in configure_model" in told[2]
+        reported.append(capsys.readouterr().err)
+    assert reported[:2] == ["", ""]  # torch's constructors do not initialize more, and GPT has a reset_parameters
+    assert "Layers was built on the meta device" in reported[2]
+    assert "build Layers in configure_model" in reported[2]
 
 
 def test_a_submodule_that_is_not_on_meta_keeps_its_weights() -> None:
@@ -269,7 +269,7 @@ def error_of_hidden_network() -> str:
 def test_parameters_outside_the_model_are_rejected(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, error_of_hidden_network)
     assert first == second
-    assert first.startswith("configure_model=[(4, 2)]: made 1 parameters")
+    assert first.startswith("configure_model=[(4, 2)]: created 1 parameters")
 
 
 class Learner(Module):

@@ -93,7 +93,7 @@ def as_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.delenv("PYTEST_CURRENT_TEST")
         monkeypatch.setitem(sys.modules, "__main__", main)
         monkeypatch.setattr(sys, "orig_argv", ["python", *words])
-        monkeypatch.setattr(sys, "path", [str(tmp_path), "/elsewhere"])
+        monkeypatch.setattr(sys, "path", [str(tmp_path), os.path.dirname(os.__file__), "/elsewhere"])
         monkeypatch.setattr(command, "FOLDER_AT_IMPORT", "/")
 
     return start
@@ -107,7 +107,7 @@ def as_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (["project"], "project/__main__.py", "__main__", True),
         (["-m", "project.train"], "project/train.py", "project.train", True),
         (["-m", "project"], "project/__main__.py", "project.__main__", True),
-        (["-m", "installed.train"], "/usr/lib/installed/train.py", "installed.train", False),
+        (["-m", "installed.train"], "/usr/lib/installed/train.py", "installed.train", True),
         (["{folder}/train.py", "train.py"], "train.py", None, False),
     ],
 )

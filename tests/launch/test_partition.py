@@ -97,12 +97,13 @@ def test_machines_that_cannot_reach_each_other_report_it(machines: Machines, tmp
 
 
 def test_a_partition_during_training_ends_both_sides(machines: Machines, tmp_path: Path) -> None:
-    keywords = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "max_steps": 10**6, "hang_timeout": {"seconds": 20}}
-    processes = [machines.start(rank, tmp_path, ["nothing", "0", json.dumps(keywords)]) for rank in range(2)]
-    while len(list(tmp_path.glob("sockets-*.json"))) < 2:  # until both ranks are in a step
+    keywords = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "max_steps": 8, "hang_timeout": {"seconds": 20}}
+    processes = [machines.start(rank, tmp_path, ["partition", "0", json.dumps(keywords)]) for rank in range(2)]
+    while len(list(tmp_path.glob("in-step-*"))) < 2:
         assert all(each.poll() is None for each in processes)
         time.sleep(0.1)
     machines.disconnect()
+    (tmp_path / "disconnected").touch()
     for rank, (code, _, stderr) in enumerate(ends(processes)):
         assert code != 0
         assert f"rank {1 - rank}" in stderr

@@ -117,7 +117,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 QUICK = ("well", "step raises 1", "step raises 0", "step killed 1", "start raises 1", "command")
-QUICK += ("start leaves 1", "step vanishes 1", "standard input")
+QUICK += ("start leaves 1", "standard input")
 
 
 def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
@@ -203,8 +203,9 @@ def test_a_rank_that_is_killed_before_the_rendezvous_ends_the_run(more_outcomes:
     assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL")
 
 
-def test_a_process_that_ends_with_code_0_in_a_step_is_reported(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["step vanishes 1"]
+@pytest.mark.slow
+def test_a_process_that_ends_with_code_0_in_a_step_is_reported(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["step vanishes 1"]
     assert outcome.code == 1
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []

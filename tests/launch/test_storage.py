@@ -1,6 +1,7 @@
 """Runs on several ranks whose storage is slow, becomes read-only, or is shared with another run."""
 
 import os
+import re
 import subprocess
 import threading
 import time
@@ -14,8 +15,9 @@ import torch
 import roomier
 from roomier import checkpoint
 from roomier.callbacks import ModelCheckpoint
+from roomier.core.errors import CheckpointError
 from roomier.launch.environment import RANK_VARIABLES
-from tests.ranks.pool import RankFailed, RankPool
+from tests.ranks.pool import RankPool
 
 BATCHES = [torch.full((2, 4), number / 8) for number in range(8)]
 
@@ -70,19 +72,20 @@ class Remount(roomier.Callback):
             subprocess.run(["mount", "-o", "remount,ro", str(self.mount)], check=True)
 
 
-def fit_until_read_only(mount: Path, is_async: bool) -> None:
+def fit_until_read_only(mount: Path, is_async: bool) -> str:
     saves = ModelCheckpoint(dirpath=mount / "kept", every_n_train_steps=2, save_top_k=-1, async_save=is_async)
-    trainer_of(mount, saves, Remount(mount), strategy="zero2", devices=2, max_steps=8).fit(Model(), BATCHES * 2)
+    trainer = trainer_of(mount, saves, Remount(mount), strategy="zero2", devices=2, max_steps=8)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(Model(), BATCHES * 2)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_folder_that_becomes_read_only_ends_the_run_and_keeps_the_checkpoints(
     on_ranks: RankPool, disk: Path, is_async: bool
 ) -> None:
-    with pytest.raises(RankFailed, match=r"CheckpointError: path=.*cannot be written: Read-only file system") as caught:
-        on_ranks(2, fit_until_read_only, disk, is_async)
-    assert all("CheckpointError" in report for report in caught.value.reports.values())
-    assert len(caught.value.reports) == 2
+    for text in on_ranks(2, fit_until_read_only, disk, is_async):
+        assert re.search(r"path=.*cannot be written: Read-only file system", text)
     complete = sorted(each for each in (disk / "kept").iterdir() if not each.name.startswith("."))
     steps = [checkpoint.load(each)["progress"]["global_step"] for each in complete]
     assert steps == [2, 4] or (is_async and steps == [2])  # the asynchronous save of step 4 can fail as well

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier import Trainer
+from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.core.wrapped_forward import unwrap
 from roomier.loss.chunked import apply_chunked_loss
@@ -109,7 +110,7 @@ def gradients(network: nn.Module) -> dict[str, Tensor]:
 def test_loss_and_gradients_are_equal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain, batch = make(name), a_batch()
     chunked = copy.deepcopy(plain)
-    apply_chunked_loss(chunked, CHUNK)
+    apply_chunked_loss(chunked, find_blocks(chunked), CHUNK)
     # The number of terms in the window, which Hugging Face's training loop passes.
     for options in ({}, {"num_items_in_batch": 40}) if name in CAUSAL else ({},):
         expected, _ = loss_and_logits(plain, batch, **options)
@@ -130,7 +131,7 @@ def test_loss_and_gradients_are_equal(name: str, capsys: pytest.CaptureFixture[s
 def test_in_bf16_the_error_is_as_small_as_without_chunks(name: str) -> None:
     exact, batch = make(name), a_batch()
     plain, chunked = copy.deepcopy(exact), copy.deepcopy(exact)
-    apply_chunked_loss(chunked, CHUNK)
+    apply_chunked_loss(chunked, find_blocks(chunked), CHUNK)
     loss_and_logits(exact, batch)[0].backward()
     losses = []
     for network in (plain, chunked):
@@ -153,7 +154,7 @@ def test_outputs_without_gradients_are_equal(name: str) -> None:
     network, batch = make(name).eval(), a_batch()
     with torch.no_grad():
         expected, real = loss_and_logits(network, batch)
-        apply_chunked_loss(network, CHUNK)
+        apply_chunked_loss(network, find_blocks(network), CHUNK)
         loss, logits = loss_and_logits(network, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert logits.argmax(-1).equal(real.argmax(-1))
@@ -165,7 +166,7 @@ def test_generated_text_is_equal(name: str) -> None:
     network, tokens = make(name).eval(), a_batch()["input_ids"][:, :3]
     options = {"temperature": 0.0} if name == "GPT" else {"do_sample": False}
     expected = network.generate(tokens, max_new_tokens=4, **options)
-    apply_chunked_loss(network, CHUNK)
+    apply_chunked_loss(network, find_blocks(network), CHUNK)
     assert network.generate(tokens, max_new_tokens=4, **options).equal(expected)
 
 

@@ -23,7 +23,7 @@ def head() -> nn.Linear:
 
 
 def lazily(head: nn.Linear, chunk_tokens: int | None = 4) -> nn.Linear:
-    apply_chunked_loss(nn.Sequential(head), chunk_tokens)
+    apply_chunked_loss(nn.Sequential(head), (), chunk_tokens)
     return head
 
 

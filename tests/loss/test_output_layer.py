@@ -104,15 +104,15 @@ class Classes(Squared):
 
 
 @pytest.mark.parametrize(
-    ("network", "target", "is_told"), [(Squared(), torch.zeros(5, 7), True), (Classes(), torch.zeros(5).long(), False)]
+    ("network", "target", "is_reported"), [(Squared(), torch.zeros(5, 7), True), (Classes(), torch.zeros(5).long(), False)]
 )
 def test_a_loss_that_is_not_chunked_is_reported_after_the_first_step(
     make_trainer: Callable[..., Trainer],
     capfd: pytest.CaptureFixture[str],
     network: nn.Module,
     target: Tensor,
-    is_told: bool,
+    is_reported: bool,
 ) -> None:
     trainer = make_trainer(chunked_loss=True, optimizer="sgd", learning_rate=0.1, max_steps=3)
     trainer.fit(network, [(torch.ones(5, 4), target)] * 3)
-    assert capfd.readouterr().err.count("chunked loss: no memory is saved") == is_told
+    assert capfd.readouterr().err.count("chunked loss: no memory is saved") == is_reported

@@ -224,7 +224,7 @@ def test_without_checkpointing_a_notice_reports_that_no_checkpoint_was_saved(
     ("where", "options", "message"),
     [
         ("on_fit_start", {"num_sanity_val_steps": 0}, "before the first step. There is no state to save"),
-        ("on_sanity_check_start", {}, "during an evaluation; what it measured so far is dropped"),
+        ("on_sanity_check_start", {}, "during an evaluation; its metrics so far are dropped"),
         ("on_train_end", {}, "was received after training had ended: the run is complete"),
     ],
 )

@@ -89,7 +89,7 @@ def fit_and_predict(root: Path, strategy: str) -> tuple[float, int, list[str]]:
     return float(trainer.callback_metrics["val_loss"]), len(predicted), sorted(each.name for each in best.iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_unpicklable_objects_on_several_ranks(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     for each in make_unpicklable().values():
         with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):

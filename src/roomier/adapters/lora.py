@@ -96,11 +96,10 @@ def merge_lora(network: nn.Module) -> nn.Module:
     Raises:
         RoomierError: the network has no adapters, or is sharded across ranks.
 
-    Example::
-
-        trainer = roomier.Trainer(lora={"rank": 8})
-        trainer.fit(module, loader)
-        merge_lora(module.net)
+    Example:
+        >>> trainer = roomier.Trainer(lora={"rank": 8})
+        >>> trainer.fit(module, loader)
+        >>> merge_lora(module.net)
     """
     layers = [(name, each) for name, each in network.named_modules() if isinstance(each, Adapted)]
     if not layers:
@@ -125,9 +124,8 @@ def adapter_state(network: nn.Module) -> dict[str, Tensor]:
     The size is some megabytes for a model of gigabytes. ``network.load_state_dict(state, strict=False)`` restores them
     in the same model with adapters.
 
-    Example::
-
-        torch.save(adapter_state(module.net), "adapter.pt")
+    Example:
+        >>> torch.save(adapter_state(module.net), "adapter.pt")
     """
     return {name: each.detach() for name, each in network.named_parameters() if is_adapter(name) or each.requires_grad}
 

@@ -35,13 +35,12 @@ class BackgroundSaver:
     Attributes:
         num_started: number of saves that were started; identical on all ranks.
 
-    Example::
-
-        saver = BackgroundSaver()
-        saver.start("checkpoints/step-100", state)
-        ...  # continue training
-        saver.wait()
-        saver.close()
+    Example:
+        >>> saver = BackgroundSaver()
+        >>> saver.start("checkpoints/step-100", state)
+        >>> ...  # continue training
+        >>> saver.wait()
+        >>> saver.close()
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:

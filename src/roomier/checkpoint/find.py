@@ -72,10 +72,9 @@ def find_last(root: str | Path, check: Check | None = None) -> Path | None:
             ``version_*/checkpoints/``).
         check: function that raises a CheckpointError for complete checkpoints that the caller cannot use.
 
-    Example::
-
-        path = find_last("runs")
-        state = None if path is None else roomier.checkpoint.load(path)
+    Example:
+        >>> path = find_last("runs")
+        >>> state = None if path is None else roomier.checkpoint.load(path)
     """
     root = at_home(root)
     complete, damaged = _survey([[root], *map(_candidates, _folders(root))])

@@ -49,9 +49,8 @@ def load_module(
         CheckpointError: the checkpoint is damaged, ``cls`` cannot be constructed from the stored hyperparameters, or
             the names or shapes of its weights differ (with ``strict=False``, only the shapes).
 
-    Example::
-
-        module = load_module(MyLightningModule, "runs/version_0/checkpoints/last")
+    Example:
+        >>> module = load_module(MyLightningModule, "runs/version_0/checkpoints/last")
     """
     device = None if map_location is None else _device(map_location)
     file = LightningFile(path) if is_lightning_file(path) else None

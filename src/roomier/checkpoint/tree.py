@@ -69,10 +69,9 @@ class TensorSpec:
         shape: shape of the full (global) tensor.
         dtype: dtype of the tensor.
 
-    Example::
-
-        spec = roomier.checkpoint.peek("runs/version_0/checkpoints/last")["module"]["layer.weight"]
-        print(spec)  # float32[1, 1]
+    Example:
+        >>> spec = roomier.checkpoint.peek("runs/version_0/checkpoints/last")["module"]["layer.weight"]
+        >>> print(spec)  # float32[1, 1]
     """
 
     shape: tuple[int, ...]

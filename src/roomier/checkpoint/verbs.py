@@ -59,10 +59,9 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
             checkpoint, the disk is full, or the folder cannot be written. An error on one rank is raised on all ranks.
             Existing checkpoints are unchanged.
 
-    Example::
-
-        roomier.checkpoint.save("checkpoints/step-100", {"model": model.state_dict(), "step": 100})
-        state = roomier.checkpoint.load("checkpoints/step-100")
+    Example:
+        >>> roomier.checkpoint.save("checkpoints/step-100", {"model": model.state_dict(), "step": 100})
+        >>> state = roomier.checkpoint.load("checkpoints/step-100")
     """
     ranks = all_ranks() if ranks is None else ranks
     write(prepare(absolute(path), state, ranks), ranks)
@@ -127,10 +126,9 @@ def load(
             it), or does not match ``into`` or ``only``. ``into`` is unchanged, except the entries of ``empty``. If the
             disk fails after the verification, ``into`` can be filled in part.
 
-    Example::
-
-        state = load("checkpoints/step-100", only=["model"])
-        load("checkpoints/step-100", into={"model": model.state_dict()})  # fills the tensors of the model in place
+    Example:
+        >>> state = load("checkpoints/step-100", only=["model"])
+        >>> load("checkpoints/step-100", into={"model": model.state_dict()})  # fills the tensors of the model in place
     """
     ranks = Ranks() if ranks is None else ranks
     folder = standing(Path(path))

@@ -29,7 +29,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         RoomierError: an option is invalid, or a measurement failed.
     """
     options = _parser(verb).parse_args(list(arguments))
-    from roomier.hardware import cache  # imported here, so that --help does not load torch
+    from roomier.hardware import cache  # late: --help does not load torch
 
     if options.forget:
         existed = cache.forget()

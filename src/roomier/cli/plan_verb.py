@@ -94,7 +94,7 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
 
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
     """Return ``asked`` with the measured activations of a run, and store the measurements of its device."""
-    from roomier.planner.measured.calibrated import learn_device, learned_of  # slow: --help must not load the planner
+    from roomier.planner.measured.calibrated import learn_device, learned_of  # late: --help does not load the planner
     from roomier.planner.measured.record import read_record
 
     record = read_record(find_run(Path(run)))

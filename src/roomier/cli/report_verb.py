@@ -29,7 +29,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     """
     options = _parser(verb).parse_args(list(arguments))
     folder = find_run(options.run)
-    from roomier.planner.measured.record import read_record  # imported here, so that --help does not load torch
+    from roomier.planner.measured.record import read_record  # late: --help does not load torch
 
     record = read_record(folder)
     rates = rates_of(folder)

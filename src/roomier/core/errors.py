@@ -14,6 +14,10 @@ class RoomierError(ValueError):
         received: value that was passed; the text contains a shortened form.
         problem: violated constraint. It continues ``field=received: ``.
         action: next action of the user, as an imperative sentence.
+
+    Example:
+        >>> str(RoomierError("max_steps", -7, "must be at least 1", "Set max_steps=1 or higher"))
+        'max_steps=-7: must be at least 1. Set max_steps=1 or higher.'
     """
 
     def __init__(self, field: str, received: object, problem: str, action: str) -> None:

@@ -41,6 +41,10 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
     Raises:
         RoomierError: ``seed`` is not an integer in this range.
+
+    Example:
+        >>> roomier.seed_everything(42)
+        42
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
         raise RoomierError("seed", seed, "must be an integer in [0, 2**32)", "Pass an integer such as 42")

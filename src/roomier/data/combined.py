@@ -42,11 +42,10 @@ class CombinedLoader(Iterable[Any]):
     Raises:
         DataError: ``mode`` is unknown, ``iterables`` contains no loader, or one of the loaders yields no batches.
 
-    Example::
-
-        loaders = {"labeled": DataLoader(labeled, batch_size=8), "unlabeled": DataLoader(unlabeled, batch_size=32)}
-        trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"))
-        # training_step receives {"labeled": ..., "unlabeled": ...}
+    Example:
+        >>> loaders = {"labeled": DataLoader(labeled, batch_size=8), "unlabeled": DataLoader(unlabeled, batch_size=32)}
+        >>> trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"))
+        >>> # training_step receives {"labeled": ..., "unlabeled": ...}
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:

@@ -83,12 +83,11 @@ class OrderedSampler(Sampler[int]):
     Raises:
         DataError: ``num_samples`` is not a positive integer.
 
-    Example::
-
-        sampler = OrderedSampler(len(dataset), shuffle=True, seed=0)
-        sampler.set_position(epoch=2, num_samples_done=640)
-        for index in sampler:  # the remaining samples of epoch 2
-            ...
+    Example:
+        >>> sampler = OrderedSampler(len(dataset), shuffle=True, seed=0)
+        >>> sampler.set_position(epoch=2, num_samples_done=640)
+        >>> for index in sampler:  # the remaining samples of epoch 2
+        ...     ...
     """
 
     def __init__(

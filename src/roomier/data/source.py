@@ -87,12 +87,11 @@ class Source:
     Raises:
         DataError: ``loader`` yields no batches, or is known to be empty.
 
-    Example::
-
-        source = Source(loader, name="train_dataloaders", seed=0)
-        for batch in source.start(epoch=0):
-            ...
-            state = source.state_dict()  # resume with load_state_dict(state) and start(0)
+    Example:
+        >>> source = Source(loader, name="train_dataloaders", seed=0)
+        >>> for batch in source.start(epoch=0):
+        ...     ...
+        ...     state = source.state_dict()  # resume with load_state_dict(state) and start(0)
     """
 
     def __init__(

@@ -62,11 +62,10 @@ def write_tokens(
     Raises:
         DataError: an id or a document is invalid, there are no tokens, or the file cannot be written.
 
-    Example::
-
-        documents = (tokenizer.encode(text) for text in texts)
-        write_tokens("train.tok", documents, vocab_size=50257, end_of_document=50256)
-        dataset = TokenDataset("train.tok", block_size=1024)
+    Example:
+        >>> documents = (tokenizer.encode(text) for text in texts)
+        >>> write_tokens("train.tok", documents, vocab_size=50257, end_of_document=50256)
+        >>> dataset = TokenDataset("train.tok", block_size=1024)
     """
     path = Path(path)
     _check_vocabulary(vocab_size, end_of_document)
@@ -225,10 +224,9 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
     Raises:
         DataError: the file does not exist, is not a token file, is truncated, or is shorter than one block.
 
-    Example::
-
-        dataset = TokenDataset("train.tok", block_size=1024)
-        loader = DataLoader(dataset, batch_size=8, shuffle=True)
+    Example:
+        >>> dataset = TokenDataset("train.tok", block_size=1024)
+        >>> loader = DataLoader(dataset, batch_size=8, shuffle=True)
     """
 
     def __init__(

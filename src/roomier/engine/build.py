@@ -16,7 +16,8 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
 from roomier.engine.levers import apply_levers
 from roomier.engine.materialise import cuts_parameters, take_weights
-from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps, updates_of
+from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
+from roomier.engine.step_in_backward import updates_of
 from roomier.engine.weights_file import WeightsToRead
 from roomier.optim.configured import Configured
 from roomier.plan import Plan

@@ -23,8 +23,8 @@ def check_module(plan: Plan, module: Module, network: nn.Module) -> None:
             action = "Run the model on one batch before fit, which initializes the shapes of its lazy layers"
             raise RoomierError("model", name, "is lazy and has no shape yet", action)
     if module.loss_reduction not in ("mean", "sum"):
-        problem = "must be 'mean' or 'sum', the reduction of the loss over the terms of a micro-batch"
-        raise RoomierError("loss_reduction", module.loss_reduction, problem, "Set loss_reduction to one of the two")
+        problem = "is not a reduction of the loss over the terms of a micro-batch"
+        raise RoomierError("loss_reduction", module.loss_reduction, problem, "Use 'mean' or 'sum'")
     if plan.activation.policy == "budget" and not module.automatic_optimization:
         problem = "is not supported with manual optimization, because the budget is allocated by measuring a step"
         action = "Use activation_checkpointing='full', 'every_n' or 'selective', or let the Trainer step"

@@ -29,7 +29,7 @@ from roomier.engine.optimizer_state import (
     parameter_names,
 )
 from roomier.engine.parallel import Parallel
-from roomier.engine.step_in_backward import StepAfterBackward, StepInBackward
+from roomier.engine.updates import Updates
 from roomier.plan import BatchPlan
 from roomier.precision.scaler import LossScaler, NoScale
 
@@ -75,7 +75,7 @@ class EagerEngine:
         count_terms: CountTerms | None,
         parallel: Parallel,
         levers: Levers,
-        updates: StepInBackward | StepAfterBackward,
+        updates: Updates,
     ) -> None:
         device, precision = facts.device, facts.precision
         self.module = facts.network
@@ -305,7 +305,7 @@ class EagerEngine:
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        if isinstance(self._updates, StepInBackward):
+        if self._updates.acts:
             return self._updates.clipped(max_norm, algorithm)
         limit = self._batch_plan.gradient_clip_val if max_norm is None else max_norm
         if limit is None:
@@ -491,4 +491,4 @@ def _loss_in(output: object) -> Tensor:
 
 def _is_complex(loss: Tensor) -> TrainingError:
     problem = "is complex, but only a real loss can be minimized"
-    return TrainingError("loss", loss.detach(), problem, "Return a real loss, for example loss.abs()")
+    return TrainingError("loss", loss.detach(), problem, "Return loss.abs(), for example")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roomier.engine.levers import Levers
-from roomier.engine.optimizers import Updates
 from roomier.engine.parallel import Parallel
+from roomier.engine.updates import Updates
 
 Calls = tuple[Callable[..., Any], ...]
 

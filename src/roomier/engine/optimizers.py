@@ -14,8 +14,6 @@ from roomier.core import torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.engine.facts import Facts
-from roomier.engine.parallel import Parallel
-from roomier.engine.step_in_backward import StepAfterBackward, StepInBackward
 from roomier.optim.by_name import keeps_updates, make_optimizer
 from roomier.optim.configured import (
     Configured,
@@ -31,8 +29,6 @@ from roomier.plan.lever_rules import rounding_in_force
 
 ConfigureOptimizers = Callable[[Sequence[nn.Module]], Configured]
 """Takes the blocks of the network and returns optimizers and schedulers."""
-Updates = StepInBackward | StepAfterBackward
-"""When the optimizers step."""
 
 
 def configure(
@@ -124,28 +120,3 @@ def report_waiting_steps(facts: Facts, optimizers: Sequence[Optimizer]) -> None:
                 f"16-mixed: {type(optimizer).__name__} is not fused, so each step waits for one flag of the device; "
                 "pass fused=True if the optimizer has it"
             )
-
-
-def updates_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel) -> Updates:
-    """Return when the optimizers step: during backward, or after it.
-
-    Raises:
-        PlanError: step_in_backward is not supported with manual optimization or with one of the optimizers.
-    """
-    way = plan.optimizer.step_in_backward
-    if way == "none" or not optimizers:
-        return StepAfterBackward()
-    if facts.is_manual:
-        problem = "is not supported with manual optimization, in which training_step steps the optimizers"
-        raise PlanError(
-            "optimizer.step_in_backward", way, problem, "Set step_in_backward=False, or let the Trainer step"
-        )
-    return StepInBackward(
-        facts.network,
-        optimizers,
-        facts.blocks,
-        way=way,
-        batch_plan=plan.batch,
-        join_norms=parallel.join_norms,
-        late=parallel.late_parameters,
-    )

@@ -36,34 +36,39 @@ from torch.utils.hooks import RemovableHandle
 
 from roomier.core import torch_private
 from roomier.core.errors import PlanError, TrainingError
-from roomier.plan import BatchPlan
+from roomier.engine.facts import Facts
+from roomier.engine.parallel import Parallel
+from roomier.engine.updates import Updates
+from roomier.plan import BatchPlan, Plan
 
 Groups = list[tuple[dict[str, Any], list[Tensor]]]
 FIELD = "optimizer.step_in_backward"
 
 
-class StepAfterBackward:
-    """Updates after backward (the default): the optimizers step when all gradients are complete.
+def updates_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel) -> Updates:
+    """Return when the optimizers step: during backward, or after it.
 
-    Attributes:
-        acts: whether the engine calls the methods during a step.
+    Raises:
+        PlanError: step_in_backward is not supported with manual optimization or with one of the optimizers.
     """
+    way = plan.optimizer.step_in_backward
+    if way == "none" or not optimizers:
+        return Updates()
+    if facts.is_manual:
+        problem = "is not supported with manual optimization, in which training_step steps the optimizers"
+        raise PlanError(FIELD, way, problem, "Set step_in_backward=False, or let the Trainer step")
+    return StepInBackward(
+        facts.network,
+        optimizers,
+        facts.blocks,
+        way=way,
+        batch_plan=plan.batch,
+        join_norms=parallel.join_norms,
+        late=parallel.late_parameters,
+    )
 
-    acts = False
 
-    def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None: ...
-    def backward(self, run: Callable[..., None]) -> None:
-        run()
-
-    def end_step(self, closure: object = None) -> None: ...
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Mapping[str, Any], device: torch.device) -> None: ...
-    def close(self) -> None: ...
-
-
-class StepInBackward:
+class StepInBackward(Updates):
     """Updates during backward.
 
     Args:

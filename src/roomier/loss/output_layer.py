@@ -58,6 +58,6 @@ def _guesses(network: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.M
     embeddings = [each for each in network.modules() if isinstance(each, nn.Embedding)]
     tied = [each for each in linear if any(each.weight is embedding.weight for embedding in embeddings)]
     sizes = {each.num_embeddings for each in embeddings}
-    alike = [each for each in linear if each.out_features in sizes]
+    same_size = [each for each in linear if each.out_features in sizes]
     is_last_widest = linear and linear[-1].out_features == max(each.out_features for each in linear)
-    return list(tied), list(alike), list(linear[-1:] if is_last_widest else linear)
+    return list(tied), list(same_size), list(linear[-1:] if is_last_widest else linear)

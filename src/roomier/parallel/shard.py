@@ -74,9 +74,9 @@ class Sharding:
         frees_parameters: reshard the parameters of each unit after its forward (ZeRO-3).
         reduces_each_micro_batch: reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
         compute_dtype: autocast dtype; None without autocast.
-        wire_dtype: dtype in which gradients are sent. With None, the pairwise collectives send gradients in
-            ``compute_dtype`` if every micro-batch is reduced, and in the reduction dtype otherwise. Other collectives
-            always send the reduction dtype.
+        wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
+            model), with one exception: if every micro-batch is reduced, the pairwise collectives send the gradients of
+            units that are all-gathered in ``compute_dtype`` in that dtype.
         finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros,
             and the reduced gradient is zero if no rank has one.
         by_hand: manual optimization, in which backward and update run inside ``training_step``. Gradients are then

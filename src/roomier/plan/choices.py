@@ -42,7 +42,7 @@ class Refusal:
     """A known choice that is rejected.
 
     Attributes:
-        instead: what to use instead, as an imperative sentence.
+        instead: the alternative, as an imperative sentence.
         problem: why the choice is rejected.
     """
 
@@ -120,7 +120,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "adamw4bit": _approximate("AdamW; states of large matrices in 4 bits, quantized in blocks"),
         "lion": _exact("Lion (Chen et al. 2023): the sign of the momentum"),
         "muon": _exact("torch.optim.Muon for hidden matrices, AdamW for the rest"),
-        "onebit_adam": _approximate("Adam; sends signs of the momentum once the variance is frozen"),
+        "onebit_adam": _approximate("Adam; sends signs of the momentum after the variance is frozen"),
     },
     "optimizer.schedule": {
         "constant": _exact("constant learning rate after warm-up"),

@@ -38,9 +38,8 @@ def plan_from_flags(
 ) -> Plan:
     """Return the Plan for arguments of the Trainer, which :class:`roomier.Trainer` documents.
 
-    Example::
-
-        plan_from_flags(strategy="zero2", devices=4, optimizer={"name": "adamw", "lr": 3e-4})
+    Example:
+        >>> plan_from_flags(strategy="zero2", devices=4, optimizer={"name": "adamw", "lr": 3e-4})
 
     Unlike the Trainer, it looks for no launcher: ``devices="auto"`` is 1.
 

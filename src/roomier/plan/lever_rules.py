@@ -122,7 +122,7 @@ def states_in_few_bits_are_of_known_weights(plan: Plan) -> Iterator[PlanError]:
 
 
 def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
-    """Reject updates in backward where they save no memory, or cannot work."""
+    """Reject updates in backward that save no memory or cannot work."""
     way = plan.optimizer.step_in_backward
     if way == "none":
         return

@@ -23,7 +23,7 @@ class Lever:
         keyword: argument of the Trainer. ``{"name": "auto", "allow": [keyword]}`` allows a lever that is not exact.
         field: field of the Plan, ``"section.name"``. The default of the field turns the lever off.
         on: value of the field if the keyword is True.
-        words: name of the lever in lists of what a plan uses.
+        words: name of the lever in descriptions of a plan.
         row: first column of the printed plan.
         text: returns the second column of the printed plan.
         number: field that a number given for the keyword sets; empty if the keyword takes no number.

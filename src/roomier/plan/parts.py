@@ -22,9 +22,8 @@ class Options(Mapping[str, object]):
 
     Options are equal to any mapping with equal items.
 
-    Example::
-
-        Options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}  # True
+    Example:
+        >>> Options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}  # True
 
     Args:
         items: the keyword arguments.
@@ -340,7 +339,7 @@ PARTS: dict[str, type[Part]] = {
 FIELDS: dict[str, dict[str, object]] = {
     section: {field.name: hints[field.name] for field in dataclasses.fields(part)}
     for section, part in PARTS.items()
-    for hints in [get_type_hints(part)]  # slow: once for each part
+    for hints in [get_type_hints(part)]  # slow, so one time per part
 }
 """Section name -> field name -> annotated type."""
 

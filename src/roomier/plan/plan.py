@@ -36,11 +36,10 @@ class Plan:
     A Plan is validated when it is created, and compared and hashed by value. ``Plan()`` is the plain float32 step on
     one device. ``dataclasses.replace`` creates a changed Plan and validates it.
 
-    Example::
-
-        plan = Plan(parallel=ParallelPlan("zero2", devices=4), precision=PrecisionPlan("bf16-mixed"))
-        print(plan)  # the table that fit prints
-        assert Plan.from_yaml(plan.to_yaml()) == plan
+    Example:
+        >>> plan = Plan(parallel=ParallelPlan("zero2", devices=4), precision=PrecisionPlan("bf16-mixed"))
+        >>> print(plan)  # the table that fit prints
+        >>> assert Plan.from_yaml(plan.to_yaml()) == plan
 
     Attributes:
         parallel: devices, and the distribution of the work over them.

@@ -72,7 +72,7 @@ def check(plan: "Plan") -> None:
     refuse(errors)
 
 
-# ---- one field at a time -------------------------------------------------------------------------------------
+# ---- single fields ---------------------------------------------------------------------------------------------
 
 
 class _WrongTypeError(PlanError):
@@ -208,7 +208,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, str))
 
 
-# ---- the Plan as a whole -------------------------------------------------------------------------------------
+# ---- combinations of fields ------------------------------------------------------------------------------------
 
 
 def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:

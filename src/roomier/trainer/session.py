@@ -143,7 +143,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
     except EvaluationCutError:
         status = "interrupted"
         assert stop.received is not None
-        notice(f"stopped by {stop.received.name} during an evaluation; what it measured so far is dropped")
+        notice(f"stopped by {stop.received.name} during an evaluation; its metrics so far are dropped")
     except BaseException as error:
         for callback in trainer.callbacks:  # the hook table does not exist yet if the setup fails
             callback.on_exception(trainer, seen_by_user(module), error)

@@ -53,7 +53,7 @@ class Settings:
         plan: the requested plan.
         logger_is_on: whether a fit writes logs.
         enable_checkpointing: whether a fit writes checkpoints by default.
-        auto_lr_find, auto_scale_batch_size: what the tuner searches for before a fit.
+        auto_lr_find, auto_scale_batch_size: searches of the tuner before a fit.
 
     Attributes:
         plan: the plan of the last run; before the first run, the requested plan.

@@ -58,11 +58,10 @@ class Trainer(LastCall):
     The Trainer combines its arguments into a :class:`roomier.Plan`, which it validates immediately, prints when a run
     starts, and stores in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
 
-    Example::
-
-        trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
-        trainer.fit(module, train_loader, val_loader)
-        trainer.test(module, test_loader, ckpt_path="best")
+    Example:
+        >>> trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
+        >>> trainer.fit(module, train_loader, val_loader)
+        >>> trainer.test(module, test_loader, ckpt_path="best")
 
     A class name in parentheses, such as ``OptimizerPlan``, is the class in ``roomier.plan`` that documents the values.
 
@@ -321,7 +320,7 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """Run ``predict_step`` over the prediction data, and collect what it returns.
+        """Run ``predict_step`` over the prediction data, and collect the predictions.
 
         :meth:`predict_stream` yields the predictions one by one instead of collecting them.
 

@@ -15,6 +15,8 @@ import psutil
 import torch
 
 import roomier
+from roomier.launch import heartbeat
+from roomier.launch.records import Activity
 
 WHAT, RANK = sys.argv[1], int(sys.argv[2])
 NOTES = Path(os.environ["NOTES"])
@@ -43,6 +45,22 @@ def go_wrong(what: str) -> None:
         time.sleep(600)
 
 
+def wait_for_partition() -> None:
+    """Wait until each rank has read that the other is in a step, and until the test has disconnected the ranks."""
+    thread, rank = heartbeat._heartbeat, os.environ["RANK"]
+
+    def is_peer_in_step() -> bool:
+        seen = thread._judge._seen.get(1) if rank == "0" else None
+        record = thread._zero if seen is None else seen.record
+        return record is not None and record.position.activity is Activity.STEP
+
+    while not is_peer_in_step():
+        time.sleep(0.02)
+    (NOTES / f"in-step-{rank}").touch()
+    while not (NOTES / "disconnected").exists():
+        time.sleep(0.02)
+
+
 def note_sockets() -> None:
     sockets = [(each.laddr.ip, each.laddr.port, each.status) for each in psutil.Process().net_connections("inet")]
     (NOTES / f"sockets-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(sockets))
@@ -63,6 +81,8 @@ class Model(roomier.Module):
             go_wrong("step vanishes")
             go_wrong("step out of memory")
             go_wrong("step sleeps")
+        if WHAT == "partition" and batch_idx == 3:
+            wait_for_partition()
         if WHAT == "all raise" and batch_idx == 1:
             (NOTES / "gone-wrong").touch()
             raise ValueError("no rank can continue")

@@ -1,1 +1,1 @@
-"""Arguments of the Trainer: what they mean, and names of earlier versions."""
+"""Conversion of the Trainer's arguments, and advice on arguments of other Trainers."""
