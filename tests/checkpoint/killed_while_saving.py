@@ -76,17 +76,17 @@ def kill_at_every_call(root: Path) -> int:
     """Replace a checkpoint repeatedly. Each save is killed one call later, until a save finishes."""
     path = root / "last"
     checkpoint.save(path, state_of(0))
-    standing, num_events, killed = 0, 0, True
+    surviving_path, num_events, killed = 0, 0, True
     while killed:
-        killed = save_and_die_at(num_events, path, step=standing + 1)
+        killed = save_and_die_at(num_events, path, step=surviving_path + 1)
         found = checkpoint.find_last(root)
         assert found is not None
         now = step_in(found)
-        assert now in (standing, standing + 1)
+        assert now in (surviving_path, surviving_path + 1)
         assert step_in(path) == now, "loading by path and find_last must agree"
         assert [step_in(p) for p in checkpoint.list_complete(root)] == [now]
-        standing, num_events = now, num_events + 1
-    assert standing > 1, "some saves were killed after the commit, and the last one was not killed"
+        surviving_path, num_events = now, num_events + 1
+    assert surviving_path > 1, "some saves were killed after the commit, and the last one was not killed"
     assert os.listdir(root) == ["last"], "a finished save clears the leftovers of dead processes"
     return num_events
 

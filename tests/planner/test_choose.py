@@ -19,7 +19,7 @@ from roomier.planner.choosing import nearest, pricing
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
-from roomier.planner.choosing.nearest import nothing_fits
+from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 from tests.planner.made_up_prices import (
@@ -260,7 +260,7 @@ def test_a_choice_by_dry_runs_fits_and_is_plain_data() -> None:
 def error_for(workload: Workload, plan: Plan, budget_bytes: int, machine: Machine, **more: Any) -> PlanError:
     choice = choose(workload, plan, machine, budget_bytes=budget_bytes, **more)
     assert choice.chosen is None
-    return nothing_fits(workload, plan, choice, **more)
+    return no_plan_fits(workload, plan, choice, **more)
 
 
 def test_if_no_plan_fits_the_error_names_the_fewest_options_to_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_if_no_plan_fits_the_error_names_the_smallest_sufficient_gpu(monkeypatch
     small = replace(machine, device=replace(machine.device, memory_bytes=8 * 2**30))
     plan = auto(optimizer="sgd")
     choice = choose(regression(1), plan, small, prices=prices)
-    error = str(nothing_fits(regression(1), plan, choice, prices=prices))
+    error = str(no_plan_fits(regression(1), plan, choice, prices=prices))
     name = error.partition("roomier plan --hardware ")[2].partition(":1")[0]
     enough = [each for each in SHEETS if budget_of(plan, each.machine(1, 1)) >= 70 * 2**30]
     assert name == min(enough, key=lambda each: each.device.memory_bytes).name

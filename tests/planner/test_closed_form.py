@@ -145,10 +145,10 @@ def gpt(num_layers: int, batch_size: int) -> Workload:
     return Workload(module, (tokens, tokens), batch_size)
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_deep_model_is_traced_by_a_few_of_its_blocks(is_cut: bool) -> None:
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_deep_model_is_traced_by_a_few_of_its_blocks(is_sharded: bool) -> None:
     given, plan = gpt(9, 2), make_plan(precision="bf16-mixed", recompute="full")
-    deep, whole = (take(given, plan, is_cut=is_cut) for take in (take_deep_trace, take_trace))
+    deep, whole = (take(given, plan, is_sharded=is_sharded) for take in (take_deep_trace, take_trace))
     assert deep.is_like(whole)
     assert deep.levels == whole.levels
     assert [each.highest for each in deep.passages] == [each.highest for each in whole.passages]

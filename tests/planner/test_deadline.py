@@ -10,7 +10,7 @@ import pytest
 from roomier.core.errors import RoomierError
 from roomier.hardware.this_machine import this_machine
 from roomier.planner.choosing.choose import choose
-from roomier.planner.choosing.nearest import nothing_fits
+from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.deadline import SEARCH_S, Deadline
 from tests.planner.made_up_prices import (
     KIB,
@@ -47,7 +47,7 @@ def test_if_no_time_remains_for_alternatives_the_error_reports_it(
     choice = choose(regression(1), auto(), this_machine(), budget_bytes=KIB, prices=prices)
 
     def error_within(deadline: Deadline, found: Any = choice) -> str:
-        return str(nothing_fits(regression(1), auto(), found, prices=prices, deadline=deadline))
+        return str(no_plan_fits(regression(1), auto(), found, prices=prices, deadline=deadline))
 
     error = error_within(ends_after(0))
     assert "The search for alternatives reached its time limit. Set ROOMIER_PLANNING_S=600 to search longer" in error
@@ -66,11 +66,11 @@ def test_other_strategies_have_half_of_the_time_if_a_concrete_strategy_does_not_
     prices = made_up(monkeypatch, lambda plan, micro_batch: ((2 - (strategy_of(plan) == "zero3")) * KIB, 1.0))
     plan, machine = auto(strategy="ddp", devices=2), this_machine(2)
     choice = choose(regression(1), plan, machine, budget_bytes=KIB, prices=prices)
-    late = str(nothing_fits(regression(1), plan, choice, prices=prices, deadline=ends_after(4)))
+    late = str(no_plan_fits(regression(1), plan, choice, prices=prices, deadline=ends_after(4)))
     assert "'zero3'" not in late.partition("The search for alternatives")[0]
     assert "ROOMIER_PLANNING_S=600 to search longer than 4 s" in late
     assert "Use Trainer(strategy='zero3'" in str(
-        nothing_fits(regression(1), plan, choice, prices=prices, deadline=ends_after(1000))
+        no_plan_fits(regression(1), plan, choice, prices=prices, deadline=ends_after(1000))
     )
 
 

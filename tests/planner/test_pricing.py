@@ -14,7 +14,7 @@ from roomier.hardware.this_machine import this_machine
 from roomier.plan import Plan
 from roomier.planner.choosing import pricing
 from roomier.planner.choosing.choose import choose
-from roomier.planner.choosing.nearest import nothing_fits
+from roomier.planner.choosing.nearest import no_plan_fits
 from roomier.planner.choosing.pricing import ClosedForms
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
@@ -99,5 +99,5 @@ def test_failures_during_the_search_for_alternatives_are_notes_of_the_error(monk
 
     prices = made_up(monkeypatch, price)
     choice = choose(regression(1), auto(), this_machine(), budget_bytes=KIB, prices=prices)
-    error = nothing_fits(regression(1), auto(), choice, prices=prices)
+    error = no_plan_fits(regression(1), auto(), choice, prices=prices)
     assert error.__notes__ == ["roomier could not evaluate all alternatives: raises KeyError: 'a bug'"]

@@ -157,9 +157,9 @@ def rates(trainer: roomier.Trainer, *arguments: Any, **keywords: Any) -> None:
 
 
 def sizes(trainer: roomier.Trainer, *arguments: Any, **keywords: Any) -> None:
-    plan = trainer.asked_plan
+    plan = trainer.requested_plan
     assert scale_batch_size(trainer, *arguments, memory_budget="1GiB", **keywords)
-    trainer.plan = trainer.asked_plan = plan
+    trainer.plan = trainer.requested_plan = plan
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])

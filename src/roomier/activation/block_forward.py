@@ -81,7 +81,7 @@ class BlockForward(WrappedForward):
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         found: list[Tensor] = []
-        form = torch_private.map_leaves(lambda leaf: _taken_out(leaf, found), (args, kwargs))
+        form = torch_private.map_leaves(lambda leaf: _extracted(leaf, found), (args, kwargs))
         products = Products(save) if self.keep is Keep.PRODUCTS else None
         call = _Call(self.forward, form, Surroundings(self._buffers), products)
         # Tensors are passed as arguments, so that checkpoint saves them and restores the generators of their devices.
@@ -150,7 +150,7 @@ class _Place:
     index: int
 
 
-def _taken_out(leaf: Any, found: list[Tensor]) -> Any:
+def _extracted(leaf: Any, found: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     found.append(leaf)

@@ -31,12 +31,12 @@ def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan 
         lora_alpha=None if layer.lora_scale == 1 else layer.lora_scale * rank_of(layer),
         lora_dropout=layer.lora_dropout,
         lora_targets="blocks" if layers.keys() == in_blocks.keys() else ",".join(layers),
-        lora_trained=",".join(trained_whole(network)),
+        lora_trained=",".join(fully_trained_modules(network)),
         frozen_base=next(iter(formats), "as_is"),
     )
 
 
-def trained_whole(network: nn.Module) -> dict[str, nn.Module]:
+def fully_trained_modules(network: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules without adapters whose parameters are all trained, with their names as keys."""
     found: dict[str, nn.Module] = {}
     for name, module in network.named_modules():
@@ -91,7 +91,7 @@ def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module, bloc
     return replace(named, frozen_base=base, lora_targets=",".join(layers))
 
 
-def tell_unnamed(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Print a notice on adapters and quantization that ``network`` has and ``plan`` does not contain.
 
     Raises:

@@ -88,6 +88,6 @@ def num_elements_of(network: nn.Module) -> int:
     return sum(each.numel() for each in network.parameters()) if known is None else known
 
 
-def stand_for(network: nn.Module, num_elements: int) -> None:
+def represent_larger(network: nn.Module, num_elements: int) -> None:
     """Let :func:`num_elements_of` return ``num_elements`` for ``network``, which represents a larger model."""
     network.__dict__[_STANDS_FOR] = num_elements

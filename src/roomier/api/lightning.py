@@ -167,7 +167,7 @@ def _public_names() -> tuple[str, ...]:
 
 
 @contextmanager
-def lent_to_lightning(module: nn.Module, trainer: TrainerView) -> Iterator[None]:
+def with_methods_of_module(module: nn.Module, trainer: TrainerView) -> Iterator[None]:
     """Let the LightningModules in ``module`` use ``trainer`` for logging, optimizers and properties in this context.
 
     Each object gets a class between its class and Lightning's, as ``fully_shard`` does. So an overridden ``log`` that
@@ -184,7 +184,7 @@ def lent_to_lightning(module: nn.Module, trainer: TrainerView) -> Iterator[None]
 
 
 def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn.Module]:
-    """Attach the LightningModules in ``module`` permanently, as :func:`lent_to_lightning` does temporarily.
+    """Attach the LightningModules in ``module`` permanently, as :func:`with_methods_of_module` does temporarily.
 
     Use this for a copy that is discarded. Without a ``trainer``, they behave like a roomier.Module without a Trainer.
     """

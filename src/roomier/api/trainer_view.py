@@ -147,7 +147,7 @@ class TrainerView(Protocol):
         """The plan of the last run; before the first run, the requested plan."""
 
     @property
-    def asked_plan(self) -> Plan:
+    def requested_plan(self) -> Plan:
         """The requested plan."""
 
     @property

@@ -59,10 +59,10 @@ class GradientAccumulationScheduler(Callback):
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if trainer.asked_plan.batch.accumulate_grad_batches != 1:
+        if trainer.requested_plan.batch.accumulate_grad_batches != 1:
             raise RoomierError(
                 "accumulate_grad_batches",
-                trainer.asked_plan.batch.accumulate_grad_batches,
+                trainer.requested_plan.batch.accumulate_grad_batches,
                 "cannot be combined with a GradientAccumulationScheduler",
                 "Remove one of the two",
             )

@@ -185,7 +185,7 @@ class ProgressBar(Callback):
         self._evaluation_began_s = time.monotonic()
         self._rest_clock()
 
-    def _evaluation_standing(self, metrics: dict[str, float]) -> Standing:
+    def _evaluation_progress(self, metrics: dict[str, float]) -> Standing:
         elapsed_s = max(time.monotonic() - self._evaluation_began_s, 1e-9)
         rate = self._num_evaluated / elapsed_s
         num_left = self._num_total - self._num_evaluated
@@ -195,13 +195,13 @@ class ProgressBar(Callback):
     def _draw_evaluation(self) -> None:
         if self._display is None:
             return
-        self._display.draw(self._evaluation_standing({}))
+        self._display.draw(self._evaluation_progress({}))
         self._schedule_redraw()
 
     def _end_evaluation(self, trainer: TrainerView) -> None:
         if self._display is not None:
             metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
-            self._display.end(self._evaluation_standing(metrics))
+            self._display.end(self._evaluation_progress(metrics))
         if self._is_training:
             self._schedule_redraw()
         else:

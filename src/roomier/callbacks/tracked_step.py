@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
-from roomier.planner.dry_runs.places import named_places, telling_places
+from roomier.planner.dry_runs.places import named_places, reporting_places
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
@@ -116,7 +116,7 @@ def _report_phases(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
         tracker.place = ""
 
     stack = ExitStack()
-    stack.enter_context(telling_places(named_places(engine.module, engine.blocks), set_place))
+    stack.enter_context(reporting_places(named_places(engine.module, engine.blocks), set_place))
     engine.hooks = replace(
         hooks,
         before_backward=(*hooks.before_backward, lambda loss: tracker.enter("backward")),

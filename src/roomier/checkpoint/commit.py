@@ -9,7 +9,7 @@ killed process leaves one of three states:
 2. between the two renames     ``.old-``: the old checkpoint  (``.tmp-``: the new checkpoint, unused)
 3. after the second rename     target: the new checkpoint    (``.old-``: superseded)
 
-In each state, a complete checkpoint has the target's name or, in state 2, an ``.old-`` name. :func:`standing` and
+In each state, a complete checkpoint has the target's name or, in state 2, an ``.old-`` name. :func:`surviving_path` and
 :func:`roomier.checkpoint.find.list_complete` find both. The next save into the same parent folder clears the folders of
 dead processes: it renames the old checkpoint of state 2 back, and deletes all other leftovers. Deletion starts with the
 record, without which a folder no longer counts as complete.
@@ -190,7 +190,7 @@ def remove(path: str | Path) -> None:
         notice(f"could not delete all files of a removed checkpoint; the rest uses disk space in {doomed}")
 
 
-def standing(path: Path) -> Path:
+def surviving_path(path: Path) -> Path:
     """Return ``path``, or its ``.old-`` path if a kill interrupted the replacement of the checkpoint."""
     path = at_home(path)
     if os.path.lexists(path) or not path.parent.is_dir():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from roomier.checkpoint.commit import at_home, replaced_in, standing
+from roomier.checkpoint.commit import at_home, replaced_in, surviving_path
 from roomier.checkpoint.record import (
     MAX_COMMIT_NUMBER,
     DamagedCheckpointError,
@@ -113,7 +113,7 @@ def verify(path: str | Path) -> None:
         CheckpointError: a file is missing or damaged. The error names the newest valid checkpoint in the same folder,
             if there is one.
     """
-    folder = standing(Path(path))
+    folder = surviving_path(Path(path))
     try:
         _check(folder)
     except (DamagedCheckpointError, NotACheckpointError) as error:

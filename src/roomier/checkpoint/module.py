@@ -92,7 +92,7 @@ def make_module(
     argument = described.get("hyperparameters_argument")
     if argument in inspect.signature(cls).parameters:  # __init__ takes all hyperparameters in one argument
         stored = {argument: HyperParameters(stored)}
-    arguments = {**_taken_by(cls, stored), **init_arguments}
+    arguments = {**_accepted_by(cls, stored), **init_arguments}
     try:
         module = cls(**arguments)
     except TypeError as error:
@@ -152,7 +152,7 @@ def _device(map_location: str | torch.device) -> torch.device:
     return device
 
 
-def _taken_by(cls: type, stored: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_by(cls: type, stored: Mapping[str, Any]) -> dict[str, Any]:
     # The stored hyperparameters of a subclass can include arguments of its parent that its own __init__ does not take.
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

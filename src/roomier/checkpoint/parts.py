@@ -25,13 +25,13 @@ class Part:
         name: name of the full tensor.
         offsets: first index of the box in the full tensor, for each dimension.
         tensor: the box.
-        is_cut: True if the full tensor is sharded across ranks.
+        is_sharded: True if the full tensor is sharded across ranks.
     """
 
     name: str
     offsets: tuple[int, ...]
     tensor: Tensor
-    is_cut: bool = False
+    is_sharded: bool = False
 
 
 def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[Part]:
@@ -46,7 +46,7 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
     """
     found, turn = [], 0
     for name, tensor in tensors.items():
-        if not is_cut(tensor):
+        if not is_sharded(tensor):
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), tensor))
             continue
@@ -55,11 +55,11 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), torch.empty(tensor.shape, dtype=tensor.dtype)))
         elif _is_mine(tensor, turn) and tensor.to_local().numel():
-            found.append(Part(name, torch_private.offsets_of_shard(tensor), tensor.to_local(), is_cut=True))
+            found.append(Part(name, torch_private.offsets_of_shard(tensor), tensor.to_local(), is_sharded=True))
     return found
 
 
-def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
+def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     """Return True if ``tensor`` is a DTensor, on any number of ranks."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False

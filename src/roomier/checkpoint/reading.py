@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.parts import is_cut
+from roomier.checkpoint.parts import is_sharded
 from roomier.checkpoint.record import StoredFile, damage, malformed, reading, summed
 from roomier.checkpoint.tensor_file import num_bytes_of, read_box, read_header
 from roomier.checkpoint.tree import TensorSpec
@@ -213,7 +213,7 @@ def _reads_by_file(pieces: Pieces, targets: Iterable[tuple[str, Tensor]]) -> dic
 
 def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return the part of ``target`` that this rank holds, and where it begins in the full tensor."""
-    if not is_cut(target):
+    if not is_sharded(target):
         return target, (0,) * target.dim()
     own = target.to_local()
     return own, torch_private.offsets_of_shard(target) if own.numel() else (0,) * own.dim()

@@ -24,7 +24,7 @@ from roomier.checkpoint import store, tree
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.commit import committed_folder, disk_errors, sync_folder
 from roomier.checkpoint.find import next_commit_number
-from roomier.checkpoint.parts import Part, is_cut, parts_to_write
+from roomier.checkpoint.parts import Part, is_sharded, parts_to_write
 from roomier.checkpoint.record import FORMAT_VERSION, Record, StoredFile, write_record
 from roomier.checkpoint.tree import StoredTensor, leaves
 from roomier.core.errors import CheckpointError
@@ -66,9 +66,9 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
     def take_apart() -> int:
         tensors, json_tree = tree.split(state)
         parts = parts_to_write(tensors, writes_whole=ranks.is_zero)
-        num_cut = {name: tensor.numel() for name, tensor in tensors.items() if is_cut(tensor)}
+        num_cut = {name: tensor.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
         prepared.append(Prepared(target, json_tree, parts, _sections(json_tree), num_cut))
-        cut = [(path, tuple(each.shape), each.dtype) for path, each in leaves(state, Tensor) if is_cut(each)]
+        cut = [(path, tuple(each.shape), each.dtype) for path, each in leaves(state, Tensor) if is_sharded(each)]
         return zlib.crc32(repr(cut).encode("utf-8", "backslashreplace"))
 
     sums = together(ranks, take_apart)
@@ -103,7 +103,7 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
             with disk_errors(target, num_bytes, folder):
                 files = store.write_parts(folder, prepared.parts, prepared.section_of, ranks.world.rank)
                 sync_folder(folder)
-            return files, {part.name: part.tensor.numel() for part in prepared.parts if part.is_cut}
+            return files, {part.name: part.tensor.numel() for part in prepared.parts if part.is_sharded}
 
         written = together(ranks, write_own)
 

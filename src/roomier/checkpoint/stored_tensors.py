@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.commit import standing
+from roomier.checkpoint.commit import surviving_path
 from roomier.checkpoint.find import with_alternative
 from roomier.checkpoint.reading import Piece, check_pieces, read_pieces
 from roomier.checkpoint.record import (
@@ -42,7 +42,7 @@ class StoredTensors:
     """
 
     def __init__(self, path: str | Path, section: str) -> None:
-        self._folder = standing(Path(path))
+        self._folder = surviving_path(Path(path))
         try:
             record = read_record(self._folder)
             check_sizes(self._folder, record)

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from roomier.checkpoint.parts import is_cut
+from roomier.checkpoint.parts import is_sharded
 from roomier.core.errors import CheckpointError
 from roomier.core.forms import Form, FormError, anything, count, items, list_of, one_of, place_of, text
 from roomier.core.forms import fields as form_of_fields
@@ -173,7 +173,7 @@ class _Splitter:
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return an identity that is equal for tied tensors, or None if the tensor has no elements."""
-    local = tensor.to_local() if is_cut(tensor) else tensor
+    local = tensor.to_local() if is_sharded(tensor) else tensor
     if not local.numel():
         return None
         # The state keeps the memory alive, so a data pointer is unique.
@@ -208,7 +208,7 @@ def _refuse_unstorable(tensor: Tensor, path: Path) -> None:
 
     if not _is_plain(tensor):
         refuse("is a tensor subclass whose data cannot be accessed", "Save its components as plain tensors")
-    if is_cut(tensor) and any(placement.is_partial() for placement in tensor.placements):
+    if is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements):
         refuse(
             "has a Partial placement, which is not reduced over the ranks yet",
             "Redistribute it to Shard or Replicate before saving",
@@ -227,7 +227,7 @@ def _is_plain(tensor: Tensor) -> bool:
     # isinstance() would also accept a subclass that is only marked as a parameter.
     if issubclass(type(tensor), torch.nn.Parameter):
         return not torch.nn.parameter.is_lazy(tensor)
-    return is_cut(tensor)
+    return is_sharded(tensor)
 
 
 def _refusal(path: Path, value: object, problem: str, action: str) -> CheckpointError:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roomier.checkpoint import tree
 from roomier.checkpoint.agree import all_ranks, together
-from roomier.checkpoint.commit import absolute, standing
+from roomier.checkpoint.commit import absolute, surviving_path
 from roomier.checkpoint.find import with_alternative
 from roomier.checkpoint.reading import TensorReader, check_pieces, read_pieces
 from roomier.checkpoint.record import (
@@ -77,7 +77,7 @@ def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.
     """
-    folder = standing(Path(path))
+    folder = surviving_path(Path(path))
     try:
         record = read_record(folder)
         if check_files:
@@ -131,7 +131,7 @@ def load(
         >>> load("checkpoints/step-100", into={"model": model.state_dict()})  # fills the tensors of the model in place
     """
     ranks = Ranks() if ranks is None else ranks
-    folder = standing(Path(path))
+    folder = surviving_path(Path(path))
     targets: dict[tree.Path, Tensor] = {}
     skeleton: dict[str, Any] = {}
     state: dict[str, Any] = {}

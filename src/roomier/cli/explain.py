@@ -10,7 +10,7 @@ from pydoc import locate
 from jsonargparse import ArgumentParser
 
 from roomier.core.errors import RoomierError, did_you_mean
-from roomier.core.keywords import what_to_write
+from roomier.core.keywords import advice_for_name
 from roomier.trainer import Trainer
 from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 from roomier.trainer.keywords.former_flags import written_today
@@ -70,7 +70,7 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
             if former is not None:
                 return RoomierError(option, given, _FORMER, former)
             names = [text.removeprefix(_TRAINER) for text in options if text.startswith(_TRAINER)]
-            action = what_to_write("Trainer", option.removeprefix(_TRAINER), names, FORMER_KEYWORDS, prefix=_TRAINER)
+            action = advice_for_name("Trainer", option.removeprefix(_TRAINER), names, FORMER_KEYWORDS, prefix=_TRAINER)
             return RoomierError(option, given, "is not a keyword of the Trainer", action)
         return RoomierError(option, given, "is not an option", did_you_mean(option, options))
     if found := _UNKNOWN_IN_GROUP.search(message):
@@ -78,7 +78,7 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
         former = _former_flag(found["name"], "N", "{}: {}", ", ")
         if former is not None:
             return RoomierError(field, "...", _FORMER, former)
-        action = what_to_write("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
+        action = advice_for_name("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
         return RoomierError(field, "...", "is not a keyword of the Trainer", action)
     if found := _UNKNOWN_IN_CLASS.search(message):
         known = _names_of(locate(found["path"]))

@@ -103,7 +103,7 @@ def without_gpt(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return found, words
 
 
-def check_asked(config: Namespace, gpt: str | None) -> None:
+def check_one_model(config: Namespace, gpt: str | None) -> None:
     """Check that the options describe exactly one model.
 
     Raises:
@@ -135,7 +135,7 @@ def trainer_words(words: Sequence[str]) -> frozenset[str]:
     return frozenset(option.split(".")[1] for option in options if option.startswith("--trainer."))
 
 
-def heed_strategy(config: Namespace, given: Collection[str]) -> None:
+def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
     """Plan only the strategy of ``--trainer.strategy`` if it was passed on the command line, as with ``--strategy``.
 
     Args:
@@ -154,7 +154,7 @@ def heed_strategy(config: Namespace, given: Collection[str]) -> None:
     config.strategy = None if name == "auto" else name
 
 
-def machine_asked(config: Namespace, given: Collection[str] = ()) -> Machine:
+def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machine:
     """Return the machine of ``--hardware`` and ``--nodes``, otherwise this machine with the devices of the Trainer.
 
     Args:
@@ -210,7 +210,7 @@ def _check_names_the_same(config: Namespace, machine: Machine, given: Collection
         raise RoomierError("--trainer.devices", own, problem, action)
 
 
-def copies_asked(config: Namespace) -> tuple[KeptWeights, ...]:
+def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
     """Return the copies of weights that the configured callbacks hold. Other callbacks are not created."""
     callbacks = config.trainer.callbacks or ()
     made: list[Any] = []
@@ -223,7 +223,7 @@ def copies_asked(config: Namespace) -> tuple[KeptWeights, ...]:
     return kept_by(adopted(made))
 
 
-def plan_asked(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:
+def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:
     """Return the Plan of the Trainer's keywords on ``machine``, with all strategies or the selected one.
 
     Args:

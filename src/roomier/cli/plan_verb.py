@@ -17,11 +17,11 @@ from roomier.api.overrides import overrides
 from roomier.cli import workloads
 from roomier.cli.options import parse
 from roomier.cli.plan_options import (
-    check_asked,
-    copies_asked,
-    heed_strategy,
-    machine_asked,
-    plan_asked,
+    apply_strategy_option,
+    check_one_model,
+    copies_of_options,
+    machine_of_options,
+    plan_of_options,
     plan_parser,
     trainer_words,
     without_gpt,
@@ -59,15 +59,15 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         gpt, words = without_gpt(arguments)
         parser = plan_parser(gpt)
         config = parse(parser, words)
-        check_asked(config, gpt)
+        check_one_model(config, gpt)
         given = trainer_words(words)
-        heed_strategy(config, given)
+        apply_strategy_option(config, given)
         with contextlib.redirect_stdout(sys.stderr):  # output of the user's code must not mix with the result
-            machine = machine_asked(config, given)
-            asked = _with(_asked(parser, config, gpt), copies=copies_asked(config))
+            machine = machine_of_options(config, given)
+            asked = _with(_asked(parser, config, gpt), copies=copies_of_options(config))
             if config.calibrated_by is not None:
                 asked = _calibrated(asked, config.calibrated_by, machine)
-            plan = plan_asked(config, machine, optimizes_itself=_optimizes_itself(asked.workload.module))
+            plan = plan_of_options(config, machine, optimizes_itself=_optimizes_itself(asked.workload.module))
             choice = _choose(asked, plan, machine)
             grid = _what_if(asked, plan, choice) if config.what_if or config.html is not None else None
         if config.html is not None:
@@ -85,11 +85,11 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
     if config.hf is not None:
-        return workloads.asked_hugging_face(config.hf, config.batch_size, config.seq_len)
+        return workloads.hugging_face_request(config.hf, config.batch_size, config.seq_len)
     if gpt is not None:
-        return workloads.asked_gpt(GPTConfig(**config.model.as_dict()), config.batch_size, config.seq_len)
+        return workloads.gpt_request(GPTConfig(**config.model.as_dict()), config.batch_size, config.seq_len)
     stand_in = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    return workloads.asked_class(parser, config, config.input, config.batch_size, stand_in)
+    return workloads.class_request(parser, config, config.input, config.batch_size, stand_in)
 
 
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:

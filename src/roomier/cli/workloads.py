@@ -48,7 +48,7 @@ class Asked:
     longest: int | None = None
 
 
-def asked_gpt(config: GPTConfig, batch_size: int | None, num_tokens: int | None) -> Asked:
+def gpt_request(config: GPTConfig, batch_size: int | None, num_tokens: int | None) -> Asked:
     """Return the workload of roomier's GPT.
 
     Raises:
@@ -69,7 +69,7 @@ def asked_gpt(config: GPTConfig, batch_size: int | None, num_tokens: int | None)
     return Asked("GPT", at_length(length), at_length, length, config.context)
 
 
-def asked_hugging_face(path: str, batch_size: int | None, num_tokens: int | None) -> Asked:
+def hugging_face_request(path: str, batch_size: int | None, num_tokens: int | None) -> Asked:
     """Return the workload of the model in a ``config.json``.
 
     Raises:
@@ -93,7 +93,7 @@ def asked_hugging_face(path: str, batch_size: int | None, num_tokens: int | None
     return Asked(name, workload, at_length, ids.shape[1], longest)
 
 
-def asked_class(
+def class_request(
     parser: ArgumentParser, config: Namespace, inputs: str | None, batch_size: int | None, stand_in: Any
 ) -> Asked:
     """Return the workload of a class with its arguments, and a batch of its data or of given shapes.

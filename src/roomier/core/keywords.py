@@ -25,10 +25,10 @@ def unknown_keyword(
         known: keywords that ``owner`` accepts.
         former: action for each former name, or for each name in the interface of another library.
     """
-    return RoomierError(name, value, f"{owner} has no such keyword", what_to_write(owner, name, known, former))
+    return RoomierError(name, value, f"{owner} has no such keyword", advice_for_name(owner, name, known, former))
 
 
-def what_to_write(
+def advice_for_name(
     owner: str, name: str, known: Iterable[str], former: Mapping[str, str] = _NONE, *, prefix: str = ""
 ) -> str:
     """Return what to write instead of the keyword ``name``, as an imperative sentence.

@@ -269,7 +269,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def tell_stepped(optimizer: Optimizer) -> None:
+def mark_stepped(optimizer: Optimizer) -> None:
     """Mark the step as done. Otherwise schedulers warn if the loss scaler skipped the first step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -287,7 +287,7 @@ def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -
     metric._computed = None
 
 
-def compute_metric_anew(metric: Any) -> Any:
+def recompute_metric(metric: Any) -> Any:
     """Compute a torchmetrics metric on all ranks. Ignore a cached result, which only some ranks may have."""
     metric._computed = None
     with warnings.catch_warnings():

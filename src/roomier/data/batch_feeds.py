@@ -331,7 +331,7 @@ class ReplayedFeed(BatchFeed):
         return self._epoch_start.position()
 
 
-def _begins_anew(kind: type) -> bool:
+def _restarts(kind: type) -> bool:
     """Return True if ``kind`` belongs to a library in which every new iterator starts a new epoch."""
     return kind.__module__.partition(".")[0] in ("torchdata", "datasets")
 
@@ -417,7 +417,7 @@ class StatefulFeed(BatchFeed):
         if is_complete:
             self._keeper.load_state_dict(state)
             self._begins_at_an_end = True
-        elif not isinstance(self._keeper, DataLoader) and not any(map(_begins_anew, type(self._keeper).__mro__)):
+        elif not isinstance(self._keeper, DataLoader) and not any(map(_restarts, type(self._keeper).__mro__)):
             random_state = rng_state()
             goes_on = self._goes_on()
             self._keeper.load_state_dict(state)

@@ -52,7 +52,7 @@ def share_of(loader: object, world: World) -> Share:
         if (world.rank, world.size) in places:
             return Share(world, f"{type(part).__name__} (created for this rank)")
     for part in (*_streams(loader), *_samplers(loader)):
-        if _asks_for_rank(part):
+        if _reads_rank(part):
             return Share(world, f"{type(part).__name__} (reads its rank)")
     return Share(world)
 
@@ -84,7 +84,7 @@ def _streams(loader: object) -> Iterator[object]:
         yield loader
 
 
-def _asks_for_rank(part: object) -> bool:
+def _reads_rank(part: object) -> bool:
     """Return True if the code of ``part`` (its methods, or the body of a generator) contains a name of the rank."""
     codes = [code for code in (getattr(part, "gi_code", None),) if code is not None]
     for kind in type(part).__mro__:

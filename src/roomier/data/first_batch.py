@@ -60,7 +60,7 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
         return max(islice(loader, _NUM_LISTED), key=_num_bytes), loader
     if isinstance(loader, Iterator):
         return _read_ahead(loader, name)
-    check_is_read_anew(loader, name)
+    check_is_repeatable(loader, name)
     with untouched(loader):
         try:
             if isinstance(loader, DataLoader) and can_be_rebuilt(loader):
@@ -107,7 +107,7 @@ def untouched(loader: Any) -> Iterator[None]:
         set_rng_state(state)
 
 
-def check_is_read_anew(
+def check_is_repeatable(
     loader: Any, name: str, instead: str = "set a strategy without memory_budget, which requires no first batch"
 ) -> None:
     """Reject a loader that would yield different batches if it is iterated again.
@@ -122,7 +122,7 @@ def check_is_read_anew(
     """
     if isinstance(loader, CombinedLoader):
         for each, part_name in zip(loader.flattened, loader.part_names, strict=True):
-            check_is_read_anew(each, f"{name}{part_name}", instead)
+            check_is_repeatable(each, f"{name}{part_name}", instead)
         return
     if getattr(loader, "num_workers", 0):
         return  # each worker reads a copy

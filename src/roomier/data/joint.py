@@ -158,11 +158,11 @@ def _read_cycle(parts: Sequence[Part]) -> list[Any] | None:
     if all(part.came_to_end for part in parts):
         return None
     return [
-        _read_anew(part) if batches.get(number, END) is END else batches[number] for number, part in enumerate(parts)
+        _read_again(part) if batches.get(number, END) is END else batches[number] for number, part in enumerate(parts)
     ]
 
 
-def _read_anew(part: Part) -> Any:
+def _read_again(part: Part) -> Any:
     batch = part.read()
     if batch is END:
         part.begin()

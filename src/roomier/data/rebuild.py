@@ -74,7 +74,7 @@ def parts_of(loader: object) -> Iterator[object]:
     yield from seen
 
 
-def tell_epoch(loader: object, epoch: int, *, training: bool = True) -> None:
+def set_loader_epoch(loader: object, epoch: int, *, training: bool = True) -> None:
     """Call ``set_epoch(epoch)`` on ``loader``, its samplers and, in training, its dataset, if they have this method.
 
     An evaluation can use the training dataset in the middle of a training epoch, and must not restart it.

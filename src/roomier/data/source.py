@@ -20,7 +20,7 @@ from roomier.data.combined_feed import CombinedFeed
 from roomier.data.divided import share_of
 from roomier.data.feeds import Feed
 from roomier.data.lengths import check_lengths, no_batch_on
-from roomier.data.rebuild import tell_epoch
+from roomier.data.rebuild import set_loader_epoch
 from roomier.data.share import Share
 from roomier.data.turns import Turn, Turns, without_padding
 from roomier.data.workers import end_with_signals
@@ -197,7 +197,7 @@ class Source:
 
     def _tell_epoch(self, epoch: int) -> None:
         for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else (self.loader,):
-            tell_epoch(loader, epoch, training=self._is_training)
+            set_loader_epoch(loader, epoch, training=self._is_training)
 
     def turns(self, limit: float) -> Iterator[Turn]:
         """Return an iterator over the forwards of this rank in an evaluation; see [Note: turns].

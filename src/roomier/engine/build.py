@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TypeVar
 
-from roomier.adapters.found import tell_unnamed
+from roomier.adapters.found import report_unnamed_adapters
 from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.module import Module
 from roomier.core import torch_fake
@@ -15,7 +15,7 @@ from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
 from roomier.engine.levers import apply_levers
-from roomier.engine.materialise import cuts_parameters, take_weights
+from roomier.engine.materialise import shards_parameters, take_weights
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
 from roomier.engine.step_in_backward import updates_of
 from roomier.engine.weights_file import WeightsToRead
@@ -50,7 +50,7 @@ def build(
     facts = facts_of(plan, module, ranks) if facts is None else facts
     network, device, precision = facts.network, facts.device, facts.precision
     check_module(plan, module, network)
-    tell_unnamed(plan, network, facts.blocks)
+    report_unnamed_adapters(plan, network, facts.blocks)
     given = None if weights is None else weights.check(network)
     if plan.adapter.lora_rank is not None:
         apply_lora(network, facts.blocks, plan.adapter)  # adds parameters that no file contains
@@ -61,13 +61,13 @@ def build(
     if taken is None:
         if not torch_fake.makes_fake_tensors():  # fake tensors are on the device, and cannot be swapped
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
-    elif not cuts_parameters(plan, ranks):
+    elif not shards_parameters(plan, ranks):
         taken.put_back(network, network, device)  # DDP reads the parameters of the network that it wraps
     levers = apply_levers(plan, facts)  # before sharding, whose hooks run outside these forwards
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)
         parallel = divide(plan, facts)  # replaces the parameters that it shards
-        if taken is not None and parallel.runner is not None and cuts_parameters(plan, ranks):
+        if taken is not None and parallel.runner is not None and shards_parameters(plan, ranks):
             taken.put_back(parallel.runner, network, device)  # each rank allocates its shard only
         if weights is not None:
             weights.read_into(network)

@@ -13,7 +13,7 @@ from torch import nn
 
 from roomier.core.errors import RoomierError
 from roomier.engine.facts import Facts
-from roomier.engine.materialise import cuts_parameters
+from roomier.engine.materialise import shards_parameters
 from roomier.engine.parallel import Alone, Parallel
 from roomier.plan import Plan
 
@@ -34,8 +34,8 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         return Alone()
     wanted = plan.parallel
     earlier: Shards | None = network.__dict__.get(_SHARDS)
-    if earlier is not None and not cuts_parameters(plan, ranks):
-        raise _cut_otherwise(network)
+    if earlier is not None and not shards_parameters(plan, ranks):
+        raise _sharded_differently(network)
     if plan.optimizer.name == "onebit_adam":
         from roomier.parallel.own_gradients import OwnGradients  # late: one process does not need it
 
@@ -72,7 +72,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         is_pairwise=ranks.exchange_pairwise(device),
     )
     if earlier is not None:  # an earlier fit sharded this network; it is trained or evaluated with the same shards
-        _check_cut_alike(earlier, sharding, network)
+        _check_same_sharding(earlier, sharding, network)
         earlier.release()
         earlier.begin_run()
         return earlier
@@ -85,12 +85,12 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     return shards
 
 
-def _check_cut_alike(earlier: Shards, wanted: Sharding, network: nn.Module) -> None:
+def _check_same_sharding(earlier: Shards, wanted: Sharding, network: nn.Module) -> None:
     if earlier.sharding != wanted:
-        raise _cut_otherwise(network)
+        raise _sharded_differently(network)
 
 
-def _cut_otherwise(network: nn.Module) -> RoomierError:
+def _sharded_differently(network: nn.Module) -> RoomierError:
     problem = "was sharded in a different way by an earlier run, which cannot be undone"
     action = "Use the strategy, precision and accumulation of that run, or load its checkpoint into a new model"
     return RoomierError("model", type(network).__name__, problem, action)

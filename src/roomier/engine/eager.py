@@ -23,10 +23,10 @@ from roomier.engine.no_terms import zero_gradients
 from roomier.engine.optimizer_form import check_values
 from roomier.engine.optimizer_state import (
     check_optimizer,
-    cut_like,
     load_optimizer,
     optimizer_state,
     parameter_names,
+    shard_like,
 )
 from roomier.engine.parallel import Parallel
 from roomier.engine.updates import Updates
@@ -392,7 +392,7 @@ class EagerEngine:
     def load(self, state: dict[str, Any]) -> None:
         self.settle()
         own = self.weights()
-        self.module.load_state_dict({name: cut_like(own.get(name), each) for name, each in state["module"].items()})
+        self.module.load_state_dict({name: shard_like(own.get(name), each) for name, each in state["module"].items()})
         names = parameter_names(self.module)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved, names)

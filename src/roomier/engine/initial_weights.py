@@ -100,7 +100,7 @@ def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
             first_values()
 
 
-def tell_what_is_lost(network: nn.Module) -> None:
+def report_lost_initialization(network: nn.Module) -> None:
     """Report a module whose constructor may have initialized its parameters in a way that is lost."""
     lost = _without_initializer(network, type(network).__name__)
     if lost is not None:

@@ -21,8 +21,8 @@ from roomier.engine.initial_weights import (
     check_written,
     empty_buffers,
     initialise,
+    report_lost_initialization,
     same_random_numbers,
-    tell_what_is_lost,
 )
 from roomier.parallel.pages import (
     Cut,
@@ -50,10 +50,10 @@ def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> It
     if ranks.is_alone:
         yield
         return
-    in_parts = cuts_parameters(plan, ranks)
+    in_parts = shards_parameters(plan, ranks)
     paging: AbstractContextManager[object] = nullcontext()
     if in_parts:
-        paging = paged_parameters(_cut_of(plan, ranks), discards=has_weights)
+        paging = paged_parameters(_shard_of(plan, ranks), discards=has_weights)
     with same_random_numbers(ranks), paging:
         yield
 
@@ -120,13 +120,13 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
     meta_tensors |= {name for name, each in network.named_buffers(remove_duplicate=False) if each.is_meta}
     if not meta_tensors and not any(isinstance(each, PagedTensor) for _, each in parameters):
         return None
-    cut = _cut_of(plan, ranks) if cuts_parameters(plan, ranks) else Cut()
+    cut = _shard_of(plan, ranks) if shards_parameters(plan, ranks) else Cut()
     pages = Pages(cut, discards=given is not None)
     small = {each for name, each in parameters if is_adapter(name)}  # they have values, and no file contains them
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
     if meta_tensors:
         if given is None:
-            tell_what_is_lost(network)
+            report_lost_initialization(network)
         buffers = empty_buffers(network)
         with same_random_numbers(ranks):
             initialise(network, meta_tensors)
@@ -158,13 +158,13 @@ def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
         raise RoomierError("configure_model", found, problem, action)
 
 
-def cuts_parameters(plan: Plan, ranks: Ranks) -> bool:
+def shards_parameters(plan: Plan, ranks: Ranks) -> bool:
     """Return whether the strategy of ``plan`` shards parameters across ranks."""
     is_whole = plan.parallel.strategy in ("single", "ddp") or plan.optimizer.name == "onebit_adam"
     return not ranks.is_alone and not is_whole
 
 
-def _cut_of(plan: Plan, ranks: Ranks) -> Cut:
+def _shard_of(plan: Plan, ranks: Ranks) -> Cut:
     num_shards = plan.parallel.num_shards
     return Cut(num_shards, ranks.world.rank % num_shards)  # neighboring ranks share a replica, see make_mesh
 

@@ -108,8 +108,8 @@ def state_places(
             return unneeded if tensor is None else tensor
         if not spec.shape:
             return torch.empty((), dtype=spec.dtype)
-        is_cut = tuple(spec.shape) == tuple(parameter.shape) or key in _row_states(optimizer)
-        return _empty_beside(parameter, spec.shape, spec.dtype, is_cut=is_cut)
+        is_sharded = tuple(spec.shape) == tuple(parameter.shape) or key in _row_states(optimizer)
+        return _empty_state_of(parameter, spec.shape, spec.dtype, is_sharded=is_sharded)
 
     def places_of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -124,18 +124,18 @@ def _row_states(optimizer: Optimizer) -> Sequence[str]:
     return optimizer.row_states if isinstance(optimizer, HasRowStates) else ()
 
 
-def _empty_beside(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_cut: bool) -> Tensor:
+def _empty_state_of(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool) -> Tensor:
     if type(parameter) is not nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, empty  # slow to import, and only sharding needs it
 
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            placements = parameter.placements if is_cut else [Replicate()] * mesh.ndim
+            placements = parameter.placements if is_sharded else [Replicate()] * mesh.ndim
             return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
-def cut_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
+def shard_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
     """Return the full tensor ``value`` sharded like ``own``, which has its shape or its number of rows.
 
     Other values are returned unchanged. No rank waits for another.
@@ -196,7 +196,7 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
 
 
 def _owned(value: Any, parameter: nn.Parameter, *, by_rows: bool) -> Any:
-    cut = cut_like(parameter, value, by_rows=by_rows)
+    cut = shard_like(parameter, value, by_rows=by_rows)
     # A view of a shard would keep the full tensor in memory.
     return value if cut is value else cut.clone()
 

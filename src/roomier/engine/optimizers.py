@@ -18,8 +18,8 @@ from roomier.optim.by_name import keeps_updates, make_optimizer
 from roomier.optim.configured import (
     Configured,
     LRSchedulerConfig,
-    check_cut_parameters,
     check_ownership,
+    check_sharded_parameters,
     read_configured,
 )
 from roomier.optim.onebit_adam import onebit_options
@@ -100,7 +100,7 @@ def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None
         RoomierError: an optimizer has parameters of another module, or does not support sharded parameters.
     """
     check_ownership(configured, module.parameters())
-    check_cut_parameters(configured.optimizers)
+    check_sharded_parameters(configured.optimizers)
     losing = [each for each in configured.optimizers if not keeps_updates(each)]
     if losing and plan.optimizer.weight_rounding is None:  # otherwise the user chose the rounding
         names = " and ".join(sorted({type(optimizer).__name__ for optimizer in losing}))

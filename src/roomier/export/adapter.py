@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from roomier.adapters.found import trained_whole
+from roomier.adapters.found import fully_trained_modules
 from roomier.adapters.layers import Adapted, rank_of
 from roomier.adapters.lora import matches
 from roomier.checkpoint.commit import committed_folder
@@ -45,7 +45,7 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
         problem = "must not be sharded"
         raise RoomierError("network", type(network).__name__, problem, "Load its checkpoint into a new model")
     parts = {name: _as_in_peft(each.lora_A, each.lora_B, is_in_out=each.is_in_out) for name, each in layers.items()}
-    trained = trained_whole(network)
+    trained = fully_trained_modules(network)
     full = {
         part: each.detach().cpu() for name, module in trained.items() for part, each in module.named_parameters(name)
     }

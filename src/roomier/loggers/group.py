@@ -47,7 +47,7 @@ class LoggerGroup:
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Start all loggers. See :meth:`roomier.api.logger.Logger.start`."""
-        tell_folder(self.loggers, run_dir)
+        set_run_folder(self.loggers, run_dir)
         for logger in self.loggers:
             logger.is_muted = False
         self._each("start", lambda logger: logger.start(run_dir, resumed_step))
@@ -77,7 +77,7 @@ class LoggerGroup:
                 mute(logger, name, error)
 
 
-def tell_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:
+def set_run_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:
     """Set the run folder of roomier's loggers. Every rank calls this, but only the first rank starts the loggers."""
     for logger in loggers:
         if isinstance(logger, Logger):

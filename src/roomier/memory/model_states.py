@@ -86,7 +86,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
-    step = _ShardedStep(units, layout, kept) if layout.is_cut else _UnshardedStep(units, layout, kept)
+    step = _ShardedStep(units, layout, kept) if layout.is_sharded else _UnshardedStep(units, layout, kept)
     return ModelStates([*step.moments, Moment("between steps", {**step.now, Kind.GRADIENT: step.bucket_bytes})])
 
 

@@ -72,7 +72,7 @@ class Layout:
     holds_all_batches: bool = True
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if parameters are sharded."""
         return self.strategy not in ("single", "ddp")
 
@@ -82,7 +82,7 @@ class Layout:
         return self.strategy in ("zero3", "hsdp")
 
     @property
-    def accumulates_whole(self) -> bool:
+    def accumulates_unsharded(self) -> bool:
         """True if unsharded gradients are accumulated over the micro-batches before the reduction."""
         return self.strategy == "zero1" and self.num_micro_batches > 1
 
@@ -130,7 +130,7 @@ def unit_bytes(unit: Unit, layout: Layout) -> UnitBytes:
 def _unit_bytes(
     shapes: tuple[WeightShape, ...], gathered_dtype: torch.dtype, sum_dtype: torch.dtype, layout: Layout
 ) -> UnitBytes:
-    whole = [each for each in shapes if layout.is_cut and not each.shape]
+    whole = [each for each in shapes if layout.is_sharded and not each.shape]
     shapes = tuple(each for each in shapes if each not in whole)
     padded = [padded_elements(each.shape, layout) for each in shapes]
     trained = [(math.prod(each.shape), num) for each, num in zip(shapes, padded, strict=True) if each.is_trained]
@@ -141,7 +141,7 @@ def _unit_bytes(
     wire_dtype = layout.wire_dtype
     if wire_dtype is None:
         # Only the reduction between gloo ranks can send gradients in 16 bits and sum them in 32 bits.
-        is_low = weight_dtype != gathered_dtype and layout.on_gloo and not layout.accumulates_whole
+        is_low = weight_dtype != gathered_dtype and layout.on_gloo and not layout.accumulates_unsharded
         wire_dtype = gathered_dtype if is_low else sum_dtype
     sent = num_sent * wire_dtype.itemsize
     own = num_sent // layout.num_shards
@@ -170,7 +170,7 @@ def own_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
 
     Scalars are not sharded.
     """
-    if not layout.is_cut or not shape:
+    if not layout.is_sharded or not shape:
         return shape
     rows = math.ceil(shape[0] / layout.num_shards)
     return (min(max(shape[0] - rows * layout.shard, 0), rows), *shape[1:])
@@ -178,7 +178,7 @@ def own_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
 
 def padded_elements(shape: tuple[int, ...], layout: Layout) -> int:
     """Return the number of elements of a tensor after padding dimension 0 to full chunks."""
-    if not layout.is_cut or not shape:
+    if not layout.is_sharded or not shape:
         return math.prod(shape)
     return math.ceil(shape[0] / layout.num_shards) * layout.num_shards * math.prod(shape[1:])
 
@@ -288,25 +288,25 @@ class Walk:
     def adds_in_place(self, unit: int) -> bool:
         """Return True if later micro-batches of a step accumulate the unsharded gradients in place."""
         each = self.units[unit]
-        return self.layout.accumulates_whole and each.sum_dtype == each.gathered_dtype
+        return self.layout.accumulates_unsharded and each.sum_dtype == each.gathered_dtype
 
     def end_backward(self, unit: int, *, is_first: bool, is_last: bool) -> None:
         """End the backward of ``unit``, in the first or last micro-batch of a step."""
         size, layout = self.sizes[unit], self.layout
         is_summed = self.units[unit].sum_dtype == self.units[unit].gathered_dtype
-        if layout.accumulates_whole and not is_last:
+        if layout.accumulates_unsharded and not is_last:
             if not is_summed:
                 self.now[_GRADIENT] += size.summed if is_first else 0
                 self.note("backward", unit, "packed")
                 self.now[_GRADIENT] -= size.gradient
             return
         whole_bytes = size.gradient
-        if layout.accumulates_whole and not is_summed:
+        if layout.accumulates_unsharded and not is_summed:
             self.now[_GRADIENT] -= size.gradient
             whole_bytes = size.summed
         self._free(unit)
         if size.gradient:  # at least one weight is trained
-            self._reduce(unit, whole_bytes, is_new=is_first or layout.accumulates_whole)
+            self._reduce(unit, whole_bytes, is_new=is_first or layout.accumulates_unsharded)
 
     def end_backward_of_all(self) -> None:
         """End the backward of the model."""

@@ -31,7 +31,7 @@ from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.optim import block_codes
 from roomier.optim.block_codes import Region
-from roomier.optim.local import first_element, is_cut, local
+from roomier.optim.local import first_element, is_sharded, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
 SEED = 0  # for stochastic rounding: the noise does not have to differ between runs
@@ -175,7 +175,7 @@ class BlockwiseAdamW(Optimizer):
                 update = update_blocks  # tensor subclasses cannot be compiled
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
-            _update_whole(weight, gradient, own, values, key, first)
+            _update_full(weight, gradient, own, values, key, first)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class StepValues:
 # ---- 32-bit moments --------------------------------------------------------------------------------------------------
 
 
-def _update_whole(
+def _update_full(
     weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], values: StepValues, key: int | None, first: int
 ) -> None:
     parts = flat_parts(weight, gradient, state["exp_avg"], state["exp_avg_sq"], state.get("low_bits"))
@@ -318,10 +318,10 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
     # A dry run compiles no code and must not enter the cache. The compiled update creates no tensors.
-    return (_update_nothing if torch_private.missing_compiler(device) is None else update_blocks), None
+    return (_skip_update if torch_private.missing_compiler(device) is None else update_blocks), None
 
 
-def _update_nothing(*arguments: Any) -> None:
+def _skip_update(*arguments: Any) -> None:
     """Substitute for a compiled update if tensors have no memory."""
 
 
@@ -399,7 +399,7 @@ def _empty_state(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str,
     state = {"step": torch.zeros(())}
     if uses_codes(parameter.shape, group["state_bits"]):
         codes = block_codes.empty_codes(local(parameter), group["state_bits"])
-        state |= {name: _cut_as(parameter, each) for name, each in codes.items()}
+        state |= {name: _as_shard_of(parameter, each) for name, each in codes.items()}
     else:
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter, dtype=_moment_dtype(parameter.dtype), requires_grad=False)
@@ -412,9 +412,9 @@ def _moment_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.bfloat16 else dtype
 
 
-def _cut_as(parameter: Tensor, rows: Tensor) -> Tensor:
+def _as_shard_of(parameter: Tensor, rows: Tensor) -> Tensor:
     """Wrap ``rows``, which belong to this rank's shard of ``parameter``, as a DTensor with the same sharding."""
-    if not is_cut(parameter):
+    if not is_sharded(parameter):
         return rows
     from torch.distributed.tensor import DTensor  # slow to import, and already imported if parameters are sharded
 
@@ -437,7 +437,7 @@ def _check(group: Mapping[str, Any]) -> None:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             problem = f"supports float32 and bfloat16 weights, but a weight has dtype {parameter.dtype}"
             raise PlanError("optimizer.state_bits", group["state_bits"], problem, "Use optimizer='adamw'")
-        if is_cut(parameter) and not all(_keeps_rows(each) for each in parameter.placements):
+        if is_sharded(parameter) and not all(_keeps_rows(each) for each in parameter.placements):
             problem = f"requires weights sharded by rows, but a weight has the placements {parameter.placements}"
             raise PlanError("optimizer.state_bits", group["state_bits"], problem, "Use optimizer='adamw'")
 

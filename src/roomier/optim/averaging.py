@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from roomier.core import torch_private
-from roomier.optim.local import is_cut, local
+from roomier.optim.local import is_sharded, local
 
 AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(average, weight, number of averaged weights)`` -> new average, as ``avg_fn`` of
@@ -149,19 +149,21 @@ class WeightAverage:
         """Return the average in the dtypes of the model for a checkpoint. Shards are returned as DTensors."""
         if self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
-        return {name: _whole_of(self._tensors[name], self._rounded(name)) for name in self.averages}
+        return {name: _full_tensor_of(self._tensors[name], self._rounded(name)) for name in self.averages}
 
     def current(self) -> dict[str, Tensor]:
         """Return the trained weights in the same form."""
         if not self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
         held = {**self.averages, **self._kept}
-        return {name: _whole_of(self._tensors[name], value) for name, value in held.items()}
+        return {name: _full_tensor_of(self._tensors[name], value) for name, value in held.items()}
 
     def wide(self) -> dict[str, Tensor]:
         """Return the averages that have more bits than their tensors, in the same form."""
         return {
-            name: _whole_of(self._tensors[name], each) for name, each in self.averages.items() if self.is_wide(name)
+            name: _full_tensor_of(self._tensors[name], each)
+            for name, each in self.averages.items()
+            if self.is_wide(name)
         }
 
     def is_wide(self, name: str) -> bool:
@@ -174,7 +176,7 @@ class WeightAverage:
 
 def part_like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of ``value``, which is unsharded or sharded like ``tensor``."""
-    if is_cut(value) or not is_cut(tensor):
+    if is_sharded(value) or not is_sharded(tensor):
         return local(value)
     from torch.distributed.tensor import distribute_tensor  # slow to import, and already imported if sharded
 
@@ -182,8 +184,8 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
     return local(distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None))
 
 
-def _whole_of(tensor: Tensor, part: Tensor) -> Tensor:
-    if not is_cut(tensor):
+def _full_tensor_of(tensor: Tensor, part: Tensor) -> Tensor:
+    if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor  # slow to import, and already imported if sharded
 

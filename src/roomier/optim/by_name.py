@@ -12,7 +12,7 @@ from roomier.core.errors import PlanError, did_you_mean
 from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.groups import Trait, trained_parameters
 from roomier.optim.lion import Lion
-from roomier.optim.local import is_cut
+from roomier.optim.local import is_sharded
 from roomier.optim.muon import Muon
 from roomier.optim.onebit_adam import OneBitAdam
 
@@ -138,6 +138,6 @@ def _rank(name: str, trait: Trait) -> int:
 
 
 def _has_fused(name: str, parameter: nn.Parameter) -> bool:
-    if name == "sgd" and is_cut(parameter):  # for sharded parameters, torch 2.13 only has Adam's kernels
+    if name == "sgd" and is_sharded(parameter):  # for sharded parameters, torch 2.13 only has Adam's kernels
         return False
     return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roomier.core.errors import RoomierError, did_you_mean
-from roomier.optim.local import is_cut
+from roomier.optim.local import is_sharded
 
 FIELD = "configure_optimizers"
 # torch 2.13 lacks DTensor operations for these optimizers, which would fail in the first step.
@@ -124,14 +124,14 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
                 )
 
 
-def check_cut_parameters(optimizers: Iterable[Optimizer]) -> None:
+def check_sharded_parameters(optimizers: Iterable[Optimizer]) -> None:
     """Reject an optimizer whose first step would fail on sharded parameters.
 
     Raises:
         RoomierError: contains the optimizer.
     """
     for optimizer in optimizers:
-        cut_groups = [group for group in optimizer.param_groups if any(map(is_cut, group["params"]))]
+        cut_groups = [group for group in optimizer.param_groups if any(map(is_sharded, group["params"]))]
         if not cut_groups:
             continue
         problem = action = ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
+def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     """Whether ``tensor`` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
@@ -28,11 +28,11 @@ def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of ``tensor`` without gradient, as a view. An ordinary tensor is returned in full."""
-    return tensor.to_local().detach() if is_cut(tensor) else tensor.detach()
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
 
 
 def first_element(tensor: Tensor) -> int:
     """Return the flat index of the first element of this rank's shard. Tensors are sharded in dimension 0 only."""
-    if not is_cut(tensor) or not tensor.to_local().numel():
+    if not is_sharded(tensor) or not tensor.to_local().numel():
         return 0
     return torch_private.offsets_of_shard(tensor)[0] * math.prod(tensor.shape[1:])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from roomier.core import torch_private
-from roomier.optim.local import is_cut, local
+from roomier.optim.local import is_sharded, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -105,7 +105,7 @@ class Muon(Optimizer):
         momentum = state["momentum_buffer"]
         momentum.lerp_(parameter.grad, 1 - group["momentum"])
         update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        whole = update.full_tensor() if is_cut(update) else update
+        whole = update.full_tensor() if is_sharded(update) else update
         direction = orthogonal(whole, group["ns_coefficients"], group["ns_steps"])
         lr, weight = group["lr"], local(parameter)
         weight.mul_(1 - lr * group["weight_decay"])
@@ -134,7 +134,7 @@ def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
 
 def own_rows(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return the rows of ``whole`` that belong to this rank's shard of ``parameter``."""
-    if not is_cut(parameter):
+    if not is_sharded(parameter):
         return whole
     num_rows = parameter.to_local().shape[0]
     first = torch_private.offsets_of_shard(parameter)[0] if num_rows else 0

@@ -185,7 +185,7 @@ class OneBitAdam(Optimizer):
             momentum = self._gather(index, state.pop("exp_avg"))
             state["server_error"] = torch.zeros_like(self._own(index, momentum))
             state["worker_error"] = momentum.mul_(group["betas"][0])
-        self._say_frozen()
+        self._report_frozen()
 
     def _start_code(self) -> None:
         numels = [parameter.numel() for parameter, _ in self._entries]
@@ -220,7 +220,7 @@ class OneBitAdam(Optimizer):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.sub_(update.view_as(parameter), alpha=group["lr"] / correction)
 
-    def _say_frozen(self) -> None:
+    def _report_frozen(self) -> None:
         assert self._code is not None
         num_ranks = self._exchange.num_ranks
         if num_ranks == 1:

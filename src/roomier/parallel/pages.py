@@ -310,8 +310,8 @@ def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
     pages = Pages(cut, discards=discards)
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        is_cut = is_pageable(parameter) and parameter.dim() > 0  # parameters without a dimension are not sharded
-        return pages.page_of(parameter) if is_cut and not parameter.is_meta else None
+        is_sharded = is_pageable(parameter) and parameter.dim() > 0  # parameters without a dimension are not sharded
+        return pages.page_of(parameter) if is_sharded and not parameter.is_meta else None
 
     handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
     try:

@@ -44,7 +44,7 @@ from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
 from roomier.parallel.runner import StepRunner
-from roomier.parallel.whole import WholeParameters, cut_parameters, is_whole
+from roomier.parallel.whole import WholeParameters, is_whole, sharded_parameters
 
 MULTIPLYING = (
     nn.Linear,
@@ -139,7 +139,7 @@ class Shards:
         root = self._cut([self.runner], None, in_units)
         sharded = (each for unit in units for each in unit.parameters() if isinstance(each, DTensor))
         self.root_parameters: Sequence[nn.Parameter] = list(sharded)
-        parts = [self._cut_unit(unit) for unit in units]
+        parts = [self._shard_unit(unit) for unit in units]
         for number, unit in enumerate(units, start=1):
             unit.register_forward_pre_hook(partial(self._note, number))
         if sharding.is_pairwise:
@@ -187,7 +187,7 @@ class Shards:
         # zero_grad(set_to_none=False)), or if a user's hook reads it.
         if self._parameters is None:
             self.release()
-            self._parameters = cut_parameters(self.runner)
+            self._parameters = sharded_parameters(self.runner)
         return all(each.grad is None and not torch_private.has_gradient_hooks(each) for each in self._parameters)
 
     def begin_backward(self) -> None:
@@ -239,7 +239,7 @@ class Shards:
             norm = torch.hypot(over_parts, norm) if whole else over_parts
         return norm
 
-    def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
+    def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Shard ``unit`` as one group of parameters, or as two with different dtypes (see :func:`parts_of`)."""
         needs_no_weights = type(unit) is nn.Embedding  # in backward. Check first, because fully_shard changes the class
         parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
@@ -256,7 +256,7 @@ class Shards:
         """
         sharding = self.sharding
         sharded = {each for module in modules for each in module.parameters() if isinstance(each, DTensor)}
-        dtypes = {each.dtype for module in modules for each in cut_parameters(module) if each.requires_grad}
+        dtypes = {each.dtype for module in modules for each in sharded_parameters(module) if each.requires_grad}
         sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         # Autocast casts the inputs. torch 2.15 changes the meaning of reduce_dtype=None, so it is always set.
         policy = MixedPrecisionPolicy(
@@ -332,7 +332,7 @@ def units_of(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]
         if each not in in_blocks | read
         and each is not network
         and (each in readers or not any(True for _ in each.children()))
-        and sum(parameter.numel() for parameter in cut_parameters(each)) > _LARGE * num_elements
+        and sum(parameter.numel() for parameter in sharded_parameters(each)) > _LARGE * num_elements
         and _is_closed(each, num_owners)
     ]
     wanted = {*closed, *alone}
@@ -347,7 +347,7 @@ def closed_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
 
 def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:
     # A module that is registered twice counts once.
-    return Counter(each for module in network.modules() for each in cut_parameters(module, recurse=False))
+    return Counter(each for module in network.modules() for each in sharded_parameters(module, recurse=False))
 
 
 def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[list[nn.Module], torch.dtype | None]]:
@@ -369,8 +369,8 @@ def root_parameters_of(units: Iterable[nn.Module], compute_dtype: torch.dtype | 
     """Return the parameters inside ``units`` that belong to the root: the few that are computed in float32."""
     found: set[nn.Parameter] = set()
     for unit in units if compute_dtype is not None else ():
-        exact = {parameter for leaf in _exact_leaves(unit) for parameter in cut_parameters(leaf)}
-        if sum(each.numel() for each in exact) <= _FEW * sum(each.numel() for each in cut_parameters(unit)):
+        exact = {parameter for leaf in _exact_leaves(unit) for parameter in sharded_parameters(leaf)}
+        if sum(each.numel() for each in exact) <= _FEW * sum(each.numel() for each in sharded_parameters(unit)):
             found |= exact
     return found
 
@@ -386,7 +386,7 @@ def _is_closed(module: nn.Module, num_owners: Counter[nn.Parameter]) -> bool:
 
 
 def _is_leaf_with_parameters(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) and bool(cut_parameters(module))
+    return not any(True for _ in module.children()) and bool(sharded_parameters(module))
 
 
 def lay_out_by_rows(network: nn.Module) -> None:

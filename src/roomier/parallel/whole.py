@@ -24,7 +24,7 @@ def is_whole(parameter: Tensor) -> bool:
     return not parameter.dim()
 
 
-def cut_parameters(module: nn.Module, *, recurse: bool = True) -> list[nn.Parameter]:
+def sharded_parameters(module: nn.Module, *, recurse: bool = True) -> list[nn.Parameter]:
     """Return the parameters of ``module`` that can be sharded."""
     return [each for each in module.parameters(recurse) if not is_whole(each)]
 

@@ -49,7 +49,7 @@ def plan_from_flags(
     """
     given = locals()
     draft = _Draft()
-    _ask_strategy(draft, strategy)
+    _set_strategy(draft, strategy)
     draft.ask("parallel.accelerator", accelerator, "accelerator")
     draft.ask("parallel.devices", devices, "devices", meaning=_num_devices(devices))
     draft.ask("parallel.num_nodes", num_nodes, "num_nodes")
@@ -61,19 +61,19 @@ def plan_from_flags(
         draft.ask("batch.gradient_clip_val", gradient_clip_val, "gradient_clip_val")
     if gradient_clip_algorithm is not None:
         draft.ask("batch.gradient_clip_algorithm", gradient_clip_algorithm, "gradient_clip_algorithm")
-    _ask_optimizer(draft, optimizer)
+    _set_optimizer(draft, optimizer)
     if learning_rate is not None:
         draft.ask("optimizer.lr", learning_rate, "learning_rate")
-    _ask_schedule(draft, lr_schedule)
-    _ask_recompute(draft, activation_checkpointing)
-    _ask_offload(draft, offload)
+    _set_schedule(draft, lr_schedule)
+    _set_recompute(draft, activation_checkpointing)
+    _set_offload(draft, offload)
     for lever in LEVERS:
-        _ask_lever(draft, lever, given[lever.keyword])
+        _set_lever(draft, lever, given[lever.keyword])
     draft.ask("attention.kernel", attention, "attention")
-    _ask_adapter(draft, lora)
+    _set_adapter(draft, lora)
     draft.ask("compile.enabled", compile, "compile")
     if memory_budget is not None:
-        _ask_memory(draft, memory_budget)
+        _set_memory(draft, memory_budget)
     return draft.plan()
 
 
@@ -117,7 +117,7 @@ class _Draft:
         return PlanError(keyword, value, error.problem, error.action)
 
 
-def _ask_strategy(draft: _Draft, strategy: object) -> None:
+def _set_strategy(draft: _Draft, strategy: object) -> None:
     """Set the strategy. The suffixes ``+offload`` and ``+disk`` place the optimizer states in host memory or on
     disk."""
     if isinstance(strategy, Mapping):
@@ -182,7 +182,7 @@ def _word(value: object, yes: str) -> object:
     return yes if value is True else value
 
 
-def _ask_optimizer(draft: _Draft, optimizer: object) -> None:
+def _set_optimizer(draft: _Draft, optimizer: object) -> None:
     if not isinstance(optimizer, Mapping):
         draft.ask("optimizer.name", optimizer, "optimizer")
         return
@@ -198,7 +198,7 @@ def _ask_optimizer(draft: _Draft, optimizer: object) -> None:
     draft.ask("optimizer.options", options, "optimizer")
 
 
-def _ask_schedule(draft: _Draft, schedule: object) -> None:
+def _set_schedule(draft: _Draft, schedule: object) -> None:
     if schedule is None:
         return
     if not isinstance(schedule, Mapping):
@@ -213,7 +213,7 @@ def _ask_schedule(draft: _Draft, schedule: object) -> None:
             draft.errors.append(PlanError("lr_schedule", name, "is an unknown setting of a schedule", action))
 
 
-def _ask_offload(draft: _Draft, offload: object) -> None:
+def _set_offload(draft: _Draft, offload: object) -> None:
     if isinstance(offload, Mapping):
         for name, value in offload.items():
             draft.ask(f"offload.{name}", value, f"offload.{name}")
@@ -221,7 +221,7 @@ def _ask_offload(draft: _Draft, offload: object) -> None:
         draft.ask("offload.optimizer_states", offload, "offload", meaning=_word(offload, "cpu"))
 
 
-def _ask_recompute(draft: _Draft, given: object) -> None:
+def _set_recompute(draft: _Draft, given: object) -> None:
     keyword = "activation_checkpointing"
     is_number = isinstance(given, Real) and not isinstance(given, bool)
     if is_number or (isinstance(given, str) and given[:1].isdigit()):
@@ -236,7 +236,7 @@ def _ask_recompute(draft: _Draft, given: object) -> None:
         action = "Set a policy, a budget such as '6GiB', or None"
         draft.errors.append(PlanError(keyword, given, "must contain a policy or a budget", action))
     for name, value in given.items():
-        is_asked = name != "budget" or _ask_budget(draft, value, budget_keyword)
+        is_asked = name != "budget" or _set_budget(draft, value, budget_keyword)
         if name not in ("budget", *FIELDS["activation"]):
             action = did_you_mean(str(name), ["policy", "every_n", "budget"])
             draft.errors.append(PlanError(keyword, name, "is an unknown setting of recomputation", action))
@@ -246,7 +246,7 @@ def _ask_recompute(draft: _Draft, given: object) -> None:
             draft.ask("activation.policy", value, f"{keyword}.{name}", meaning=name)
 
 
-def _ask_budget(draft: _Draft, given: object, keyword: str) -> bool:
+def _set_budget(draft: _Draft, given: object, keyword: str) -> bool:
     """Set the budget: text is bytes or percent, a number up to 1 is a fraction. Return False if it is invalid."""
     value = given
     if isinstance(given, str):
@@ -274,7 +274,7 @@ def _share(text: str) -> float | None:
     return share if percent or share <= 1 else None
 
 
-def _ask_lever(draft: _Draft, lever: Lever, given: object) -> None:
+def _set_lever(draft: _Draft, lever: Lever, given: object) -> None:
     if lever.number and isinstance(given, Real) and not isinstance(given, bool):
         draft.ask(lever.field, given, lever.keyword, meaning=lever.on)
         draft.ask(lever.number, given, lever.keyword)
@@ -282,7 +282,7 @@ def _ask_lever(draft: _Draft, lever: Lever, given: object) -> None:
         draft.ask(lever.field, given, lever.keyword, meaning=lever.on if given is True else given)
 
 
-def _ask_memory(draft: _Draft, given: object) -> None:
+def _set_memory(draft: _Draft, given: object) -> None:
     value = given
     if isinstance(given, str):
         try:
@@ -293,7 +293,7 @@ def _ask_memory(draft: _Draft, given: object) -> None:
     draft.ask("choice.memory_budget_bytes", given, "memory_budget", meaning=value)
 
 
-def _ask_adapter(draft: _Draft, given: object) -> None:
+def _set_adapter(draft: _Draft, given: object) -> None:
     if not isinstance(given, Mapping):
         if given is not None:
             draft.ask("adapter.lora_rank", given, "lora")

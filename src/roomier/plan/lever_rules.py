@@ -46,7 +46,7 @@ def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("activation.policy", received, "must be one budget, in bytes or as a fraction", action)
 
 
-def budget_is_of_what_is_measured(plan: Plan) -> Iterator[PlanError]:
+def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
     """Reject a budget with levers that change the activations that a step measured."""
     if plan.activation.policy != "budget":
         return
@@ -113,7 +113,7 @@ def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(field, value, problem, action)
 
 
-def states_in_few_bits_are_of_known_weights(plan: Plan) -> Iterator[PlanError]:
+def low_bit_states_have_supported_weights(plan: Plan) -> Iterator[PlanError]:
     """Reject quantized states with float64 weights, because the states would determine the precision."""
     name, mode = plan.optimizer.name, plan.precision.mode
     if name in ("adamw8bit", "adamw4bit") and mode == "64-true":
@@ -152,7 +152,7 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(field, way, problem, action)
 
 
-def base_in_few_bits_is_whole(plan: Plan) -> Iterator[PlanError]:
+def quantized_base_is_unsharded(plan: Plan) -> Iterator[PlanError]:
     """Reject a quantized base with sharded parameters, because codes cannot be sharded and cast like weights."""
     adapter, strategy = plan.adapter, plan.parallel.strategy
     if adapter.frozen_base != "as_is" and strategy not in ("single", "ddp", "auto"):
@@ -172,12 +172,12 @@ def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
 
 LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
-    budget_is_of_what_is_measured,
+    budget_can_be_measured,
     chunks_have_a_chunked_loss,
     adapter_settings_have_adapters,
     rounding_is_of_bf16_weights,
-    states_in_few_bits_are_of_known_weights,
+    low_bit_states_have_supported_weights,
     step_in_backward_gains_something,
-    base_in_few_bits_is_whole,
+    quantized_base_is_unsharded,
     kernel_is_of_the_device,
 ]

@@ -252,7 +252,7 @@ def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
 
 
-def compression_has_what_it_needs(plan: "Plan") -> Iterator[PlanError]:
+def compression_settings_are_complete(plan: "Plan") -> Iterator[PlanError]:
     """Reject settings without gradient compression, and infinite gradients, which error feedback would keep forever."""
     parallel = plan.parallel
     if parallel.gradient_compression == "none":
@@ -300,7 +300,7 @@ def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("precision.mode", "16-mixed", problem, "Use precision='bf16-mixed'")
 
 
-def adafactor_is_not_cut(plan: "Plan") -> Iterator[PlanError]:
+def adafactor_is_unsharded(plan: "Plan") -> Iterator[PlanError]:
     """Reject Adafactor with sharded parameters, because torch computes norms of complete rows and columns."""
     parallel = plan.parallel
     if plan.optimizer.name == "adafactor" and parallel.strategy not in ("single", "ddp", "auto"):
@@ -371,8 +371,8 @@ RULES: list[Rule] = [
     shards_fill_the_ranks,
     mps_is_one_device,
     compression_is_of_ddp,
-    adafactor_is_not_cut,
-    compression_has_what_it_needs,
+    adafactor_is_unsharded,
+    compression_settings_are_complete,
     onebit_adam_sends_for_itself,
     float64_needs_hardware,
     clipping_has_a_bound,

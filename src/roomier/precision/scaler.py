@@ -38,7 +38,7 @@ class LossScaler:
         """Unscale the gradients if necessary, and update the parameters if the gradients are finite."""
         assert closure is None, "a closure would compute gradients that the scaler does not check"
         self._scaler.step(optimizer)
-        torch_private.tell_stepped(optimizer)
+        torch_private.mark_stepped(optimizer)
         for flag in torch_private.found_inf(self._scaler, optimizer):
             self.num_skipped += flag
 

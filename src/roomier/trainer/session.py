@@ -18,7 +18,7 @@ from torch import OutOfMemoryError
 
 from roomier.api.adapt import as_module, seen_by_user
 from roomier.api.callback import Callback
-from roomier.api.lightning import lent_to_lightning
+from roomier.api.lightning import with_methods_of_module
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.overrides import lightning_base
@@ -75,7 +75,7 @@ def request_of(
 ) -> Request:
     """Return a call of ``trainer`` as a value."""
     fitted = trainer.fitted
-    is_cut = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
+    is_sharded = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
         stage=stage,
         module=as_module(model),
@@ -83,7 +83,7 @@ def request_of(
         datamodule=datamodule,
         ckpt_path=trainer.set_path if ckpt_path is None else ckpt_path,
         weights=weights,
-        plan=trainer.asked_plan if stage == "fit" else trainer.plan,
+        plan=trainer.requested_plan if stage == "fit" else trainer.plan,
         options=trainer.options,
         world=trainer.world,
         root=Path(trainer.default_root_dir),
@@ -92,7 +92,7 @@ def request_of(
         trainer=trainer,
         state=trainer.state,
         fitted=None if fitted is None else Fitted(fitted.module, fitted.progress, fitted.folder, trainer.choice),
-        cut=CutTo(trainer.micro_batch, trainer.num_micro_batches) if is_cut else None,
+        cut=CutTo(trainer.micro_batch, trainer.num_micro_batches) if is_sharded else None,
     )
 
 
@@ -126,7 +126,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
     try:
         with ExitStack() as stack:
             if any(lightning_base(type(part), Module) is not None for part in module.modules()):
-                stack.enter_context(lent_to_lightning(module, trainer))
+                stack.enter_context(with_methods_of_module(module, trainer))
             at_step = partial(_at_step, trainer, request)
             stack.enter_context(exits_together(trainer.ranks, at_step))
             stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))

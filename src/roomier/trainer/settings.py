@@ -57,7 +57,7 @@ class Settings:
 
     Attributes:
         plan: the plan of the last run; before the first run, the requested plan.
-        asked_plan: the requested plan.
+        requested_plan: the requested plan.
         ranks: the ranks of the last call. There is one rank until a call joins the others.
         micro_batch: samples of a micro-batch on each rank, found by the tuner. None uses the batches of the loader.
         num_micro_batches: micro-batches per step, found by the tuner in the run that is resumed.
@@ -81,7 +81,7 @@ class Settings:
         auto_lr_find: bool | str,
         auto_scale_batch_size: bool | str,
     ) -> None:
-        self.plan = self.asked_plan = plan
+        self.plan = self.requested_plan = plan
         self.options = options
         self.world = world
         self.ranks = Ranks()
@@ -291,15 +291,15 @@ class Settings:
             num_micro_batches: micro-batches per step.
         """
         if plan is not None:
-            self.plan = self.asked_plan = plan
+            self.plan = self.requested_plan = plan
         if micro_batch is not None or num_micro_batches is not None:
             self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
 
     def use_learning_rate(self, learning_rate: float | None) -> None:
         """Use ``learning_rate`` for the optimizer that the Trainer selects by name."""
-        self.asked_plan, self.plan = (
+        self.requested_plan, self.plan = (
             dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, lr=learning_rate))
-            for plan in (self.asked_plan, self.plan)
+            for plan in (self.requested_plan, self.plan)
         )
 
     def join_ranks(self) -> None:
@@ -336,7 +336,7 @@ class Settings:
             )
             raise RoomierError(name, value, "cannot be changed during a run", action)
         if name in _OF_PLAN:
-            self.asked_plan = self.plan = with_batch_field(self.asked_plan, name, value)
+            self.requested_plan = self.plan = with_batch_field(self.requested_plan, name, value)
         else:
             super().__setattr__("options", dataclasses.replace(self.options, **{name: value}))
 

@@ -24,7 +24,7 @@ def copied_for_trial(trainer: T, plan: Plan, options: LoopOptions, callback: Cal
     own["options"] = options
     trial.callbacks = [callback]
     trial.loggers = [SilentLogger()] if trainer.loggers else []
-    trial.plan = trial.asked_plan = plan
+    trial.plan = trial.requested_plan = plan
     trial.logger_is_on = trial.enable_checkpointing = False
     trial.state = TrainerState()
     trial.set_path = None

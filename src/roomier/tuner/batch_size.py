@@ -80,7 +80,7 @@ def scale_batch_size(
         return None
     limit_bytes = _limit_bytes(trainer, memory_budget)
     plan = dataclasses.replace(
-        trainer.asked_plan, choice=dataclasses.replace(trainer.asked_plan.choice, memory_budget_bytes=None)
+        trainer.requested_plan, choice=dataclasses.replace(trainer.requested_plan.choice, memory_budget_bytes=None)
     )
     subject = model if isinstance(model, Subject) else Subject.of(model, train_dataloaders, datamodule)
     trials = _Trials(trainer, subject, plan, steps_per_trial, limit_bytes)
@@ -152,7 +152,7 @@ def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | Non
     Raises:
         RoomierError: the limit is unknown, or there are several ranks, of which one could run out of memory alone.
     """
-    plan = trainer.asked_plan
+    plan = trainer.requested_plan
     if plan.parallel.strategy == "auto":
         problem = "cannot be combined with strategy='auto', which chooses the micro-batch by forecast"
         raise RoomierError(_FIELD, True, problem, "Remove one of the two")

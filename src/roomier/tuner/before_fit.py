@@ -104,9 +104,9 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
         stored = Plan.from_dict(record["plan"])
     except (RoomierError, KeyError):  # the fit reports the error
         return
-    if trainer.auto_lr_find and None not in (stored.optimizer.name, trainer.asked_plan.optimizer.name):
+    if trainer.auto_lr_find and None not in (stored.optimizer.name, trainer.requested_plan.optimizer.name):
         trainer.use_learning_rate(stored.optimizer.lr)
-    elif trainer.auto_lr_find and trainer.asked_plan.optimizer.name is None:
+    elif trainer.auto_lr_find and trainer.requested_plan.optimizer.name is None:
         _put_kept_rate(trainer, model, record.get("hyperparameters", {}))
     if trainer.auto_scale_batch_size:
         trainer.use_next(num_micro_batches=stored.batch.accumulate_grad_batches)

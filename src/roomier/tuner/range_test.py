@@ -68,12 +68,12 @@ def lr_find(
     if trainer.options.num_dev_batches:
         notice("fast_dev_run: the search for a learning rate is skipped")
         return None
-    is_named = trainer.asked_plan.optimizer.name is not None
+    is_named = trainer.requested_plan.optimizer.name is not None
     subject = model if isinstance(model, Subject) else Subject.of(model, train_dataloaders, datamodule)
     name = attribute_of(subject.model, attr_name) if not is_named and (update_attr or attr_name) else ""
     rates = _rates(min_lr, max_lr, num_training, mode)
     test = _RangeTest(rates, early_stop_threshold)
-    plan = trainer.asked_plan
+    plan = trainer.requested_plan
     if is_named:
         held = dataclasses.replace(plan.optimizer, lr=max_lr, schedule=None, warmup_steps=0)
         plan = dataclasses.replace(plan, optimizer=held)

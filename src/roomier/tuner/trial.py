@@ -26,7 +26,7 @@ from roomier.api.overrides import is_one
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import quiet
 from roomier.core.rng import rng_state, separate_rng, set_rng_state
-from roomier.data.first_batch import check_is_read_anew, untouched
+from roomier.data.first_batch import check_is_repeatable, untouched
 from roomier.data.loaders import is_combined, is_loader_collection
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
@@ -94,7 +94,7 @@ def run_trial(
     with ExitStack() as stack:
         stack.callback(set_rng_state, rng_state())
         for loader in _read_by(subject):
-            check_is_read_anew(loader, "train_dataloaders", "choose the value yourself")
+            check_is_repeatable(loader, "train_dataloaders", "choose the value yourself")
             stack.enter_context(untouched(loader))
         trial = trainer.copy_for_trial(plan, _options_of_trial(trainer.options, max_steps), callback)
         model, datamodule = _copied(subject, trainer, trial)

@@ -68,7 +68,7 @@ def candidates(
         *(_lever_positions(lever, plan, workload) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
-        _cuts(plan, workload, keeps_micro_batch),
+        _splits(plan, workload, keeps_micro_batch),
     ]
     found: list[Candidate] = []
     refused: dict[tuple[str, str], Candidate] = {}
@@ -99,7 +99,7 @@ def refused_plan(plan: Plan, changes: Changes) -> Plan:
     return made
 
 
-def keeps_batches_whole(module: Module) -> str:
+def reason_against_smaller_batches(module: Module) -> str:
     """Return why smaller micro-batches would change training; empty if they would not."""
     network = network_of(module)
     if any(isinstance(each, BATCH_NORMS) and each.training for each in network.modules()):
@@ -173,8 +173,8 @@ def _allowed(plan: Plan, field: str) -> list[str]:
     return list(dict.fromkeys(word for word in words if word in CHOICES[field]))
 
 
-def _cuts(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Changes]:
-    if keeps_micro_batch or keeps_batches_whole(workload.module):
+def _splits(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Changes]:
+    if keeps_micro_batch or reason_against_smaller_batches(workload.module):
         return [{}]
     given, accumulate = workload.batch_size, plan.batch.accumulate_grad_batches
     pieces = [num for num in range(1, given + 1) if given % num == 0]
@@ -192,7 +192,7 @@ def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Itera
     if plan.activation.policy == "none" and not workload.blocks:
         reason = "the model has no blocks (repeated modules), which recomputation requires"
         yield refused({"activation.policy": "full"}, given, reason)
-    why = keeps_micro_batch or keeps_batches_whole(workload.module)
+    why = keeps_micro_batch or reason_against_smaller_batches(workload.module)
     if why and given > 1:
         yield refused({"batch.accumulate_grad_batches": plan.batch.accumulate_grad_batches * given}, 1, why)
     names = _allowed(plan, "optimizer.name")

@@ -80,7 +80,7 @@ def choose(
     search = _Search(budget, pricing, DryRuns(workload, machine))
     chosen = search.run()
     if not pricing.priced.priced:
-        raise _nothing_priced(plan, pricing.priced)
+        raise _no_plan_priced(plan, pricing.priced)
     considered = _considered(chosen, search, pricing.priced)
     took_s, num_plans = time.perf_counter() - start, len(pricing.candidates)
     return Choice(machine, budget, chosen, considered, took_s, num_plans, is_complete=not pricing.ran_out)
@@ -94,7 +94,7 @@ def budget_of(plan: Plan, machine: Machine) -> int:
     return int(machine.device.memory_bytes * (1 - FREE_SHARE[machine.device.kind]))
 
 
-def _nothing_priced(plan: Plan, priced: Priced) -> RoomierError:
+def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
     if priced.failures:
         error = priced.failures[0]
         if isinstance(error, RoomierError):

@@ -30,7 +30,7 @@ _SMALL_STATES = ("adamw8bit", "adamw4bit")
 _MAX_TIMES = 256  # largest multiple of the current number of ranks
 
 
-def nothing_fits(
+def no_plan_fits(
     workload: Workload,
     plan: Plan,
     choice: Choice,

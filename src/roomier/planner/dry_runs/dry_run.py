@@ -23,7 +23,7 @@ from roomier.memory.kinds import Kind, total_bytes
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.averaging import WeightAverage, tensors_to_average
 from roomier.plan import ActivationPlan, Plan
-from roomier.planner.dry_runs.places import named_places, telling_places
+from roomier.planner.dry_runs.places import named_places, reporting_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
@@ -243,7 +243,7 @@ def _tracked_step(
         def tell(place: str) -> None:
             tracker.place = place
 
-        stack.enter_context(telling_places(places, tell))
+        stack.enter_context(reporting_places(places, tell))
         for _ in range(num_steps_before):  # creates optimizer states, and lets the tracker learn the kind of storages
             step(tracker)
         tracker.restart()

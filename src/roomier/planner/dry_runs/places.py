@@ -27,7 +27,7 @@ def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Mod
 
 
 @contextmanager
-def telling_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
+def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
     """Context manager that calls ``set_place`` with the name of each part when it starts, and with "" when it ends.
 
     In backward, a part starts when the gradient of its output is complete, and ends when the gradient of its input is

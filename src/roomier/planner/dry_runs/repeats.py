@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from roomier.api.blocks import num_elements_of, stand_for
+from roomier.api.blocks import num_elements_of, represent_larger
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core import torch_private
@@ -129,7 +129,7 @@ def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int
             container, {str(number): children[position] for number, position in enumerate(kept)}
         )
     copied = _copied_around(module, cut)
-    stand_for(network_of(copied), num_elements_of(network))
+    represent_larger(network_of(copied), num_elements_of(network))
     return Shallow(copied, positions)
 
 

@@ -128,7 +128,7 @@ def _bincount(func: Any, args: Any, kwargs: Any) -> Tensor:
     return made
 
 
-def _loss_in_whole_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return a mean with the memory of its elements, because torch allocates all elements and resizes the result."""
     result: Tensor = func(*args, **kwargs)
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
@@ -201,8 +201,8 @@ _ANSWERS: dict[Any, Answer] = {
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.bincount.default: _bincount,
     aten._grouped_mm.default: _grouped_mm,
-    aten.mse_loss.default: _loss_in_whole_memory,
-    aten.smooth_l1_loss.default: _loss_in_whole_memory,
+    aten.mse_loss.default: _loss_in_full_memory,
+    aten.smooth_l1_loss.default: _loss_in_full_memory,
     aten.native_group_norm_backward.default: _norm_backward,
     aten._ctc_loss.Tensor: _ctc_loss,
 }

@@ -57,7 +57,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
         order: order of the units in ``trace``; None computes it.
     """
     step: _WholeStep | _CutStep
-    if layout.is_cut:
+    if layout.is_sharded:
         step = _CutStep(trace, states, layout, order or Order(trace, states.units))
     else:
         step = _WholeStep(trace, states, layout)
@@ -180,7 +180,7 @@ class _CutStep(_Step):
     def _backward(self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: int | None) -> Iterator[Stretch]:
         walk, order = self._walk, self._order
         taken_over = 0  # gradients that the walk counts
-        adds_in_place = self.layout.accumulates_whole and not is_first
+        adds_in_place = self.layout.accumulates_unsharded and not is_first
         waiting = list(order.gathering)
         last = len(self.trace.visits) - 1
         for number in range(order.num_forward, last + 1):

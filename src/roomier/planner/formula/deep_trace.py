@@ -17,7 +17,7 @@ _NUM_TRACED = 3  # periods. The first and the last differ from the others
 _LEAST = _NUM_TRACED + 2
 
 
-def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu") -> Trace:
+def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
     """Return the same as :func:`roomier.planner.formula.trace.take_trace`, but trace only a few blocks of a deep model.
 
     If equal blocks are in a row, a model with three periods of them is traced. The passages of the middle period are
@@ -26,7 +26,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str =
     Args:
         workload: module and micro-batch.
         plan: plan whose techniques inside the forward are applied.
-        is_cut: trace the model as sharded across ranks.
+        is_sharded: trace the model as sharded across ranks.
         like: ``"cpu"`` or ``"cuda"``; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
@@ -36,13 +36,13 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str =
     if repeats:
         try:
             return _from_shallow_copies(
-                workload, repeats, lambda given: take_trace(given, plan, is_cut=is_cut, like=like)
+                workload, repeats, lambda given: take_trace(given, plan, is_sharded=is_sharded, like=like)
             )
         except PlanError:
             raise
         except Exception as error:  # a model may fail in any way with fewer blocks than it was constructed with
             report_full_trace(workload.module, repeats, error)
-    return take_trace(workload, plan, is_cut=is_cut, like=like)
+    return take_trace(workload, plan, is_sharded=is_sharded, like=like)
 
 
 def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Callable[[Workload], Trace]) -> Trace:

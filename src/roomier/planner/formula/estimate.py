@@ -153,7 +153,7 @@ class Estimator:
         return self._moved[id(whole)]
 
     def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Stretch, ...]:
-        if not layout.is_cut:
+        if not layout.is_sharded:
             return timeline(trace, states, layout)
         key = (id(trace), id(states.units))  # both objects live as long as this cache
         if key not in self._orders:
@@ -166,11 +166,19 @@ class Estimator:
         return self._workloads[micro_batch]
 
     def _trace_of(self, plan: Plan, layout: Layout, micro_batch: int) -> Trace:
-        key = (plan.precision, plan.activation, plan.loss, plan.attention, plan.adapter, plan.offload, layout.is_cut)
+        key = (
+            plan.precision,
+            plan.activation,
+            plan.loss,
+            plan.attention,
+            plan.adapter,
+            plan.offload,
+            layout.is_sharded,
+        )
         known = self._traces.setdefault(key, {})
         if micro_batch not in known:
             known[micro_batch] = self._on_a_line(known, micro_batch) or take_deep_trace(
-                self._sized(micro_batch), plan, is_cut=layout.is_cut, like=self._machine.device.kind
+                self._sized(micro_batch), plan, is_sharded=layout.is_sharded, like=self._machine.device.kind
             )
         return known[micro_batch]
 

@@ -37,7 +37,7 @@ from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.configured import Configured
 from roomier.parallel.shard import parts_of, root_parameters_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
-from roomier.planner.dry_runs.places import named_places, telling_places
+from roomier.planner.dry_runs.places import named_places, reporting_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
@@ -222,13 +222,13 @@ def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Ris
     return [mine.highest, mine.highest_reduced, mine.end], [theirs.highest, theirs.highest_reduced, theirs.end]
 
 
-def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu") -> Trace:
+def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
     """Run a micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward.
 
     Args:
         workload: module and micro-batch.
         plan: plan whose techniques inside the forward are applied.
-        is_cut: trace the model as sharded across ranks.
+        is_sharded: trace the model as sharded across ranks.
         like: ``"cpu"`` or ``"cuda"``; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
@@ -245,14 +245,14 @@ def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu
     with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=like) as ranks:
         module = shapes_of(workload.module, precision.weight_dtype)
         engine, _ = build(plan, module, lambda _: Configured([]), EagerEngine, ranks)
-        inner = _as_if_cut(engine, precision.autocast_dtype) if is_cut else []
+        inner = _as_if_sharded(engine, precision.autocast_dtype) if is_sharded else []
         batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
-        passages, work = _tracked(engine, module, batch, inner, is_cut=is_cut)
+        passages, work = _tracked(engine, module, batch, inner, is_sharded=is_sharded)
     return Trace(workload.batch_size, batch_bytes, tuple(passages), work)
 
 
-def _as_if_cut(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
+def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
     """Convert weights to the dtype in which they would be gathered, and remove views from the outputs of units.
 
     Returns:
@@ -329,7 +329,7 @@ class _Place(str):
 
 
 def _tracked(
-    engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_cut: bool
+    engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_sharded: bool
 ) -> tuple[list[Passage], Mapping[Part, Work]]:
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     counter = WorkCounter()
@@ -340,7 +340,7 @@ def _tracked(
     batches = [batch]
     del batch
     with tracking(engine) as tracker, ExitStack() as stack:
-        stack.enter_context(_telling_with_complete(tracker, engine, inner, is_cut=is_cut))
+        stack.enter_context(_reporting_complete_bytes(tracker, engine, inner, is_sharded=is_sharded))
         stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
         tracker.enter("forward")
         engine.forward_backward(lambda batch, _: training_step(batch), batches)
@@ -350,8 +350,8 @@ def _tracked(
 
 
 @contextmanager
-def _telling_with_complete(
-    tracker: MemoryTracker, engine: EagerEngine, inner: Sequence[nn.Module], *, is_cut: bool
+def _reporting_complete_bytes(
+    tracker: MemoryTracker, engine: EagerEngine, inner: Sequence[nn.Module], *, is_sharded: bool
 ) -> Iterator[None]:
     complete_bytes = 0
 
@@ -361,7 +361,7 @@ def _telling_with_complete(
     def complete(parameter: Tensor) -> None:
         nonlocal complete_bytes
         assert parameter.grad is not None
-        if is_cut and parameter.grad.itemsize < 4:
+        if is_sharded and parameter.grad.itemsize < 4:
             return
         complete_bytes += parameter.grad.untyped_storage().nbytes()
         tracker.place = _Place(tracker.place, complete_bytes, getattr(tracker.place, "needs_inner", True))
@@ -376,7 +376,7 @@ def _telling_with_complete(
     handles = [each.register_post_accumulate_grad_hook(complete) for each in trained]  # type: ignore[no-untyped-call]
     handles += [each.register_forward_hook(watch) for each in inner]
     try:
-        with telling_places(named_places(engine.module, engine.blocks), tell):
+        with reporting_places(named_places(engine.module, engine.blocks), tell):
             yield
     finally:
         for handle in handles:

@@ -43,7 +43,7 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
             is_whole = isinstance(optimizer, Muon) and bool(group.get("is_hidden"))
             keys = [_key(weight, layout, is_whole=is_whole) for weight in group["params"]]
             keys = [(shape, dtype) for shape, dtype in keys if math.prod(shape)]
-            if at_once and "foreach" in group and not group.get("fused") and not layout.is_cut:
+            if at_once and "foreach" in group and not group.get("fused") and not layout.is_sharded:
                 needed = sum(_bytes_of(optimizer, group, [key]) * count for key, count in Counter(keys).items())
             else:
                 needed = _bytes_of(optimizer, group, few_alike(keys))

@@ -221,14 +221,14 @@ def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast
     deadline = Deadline.after(AFTER_OUT_OF_MEMORY_S)
     choice = choose(workload, asked, machine, budget_bytes=budget_bytes, deadline=deadline.first_half())
     if choice.chosen is None:
-        return _nothing_fits_text(workload, asked, choice, deadline), None
+        return _no_plan_fits_text(workload, asked, choice, deadline), None
     return _keywords_text(choice.chosen, workload.batch_size), choice.chosen.plan
 
 
-def _nothing_fits_text(workload: Workload, plan: Plan, choice: Choice, deadline: Deadline) -> str:
-    from roomier.planner.choosing.nearest import nothing_fits
+def _no_plan_fits_text(workload: Workload, plan: Plan, choice: Choice, deadline: Deadline) -> str:
+    from roomier.planner.choosing.nearest import no_plan_fits
 
-    error: RoomierError = nothing_fits(workload, plan, choice, deadline=deadline)
+    error: RoomierError = no_plan_fits(workload, plan, choice, deadline=deadline)
     return f"No plan fits on this machine: {error.action}"
 
 

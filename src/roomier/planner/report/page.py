@@ -53,7 +53,7 @@ def page_of(
         _figures(chosen, choice.budget_bytes, choice),
     ]
     if chosen is None:
-        parts.append(_nothing_fits(choice))
+        parts.append(_no_plan_fits(choice))
     if record is not None:
         parts += forecast_and_truth(record)
     elif chosen is not None:
@@ -94,7 +94,7 @@ def fragment_of(choice: Choice) -> str:
     """Return the short form for a notebook."""
     parts = [_figures(choice.chosen, choice.budget_bytes, choice)]
     if choice.chosen is None:
-        parts.append(_nothing_fits(choice))
+        parts.append(_no_plan_fits(choice))
     return _fragment([*parts, "<h2>Strategies</h2>", ladder(choice)])
 
 
@@ -284,7 +284,7 @@ def _list_of_figures(rows: Iterable[tuple[str, str, str]]) -> str:
     return f'<dl class="figures">{cells}</dl>'
 
 
-def _nothing_fits(choice: Choice) -> str:
+def _no_plan_fits(choice: Choice) -> str:
     nearest = next((each for each in choice.considered if each.forecast is not None), None)
     if nearest is None or nearest.forecast is None:
         return '<p class="bad">Every plan was rejected. The table lists the reasons.</p>'

@@ -214,7 +214,7 @@ class _Step:
         first = places[0] if places else ""
         for unit in self.traffic:
             place = _place_of(unit.name, places)
-            if self.layout.is_cut:
+            if self.layout.is_sharded:
                 hooks = Transfer(0.0, host_s=_OPERATIONS_OF_HOOKS * self.machine.device.operation_s)
                 gathers.setdefault((first if place is None else place, False), []).extend((self._gather(unit), hooks))
             if unit.gathers_again:
@@ -243,7 +243,7 @@ class _Step:
     def _reduction(self, unit: UnitTraffic) -> Transfer:
         num_backwards = self.layout.num_backwards
         num_operations = _OPERATIONS_OF_REDUCTION + _OPERATIONS_OF_WEIGHT_REDUCED * unit.num_weights
-        host_s = num_operations * self.machine.device.operation_s if self.layout.is_cut else 0.0
+        host_s = num_operations * self.machine.device.operation_s if self.layout.is_sharded else 0.0
         return Transfer(
             unit.reduce.link_s * num_backwards,
             self._copied_s(unit.reduce) * num_backwards,

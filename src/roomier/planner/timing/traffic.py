@@ -160,7 +160,7 @@ def wire_dtype_of(unit: Unit, layout: Layout) -> torch.dtype:
         return layout.wire_dtype
     is_cast = unit.weights[0].dtype != unit.gathered_dtype
     # Only the pairwise collectives can send gradients in 16 bits and sum them in 32 bits.
-    is_low = is_cast and layout.on_gloo and not layout.accumulates_whole
+    is_low = is_cast and layout.on_gloo and not layout.accumulates_unsharded
     return unit.gathered_dtype if is_low else unit.sum_dtype
 
 

@@ -131,7 +131,7 @@ def update_time(
         seconds += sum(_muon_flops(each.shape) for each in hidden) / rate_of(torch.bfloat16, device)
     exchange_s, sent_bytes = _clipping_exchange(plan, machine, layout)
     group = shard_group(plan)
-    if hidden and layout.is_cut:  # full matrices are gathered before their update
+    if hidden and layout.is_sharded:  # full matrices are gathered before their update
         num_bytes = [math.prod(each.shape) * each.dtype.itemsize for each in hidden]
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
         sent_bytes += group.share_sent * sum(num_bytes)
@@ -184,7 +184,7 @@ def _clipping(weights: Sequence[Weight], plan: Plan, layout: Layout) -> Work:
 
 
 def _clipping_exchange(plan: Plan, machine: Machine, layout: Layout) -> tuple[float, float]:
-    if not (plan.batch.clips_norm and layout.is_cut):
+    if not (plan.batch.clips_norm and layout.is_sharded):
         return 0.0, 0.0
     group = shard_group(plan)
     return all_reduce_s(4, group, machine), 2 * group.share_sent * 4

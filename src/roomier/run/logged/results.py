@@ -310,7 +310,7 @@ class Results:
             if entry.metric is None or not any(of_all.updates):
                 entry.agreed = of_all.epoch_value
             elif entry.on_epoch and entry.updates != of_all.updates:
-                entry.agreed, entry.updates = torch_private.compute_metric_anew(entry.metric), of_all.updates
+                entry.agreed, entry.updates = torch_private.recompute_metric(entry.metric), of_all.updates
             entry.agreed_step = of_all.step_value
         return [each for each, _ in gathered]
 

@@ -30,7 +30,7 @@ from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.forms import FormError, anything, fields, item_of
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.engine.optimizer_state import cut_like, parameter_names
+from roomier.engine.optimizer_state import parameter_names, shard_like
 from roomier.optim.scheduler_form import check_scheduler
 from roomier.parallel.pages import local_part, local_rows
 from roomier.run.run import Run
@@ -211,7 +211,7 @@ def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
         action = "Pass a checkpoint of this model, or build the model that was saved"
         problem = f"does not match the model: {'; '.join(problems)}"
         raise CheckpointError("ckpt_path", str(file.path), problem, action)
-    return {name: cut_like(own[name], each) for name, each in found.items()}
+    return {name: shard_like(own[name], each) for name, each in found.items()}
 
 
 def _position_setter(run: Run, position: Position) -> Callable[[], None]:

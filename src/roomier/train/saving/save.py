@@ -56,7 +56,7 @@ def save_point(run: Run) -> bool:
         _save_interrupted(run)
         return True
     if is_over:
-        run.saves.state_at_end = map_tensors(_kept_on_host, _state_beside_engine(run))
+        run.saves.state_at_end = map_tensors(_kept_on_host, _state_outside_engine(run))
     run.now.is_in_step = not is_over
     return is_over
 
@@ -169,7 +169,7 @@ def full_state(run: Run) -> dict[str, Any]:
     If training ended within an epoch, the metrics of its completed part were logged, and callbacks have processed them.
     A resumed run must not contain these effects. So a save after the end uses the state of the last save point.
     """
-    return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_beside_engine(run))}
+    return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_outside_engine(run))}
 
 
 def _description(run: Run) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _description(run: Run) -> dict[str, Any]:
     }
 
 
-def _state_beside_engine(run: Run) -> dict[str, Any]:
+def _state_outside_engine(run: Run) -> dict[str, Any]:
     datamodule = run.settled.request.datamodule
     return {
         "schedulers": run.schedulers.state(),

@@ -133,7 +133,7 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
 def _choose(settled: Settled) -> Choice:
     """Choose a plan. Only rank 0 calls this function, while the other ranks wait."""
     from roomier.planner.choosing.choose import choose  # late: loads the sharding of torch
-    from roomier.planner.choosing.nearest import nothing_fits  # late: loads the sharding of torch
+    from roomier.planner.choosing.nearest import no_plan_fits  # late: loads the sharding of torch
 
     request, plan, module = settled.request, settled.plan, settled.request.module
     parallel = plan.parallel
@@ -147,7 +147,7 @@ def _choose(settled: Settled) -> Choice:
         machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
         choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
         if choice.chosen is None:
-            raise nothing_fits(workload, plan, choice, keeps_micro_batch=keeps, check=check)
+            raise no_plan_fits(workload, plan, choice, keeps_micro_batch=keeps, check=check)
     return choice
 
 

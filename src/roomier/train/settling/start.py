@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from roomier.api.logger import Logger
 from roomier.core.ranks import Ranks
-from roomier.loggers.group import tell_folder
+from roomier.loggers.group import set_run_folder
 from roomier.run.settled import Request, Start
 from roomier.train.opening.run_folder import run_folder
 from roomier.train.saving.first_weights import first_weights
@@ -47,7 +47,7 @@ def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_p
     folder = None if request.fitted is None else request.fitted.folder  # an evaluation adds to the logs of the fit
     if request.is_fit:
         folder = ranks.on_zero(lambda: run_folder(root, path)) if request.keeps_files else None
-    tell_folder(loggers, folder)
+    set_run_folder(loggers, folder)
     weights = first_weights(request.weights, path, request.plan, ranks)
     is_last = asked == "last" or earlier is not None
     return Found(Start(path, folder, weights, None if earlier is None else earlier.batch, is_last), job)
