@@ -476,11 +476,7 @@ class Results:
             )
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that the reductions in ``state`` are known.
-
-        Raises:
-            FormError: a reduction is unknown.
-        """
+        """Raise FormError if ``state`` contains an unknown reduction."""
         for index, saved in enumerate(state["running"]):
             one_of(*REDUCTIONS)(saved["options"][-1], f"results.running[{index}].options[4]")
 
