@@ -140,7 +140,7 @@ def test_only_matmul_weights_are_gathered_in_low_precision() -> None:
 
 def test_few_norms_of_a_block_belong_to_the_root() -> None:
     norm, small = nn.LayerNorm(64), nn.LayerNorm(4)
-    wide, narrow = nn.Sequential(norm, nn.Linear(64, 256)), nn.Sequential(small, nn.Linear(4, 4))
+    wide, narrow = nn.Sequential(norm, nn.Linear(64, 2048)), nn.Sequential(small, nn.Linear(4, 4))
     assert root_parameters_of([wide, narrow], torch.bfloat16) == {*norm.parameters()}
     assert root_parameters_of([wide, narrow], None) == set()
     assert parts_of(wide, torch.bfloat16) == [([wide], torch.bfloat16)]

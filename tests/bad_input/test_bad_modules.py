@@ -141,14 +141,14 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs(), for example",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss in a dict": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: {"loss": loss * 1j})), accumulate_grad_batches=2),
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs(), for example",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss of a manual backward": (
         lambda d: d.fit(
@@ -157,14 +157,14 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs(), for example",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss of a plain model": (
         lambda d: d.fit(ComplexLoss(4, 2), [torch.ones(2, 4)], optimizer="adamw"),
         RoomierError,
         "model",
         "'ComplexLoss'",
-        "Return loss.abs(), for example",
+        "Return a real loss, for example loss.abs()",
     ),
     "a batch with ignored labels only": (
         lambda d: d.fit(train=[*d.batches, ignored(2)], log_every_n_steps=1),

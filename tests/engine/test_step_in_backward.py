@@ -219,7 +219,7 @@ def test_unsupported_calls_raise() -> None:
     with pytest.raises(roomier.TrainingError, match=r"2 micro-batches.*set step_in_backward=False"):
         engine.forward_backward(step, [tokens, tokens])
     engine.forward_backward(step, [tokens])
-    with pytest.raises(roomier.TrainingError, match=r"clip=1.0.*used up and freed.*gradient_clip_val"):
+    with pytest.raises(roomier.TrainingError, match=r"clip=1.0.*used and freed.*gradient_clip_val"):
         engine.clip(1.0)
     with pytest.raises(roomier.TrainingError, match="closure"):
         engine.step(closure=lambda: 0.0)

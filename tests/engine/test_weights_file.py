@@ -71,7 +71,7 @@ def read_on_ranks(strategy: str, num_ranks: int, gpt: Path, tied: Path, custom: 
     with built_in_parts(plan, ranks, has_weights=True):
         network = make_gpt()
     if not torch.equal(torch.get_rng_state(), before) and strategy != "ddp":
-        wrong["make_gpt"].append("numbers were drawn for nothing")
+        wrong["make_gpt"].append("sampled unused numbers")
     wrong["make_gpt"] += differences(built(network, plan, ranks, gpt), with_weights(make_gpt))
     with built_in_parts(plan, ranks, has_weights=True):
         network = CustomStart()

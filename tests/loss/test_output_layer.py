@@ -104,7 +104,8 @@ class Classes(Squared):
 
 
 @pytest.mark.parametrize(
-    ("network", "target", "is_reported"), [(Squared(), torch.zeros(5, 7), True), (Classes(), torch.zeros(5).long(), False)]
+    ("network", "target", "is_reported"),
+    [(Squared(), torch.zeros(5, 7), True), (Classes(), torch.zeros(5).long(), False)],
 )
 def test_a_loss_that_is_not_chunked_is_reported_after_the_first_step(
     make_trainer: Callable[..., Trainer],

@@ -55,7 +55,7 @@ class TiedLanguage(Language):
 class WideLanguage(Language):
     """A GPT whose norms are a small enough fraction of each block to belong to the root unit."""
 
-    width = 32
+    width = 192
 
 
 class SummedLanguage(Language):

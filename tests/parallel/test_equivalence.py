@@ -94,12 +94,21 @@ def train_wide(setup: Setup, *, has_norms_in_root: bool) -> Trained:
         return train_on_ranks(WideLanguage, setup)
 
 
-@pytest.mark.parametrize("layout", [("zero2", 2, None), ("zero3", 2, None), LAYOUTS[-1]], ids=lambda layout: layout[0])
-def test_norms_in_the_root_unit_train_bit_identically(on_ranks: RankPool, layout: tuple[str, int, int | None]) -> None:
-    strategy, num_ranks, shard_size = layout
-    setup = Setup(strategy, num_ranks, shard_size, accumulate=2, precision="bf16-mixed", num_steps=5)
-    joined = on_ranks(num_ranks, train_wide, setup, has_norms_in_root=True)[0]
-    separate = on_ranks(num_ranks, train_wide, setup, has_norms_in_root=False)[0]
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup("zero2", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+        Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=3),
+        Setup("zero3", 2, clip=0.5, levers={"step_in_backward": True}, precision="bf16-mixed", num_steps=3),
+        pytest.param(
+            Setup("hsdp", 4, 2, accumulate=2, precision="bf16-mixed", num_steps=3), marks=pytest.mark.slow, id="hsdp"
+        ),
+    ],
+    ids=["zero2", "zero3", "zero3 with steps in backward", None],
+)
+def test_norms_in_the_root_unit_train_bit_identically(on_ranks: RankPool, setup: Setup) -> None:
+    joined = on_ranks(setup.num_ranks, train_wide, setup, has_norms_in_root=True)[0]
+    separate = on_ranks(setup.num_ranks, train_wide, setup, has_norms_in_root=False)[0]
     assert joined.losses == separate.losses
     assert distance(joined, separate).weights == 0.0
 

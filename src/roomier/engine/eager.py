@@ -131,7 +131,7 @@ class EagerEngine:
         self._freed_gradients = False
         weights = () if len(batches) == 1 and self.ranks.is_alone else self._weights(batches)
         window = _Window(step, len(batches), weights)
-        for begin_step in self._moments.begin_step:  # nothing may fail between here and the first micro-batch
+        for begin_step in self._moments.begin_step:  # no error may occur between here and the first micro-batch
             begin_step(self.optimizers, batches)
         return window
 
@@ -491,4 +491,4 @@ def _loss_in(output: object) -> Tensor:
 
 def _is_complex(loss: Tensor) -> TrainingError:
     problem = "is complex, but only a real loss can be minimized"
-    return TrainingError("loss", loss.detach(), problem, "Return loss.abs(), for example")
+    return TrainingError("loss", loss.detach(), problem, "Return a real loss, for example loss.abs()")

@@ -30,7 +30,7 @@ class Levers:
         network: the network that they are installed in.
         forward_context: creates the context of a forward.
         backward_context: creates the context of a backward, in which blocks may be recomputed.
-        recompute: recomputation of blocks. It has no blocks if nothing is recomputed or offloaded.
+        recompute: recomputation of blocks. It has no blocks if no activations are recomputed or offloaded.
         output_layer: the layer whose logits are computed in chunks. None without a chunked loss.
     """
 

@@ -20,16 +20,18 @@ class Parallel(Protocol):
         trace: hash of the units of the model that ran so far, in their order. It must be equal on all ranks.
             Otherwise a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
+        root_parameters: parameters of blocks whose gradients are reduced after the gradients of all blocks.
     """
 
     loss_factor: float
     allows_inference_mode: bool
     trace: int
     late_parameters: Sequence[nn.Parameter]
+    root_parameters: Sequence[nn.Parameter]
 
     @property
     def runner(self) -> nn.Module | None:
-        """Module that runs a step with the parameters that the step needs. None if nothing is distributed.
+        """Module that runs a step with the parameters that the step needs. None on a single rank.
 
         It can change between two steps.
         """
@@ -84,6 +86,7 @@ class Alone:
     allows_inference_mode = True
     trace = 0
     late_parameters: Sequence[nn.Parameter] = ()
+    root_parameters: Sequence[nn.Parameter] = ()
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None: ...
     def begin_backward(self) -> None: ...

@@ -65,6 +65,7 @@ def updates_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parall
         batch_plan=plan.batch,
         join_norms=parallel.join_norms,
         late=parallel.late_parameters,
+        separate=parallel.root_parameters,
     )
 
 
@@ -79,6 +80,7 @@ class StepInBackward(Updates):
         batch_plan: settings for clipping.
         join_norms: returns the norm over all ranks, from the norm of this rank's shard of each gradient, by parameter.
         late: parameters whose gradients are complete only after backward.
+        separate: parameters of blocks that are not updated together with their block.
 
     Attributes:
         acts: whether the engine calls the methods during a step.
@@ -101,6 +103,7 @@ class StepInBackward(Updates):
         batch_plan: BatchPlan,
         join_norms: Callable[[Mapping[Tensor, Tensor]], Tensor],
         late: Iterable[Tensor] = (),
+        separate: Iterable[Tensor] = (),
     ) -> None:
         for optimizer in optimizers:
             _check_optimizer(optimizer, way)
@@ -110,6 +113,7 @@ class StepInBackward(Updates):
         self._optimizers = list(optimizers)
         self._join_norms = join_norms
         self._late = dict.fromkeys(late)
+        without_block = {*self._late, *separate}
         limit = batch_plan.gradient_clip_val
         self._max_norm = limit if batch_plan.clips_norm else None
         self._max_value = None if batch_plan.clips_norm else limit
@@ -118,7 +122,7 @@ class StepInBackward(Updates):
             parameter: number
             for number, block in enumerate(blocks)
             for parameter in block.parameters()
-            if parameter not in self._late
+            if parameter not in without_block
         }
         self._num_in_block: Counter[int | None] = Counter()
         self._handles: dict[Tensor, RemovableHandle] = {}

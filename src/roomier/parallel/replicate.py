@@ -48,6 +48,7 @@ class Replicas:
         allows_inference_mode: True.
         trace: constant, because each rank may run different parts of the model.
         late_parameters: empty, because no parameter is reduced separately.
+        root_parameters: empty, because parameters are not sharded.
 
     Raises:
         RoomierError: ``compression`` is used with manual optimization.
@@ -56,6 +57,7 @@ class Replicas:
     allows_inference_mode = True
     trace = 0
     late_parameters: Sequence[nn.Parameter] = ()
+    root_parameters: Sequence[nn.Parameter] = ()
 
     def __init__(
         self,

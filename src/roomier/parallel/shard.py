@@ -62,7 +62,8 @@ MULTIPLYING = (
 # The forward of these modules reads the weights of submodules without calling them. A submodule that is not called runs
 # no forward pre-hook, so it must not become a separate unit.
 READING_PARTS = (nn.MultiheadAttention,)
-_LARGE = 0.02  # fraction of the parameters of the model, or of a block, above which layers become a separate unit
+_LARGE = 0.02  # fraction of the model's parameters above which a layer outside the blocks becomes a unit
+_FEW = 0.002  # fraction of a block's parameters up to which its layers in float32 belong to the root
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Shards:
             that runs different units would silently combine shards of different parameters. Ranks compare this hash
             to detect the mismatch.
         late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
+        root_parameters: parameters inside units that belong to the root; see :func:`root_parameters_of`.
     """
 
     loss_factor = 1.0
@@ -135,6 +137,8 @@ class Shards:
         in_root = root_parameters_of(units, sharding.compute_dtype)
         in_units = {each for unit in units for each in unit.parameters()} - in_root
         root = self._cut([self.runner], None, in_units)
+        sharded = (each for unit in units for each in unit.parameters() if isinstance(each, DTensor))
+        self.root_parameters: Sequence[nn.Parameter] = list(sharded)
         parts = [self._cut_unit(unit) for unit in units]
         for number, unit in enumerate(units, start=1):
             unit.register_forward_pre_hook(partial(self._note, number))
@@ -366,7 +370,7 @@ def root_parameters_of(units: Iterable[nn.Module], compute_dtype: torch.dtype | 
     found: set[nn.Parameter] = set()
     for unit in units if compute_dtype is not None else ():
         exact = {parameter for leaf in _exact_leaves(unit) for parameter in cut_parameters(leaf)}
-        if sum(each.numel() for each in exact) <= _LARGE * sum(each.numel() for each in cut_parameters(unit)):
+        if sum(each.numel() for each in exact) <= _FEW * sum(each.numel() for each in cut_parameters(unit)):
             found |= exact
     return found
 

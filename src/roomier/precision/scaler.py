@@ -56,7 +56,7 @@ class LossScaler:
         return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Restore the result of :meth:`state`. None, from a run in another precision, changes nothing."""
+        """Restore the result of :meth:`state`. None, from a run in another precision, has no effect."""
         if state is None:
             return
         state = dict(state)
@@ -84,7 +84,7 @@ class NoScale:
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Do nothing, because gradients are not scaled."""
+        """No effect, because gradients are not scaled."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
         """Update the parameters."""
@@ -94,10 +94,10 @@ class NoScale:
             optimizer.step(closure)
 
     def update(self) -> None:
-        """Do nothing, because the factor is constant."""
+        """No effect, because the factor is constant."""
 
     def state(self) -> None:
         """Return None, because the factor is constant."""
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Do nothing, even with the state of a run in ``"16-mixed"``."""
+        """No effect, even with the state of a run in ``"16-mixed"``."""
