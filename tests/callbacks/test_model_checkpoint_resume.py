@@ -1,4 +1,4 @@
-"""ModelCheckpoint after a kill: ledger and folders of the resumed run equal those of an uninterrupted run."""
+"""ModelCheckpoint after a kill: the resumed run has the ledger and folders of an uninterrupted run."""
 
 import os
 import shutil

@@ -41,6 +41,6 @@ def loader() -> DataLoader:
 
 @pytest.fixture(autouse=True)
 def printed_again() -> Iterator[None]:
-    logger_module._told.clear()
+    logger_module._reported.clear()
     yield
-    logger_module._told.clear()
+    logger_module._reported.clear()

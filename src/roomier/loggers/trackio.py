@@ -14,7 +14,7 @@ from roomier.loggers.service import ServiceLogger, missing_package
 class TrackioLogger(ServiceLogger):
     """Logs to trackio with ``trackio.init``, and ``log`` and ``finish`` of the returned run.
 
-    trackio identifies a run by its name and accepts hyperparameters only at the start. So the first row or the
+    The name identifies a run in trackio, which accepts hyperparameters only at the start. So the first row or the
     hyperparameters open the run.
 
     Args:
