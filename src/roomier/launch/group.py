@@ -33,12 +33,12 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _news: FailureNews | None = None
 
 
-def is_worth_telling(error: BaseException) -> bool:
+def should_report(error: BaseException) -> bool:
     """Return whether no other rank has reported ``error``, which ends this rank."""
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
 
-def failure_is_told(within_s: float) -> bool:
+def failure_is_reported(within_s: float) -> bool:
     """Return whether a rank reports an error that ends it, up to ``within_s`` from now."""
     return _news is not None and _news.is_reported(within_s)
 
