@@ -102,7 +102,7 @@ def help_text() -> str:
 def _is_first_report(error: RoomierError) -> bool:
     """Return True if no other rank has reported this error. Runs without ranks never load the module."""
     group = sys.modules.get("roomier.launch.group")
-    return group is None or bool(group.is_unreported(error))
+    return group is None or bool(group.should_report(error))
 
 
 def _place_in_user_code(error: RoomierError) -> str:

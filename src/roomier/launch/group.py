@@ -33,7 +33,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _news: FailureNews | None = None
 
 
-def is_unreported(error: BaseException) -> bool:
+def should_report(error: BaseException) -> bool:
     """Return whether no other rank has reported ``error``, which ends this rank."""
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
