@@ -158,7 +158,7 @@ def test_evaluations_require_the_same_loaders_or_sharded_data(on_ranks, strategy
     assert problems == {
         **dict.fromkeys(("list", "map-style", "map-style with a sampler"), SAME_LOADER),
         **dict.fromkeys(("iterable", "generator"), SAME_BATCHES),
-        "on one rank alone": "holds 1 loaders on rank 0, 0 loaders on rank 1",
+        "on one rank alone": "has 1 loaders on rank 0, 0 loaders on rank 1",
     }
 
 
