@@ -195,8 +195,8 @@ def test_a_resume_is_bit_identical(
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_one_rank_resumes_two_ranks_bit_for_bit(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     begun = on_ranks(2, train, tmp_path / "a", strategy, 2, 4, OPTIMIZERS[0])[0]
-    goes_on = on_ranks(1, train, tmp_path / "b", "single", 1, 5, OPTIMIZERS[0], begun["path"])[0]
-    stored, now = checkpoint.load(begun["path"]), goes_on["begins_with"]
+    continues = on_ranks(1, train, tmp_path / "b", "single", 1, 5, OPTIMIZERS[0], begun["path"])[0]
+    stored, now = checkpoint.load(begun["path"]), continues["begins_with"]
     assert list(differing(stored["module"], now["module"])) == []
     [saved_states], [states] = (each["optimizers"] for each in (stored, now))
     assert list(differing(saved_states["state"], states["state"])) == []

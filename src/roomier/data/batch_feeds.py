@@ -233,7 +233,7 @@ class WalkedFeed(BatchFeed):
         if self._epoch_seed is not None:
             self._epoch_seed.set(self._seed, epoch)
         self._sampler.skip(num_skipped)
-        return begin(self._loader, workers_were_there=self.goes_on)
+        return begin(self._loader, had_workers=self.continues)
 
     def check(self, position: dict[str, Any]) -> None:
         self._share.num_skipped(position, self.name, self._loader)
@@ -253,7 +253,7 @@ class WalkedFeed(BatchFeed):
         return iterator, self._first
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        self.goes_on = True
+        self.continues = True
         self._epoch_start.leave(self._of_this_rank(position))
 
     def _own_position(self) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class ReplayedFeed(BatchFeed):
                 "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch",
             )
         self._was_started = True
-        return begin(self._loader, workers_were_there=self.goes_on)
+        return begin(self._loader, had_workers=self.continues)
 
     def check(self, position: dict[str, Any]) -> None:
         self._share.num_skipped(position, self.name, self._loader)
@@ -324,7 +324,7 @@ class ReplayedFeed(BatchFeed):
         return self._own_part(iterator), self._first
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        self.goes_on = True
+        self.continues = True
         self._epoch_start.leave(self._of_this_rank(position))
 
     def _own_position(self) -> dict[str, Any]:
@@ -419,9 +419,9 @@ class StatefulFeed(BatchFeed):
             self._begins_at_an_end = True
         elif not isinstance(self._keeper, DataLoader) and not any(map(_restarts, type(self._keeper).__mro__)):
             random_state = rng_state()
-            goes_on = self._goes_on()
+            continues = self._goes_on()
             self._keeper.load_state_dict(state)
-            if not goes_on:  # the loaded state is for an iterator of the interrupted epoch, not of the next one
+            if not continues:  # the loaded state is for an iterator of the interrupted epoch, not of the next one
                 self._state_behind_a_batch()
             set_rng_state(random_state)
 

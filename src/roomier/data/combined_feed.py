@@ -95,10 +95,10 @@ class CombinedFeed(Feed):
         for part, feed, stored in self._put_back(position):
             if stored["is_at_end"]:
                 feed.adopt(stored["position"], is_complete=stored["is_complete"])
-                part.go_on(None, None, stored["num_read"])
+                part.continue_from(None, None, stored["num_read"])
             else:
                 iterator, num_read = feed.resume(stored["position"])
-                part.go_on(iterator, _reading(feed, iterator), num_read)
+                part.continue_from(iterator, _reading(feed, iterator), num_read)
         if math.isinf(self.num_batches):
             num_done = position["num_batches"] // self._ranks.world.size
         else:  # count from the end, because a loop waits for the end
@@ -108,7 +108,7 @@ class CombinedFeed(Feed):
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         for part, feed, stored in self._put_back(position):
             feed.adopt(stored["position"], is_complete=stored["is_complete"])
-            part.go_on(None, None, stored["num_read"])
+            part.continue_from(None, None, stored["num_read"])
 
     def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[Part, Feed, dict[str, Any]]]:
         """Yield the parts that had begun at ``position``, each restored to the pass of the position."""
@@ -124,7 +124,7 @@ class CombinedFeed(Feed):
                 if stored["position"]:  # positions of earlier releases have no entry for loaders that are read later
                     self._ended_before[number] = stored["is_complete"]
                     feed.adopt(stored["position"], is_complete=stored["is_complete"])
-                    feed.goes_on = position["epoch"] > 0
+                    feed.continues = position["epoch"] > 0
                 continue
             part.cycle, part.came_to_end = stored["cycle"], stored["came_to_end"]
             epoch = position["epoch"] + stored["cycle"] * PASS

@@ -39,7 +39,7 @@ class Feed(ABC):
     reading: Iterator[Any] | None = None
     """Iterator of the loader, if :meth:`start` returned another iterator around it."""
 
-    goes_on: bool = False
+    continues: bool = False
     """True if the saved run read an earlier epoch."""
 
     def __init__(self, name: str) -> None:
@@ -114,15 +114,15 @@ class Feed(ABC):
         return {}
 
 
-def begin(loader: Iterable[Any], *, workers_were_there: bool) -> Iterator[Any]:
+def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
     """Return an iterator of ``loader``.
 
     Args:
         loader: loader to iterate.
-        workers_were_there: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a
+        had_workers: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a
             seed when it starts workers, and none when workers persist. So this function draws no seed in that case.
     """
-    if not (workers_were_there and isinstance(loader, DataLoader) and loader.persistent_workers):
+    if not (had_workers and isinstance(loader, DataLoader) and loader.persistent_workers):
         return iter(loader)
     own, generator = loader.generator, torch.Generator()
     generator.set_state(torch.get_rng_state() if own is None else own.get_state())
@@ -210,7 +210,7 @@ class OrderedFeed(Feed):
         self._sampler.set_position(epoch, num_samples_done, of_order)
         if self._epoch_seed is not None:
             self._epoch_seed.set(self._sampler.seed, epoch)
-        return begin(self._loader, workers_were_there=self.goes_on)
+        return begin(self._loader, had_workers=self.continues)
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         self.check(position)
@@ -220,7 +220,7 @@ class OrderedFeed(Feed):
         return iterator, self._first_batch
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        self.goes_on = True
+        self.continues = True
         self._sampler.seed = position["seed"]
         self._own_generators.set_states(position["random_now"])
 

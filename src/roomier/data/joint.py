@@ -63,7 +63,7 @@ class Part:
         self.num_read = 0
         self.iterator, self._reading = self._start(self.cycle)
 
-    def go_on(self, iterator: Iterator[Any] | None, reading: Any, num_read: int) -> None:
+    def continue_from(self, iterator: Iterator[Any] | None, reading: Any, num_read: int) -> None:
         """Continue the running pass with ``iterator``, after ``num_read`` batches."""
         self.iterator, self._reading, self.num_read = iterator, reading, num_read
 

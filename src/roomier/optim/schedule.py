@@ -68,7 +68,7 @@ def make_schedule(
     return LambdaLR(optimizer, Factor(name, length, warmup_steps, min_lr_ratio))
 
 
-def go_on(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
+def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
     """Resume a ``schedule`` of :func:`make_schedule`, which a Plan selected, at the step of ``saved``.
 
     Only the step is read from the state. Shape and length belong to the new run, and peak rates to its optimizer

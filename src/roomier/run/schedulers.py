@@ -12,7 +12,7 @@ from roomier.api.overrides import overrides
 from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.optim.configured import LRSchedulerConfig
-from roomier.optim.schedule import go_on
+from roomier.optim.schedule import continue_schedule
 from roomier.optim.scheduler_form import check_scheduler
 from roomier.run.logged.results import Results
 
@@ -134,7 +134,7 @@ class Schedulers:
                 each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
             )
             is_other = has_other_step_count or made_for != was_made_for
-            go_on(config.scheduler, saved["state"], num_steps if is_other else None)
+            continue_schedule(config.scheduler, saved["state"], num_steps if is_other else None)
 
 
 def _step(scheduler: Any) -> None:
