@@ -125,7 +125,7 @@ def test_layers_that_on_load_checkpoint_creates_without_an_optimizer_are_rejecte
         module.net[2] = nn.Linear(checkpoint["state_dict"]["net.2.weight"].shape[1], 1)
 
     module.on_load_checkpoint = new_head  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match=r"new parameters: net\.2\.weight, net\.2\.bias; .* would not train"):
+    with pytest.raises(CheckpointError, match=r"new parameters: net\.2\.weight, net\.2\.bias, but .* would not train"):
         make_trainer(max_epochs=2).fit(module, loader(), **{argument: tmp_path / "saved"})
 
 
