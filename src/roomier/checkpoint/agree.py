@@ -38,7 +38,7 @@ def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
 
     Raises:
         RoomierError: ``function`` failed on some rank. Every rank raises the error of the first rank that failed, with
-            its number. A single rank raises the original exception.
+            its number. If there is only one rank, it raises the original exception.
     """
     if ranks.is_alone:
         return [function()]
