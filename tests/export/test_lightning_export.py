@@ -133,7 +133,7 @@ def test_only_weights_are_exported_if_lightning_does_not_support_the_optimizer(
     written = LightningFile(export_lightning(tmp_path / "own", tmp_path / "out.ckpt"))
 
     assert "was created by the Trainer" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=r"weights only"):
+    with pytest.raises(CheckpointError, match=r"saved only the weights"):
         written.position()
 
 

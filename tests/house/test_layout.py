@@ -148,3 +148,10 @@ def project_table() -> dict[str, Any]:
 
 def normal_name(requirement: str) -> str:
     return re.split(r"[\[<>=~!]", requirement)[0].lower().replace("_", "-")
+
+
+def test_the_reading_order_is_short() -> None:
+    text = (ROOT / "docs" / "design" / "overview.md").read_text().split("## Reading order")[1].split("These files")[0]
+    files = [ROOT / "src" / "roomier" / name for name in re.findall(r"`([a-z_/]+\.py)`", text)]
+    assert 10 < len(files) <= 20
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 3600

@@ -18,22 +18,15 @@ from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.transfer import BatchMover
 from roomier.engine.facts import Facts
 from roomier.engine.levers import Levers
+from roomier.engine.losses import CountTerms, complex_loss_error, loss_of, term_weights
 from roomier.engine.moments import moments_of
 from roomier.engine.no_terms import zero_gradients
 from roomier.engine.optimizer_form import check_values
-from roomier.engine.optimizer_state import (
-    check_optimizer,
-    load_optimizer,
-    optimizer_state,
-    parameter_names,
-    shard_like,
-)
+from roomier.engine.optimizer_state import check_optimizer, load_optimizer, optimizer_state, parameter_names, shard_like
 from roomier.engine.parallel import Parallel
 from roomier.engine.updates import Updates
 from roomier.plan import BatchPlan
 from roomier.precision.scaler import LossScaler, NoScale
-
-CountTerms = Callable[[Any], int | Tensor]
 
 
 @dataclass(slots=True)
@@ -129,7 +122,9 @@ class EagerEngine:
         if self.hooks.zero_grad is None and not self._freed_gradients:
             self.zero_grad()
         self._freed_gradients = False
-        weights = () if len(batches) == 1 and self.ranks.is_alone else self._weights(batches)
+        weights: tuple[float | Tensor, ...] = ()
+        if not (len(batches) == 1 and self.ranks.is_alone) and self._count_terms is not None:
+            weights = term_weights(self._count_terms, batches, self.ranks)
         window = _Window(step, len(batches), weights)
         for begin_step in self._moments.begin_step:  # no error may occur between here and the first micro-batch
             begin_step(self.optimizers, batches)
@@ -279,7 +274,7 @@ class EagerEngine:
                 self._run_backward(loss, *args, **kwargs)
         except RuntimeError:
             if loss.is_complex() and not (args or kwargs):
-                raise _is_complex(loss) from None
+                raise complex_loss_error(loss) from None
             raise
         for after in hooks.after_backward:
             after()
@@ -399,34 +394,6 @@ class EagerEngine:
         self.scaler.load(state["scaler"])
         self._updates.load(state, self.device)
 
-    def _weights(self, batches: Sequence[Any]) -> tuple[float | Tensor, ...]:
-        """Return each micro-batch's fraction of the global batch's loss terms. Empty if losses are summed."""
-        if self._count_terms is None:
-            return ()
-        counts = [_on_host(self._count_terms(batch)) for batch in batches]
-        if not all(isinstance(count, (int, float, Tensor)) for count in counts):
-            raise TrainingError(
-                "num_loss_terms",
-                counts,
-                "must return a number for each micro-batch",
-                "Return an integer or a 0-dim tensor for each batch",
-            )
-        total = self._over_ranks(sum(counts))
-        if not isinstance(total, Tensor) and total <= 0:
-            raise TrainingError(
-                "num_loss_terms",
-                counts,
-                "no micro-batch of this step has a loss term to average over",
-                "Check the targets: all of them may be ignored",
-            )
-        return tuple(count / total for count in counts)
-
-    def _over_ranks(self, count: Any) -> Any:
-        if self.ranks.is_alone:
-            return count
-        total = self.ranks.sum(count if isinstance(count, Tensor) else torch.tensor(float(count), dtype=torch.float64))
-        return total if isinstance(count, Tensor) else total.item()
-
 
 class _Closure:
     """Closure for the optimizer, created after all micro-batches except the last have run.
@@ -448,47 +415,3 @@ class _Closure:
         if window.left_out:  # immediately, because an update may follow
             engine._weigh_again(window)
         return loss
-
-
-def _on_host(count: Any) -> Any:
-    """Convert a CPU count to a Python number, which can be compared with zero without synchronizing the device."""
-    return count.item() if isinstance(count, Tensor) and count.is_cpu else count
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in the output of a training step, or None if the step returned None.
-
-    Raises:
-        TrainingError: the loss is not a scalar tensor that depends on the parameters.
-    """
-    if not isinstance(output, Tensor):
-        if output is None:
-            return None
-        output = _loss_in(output)
-    loss: Tensor = output
-    if loss.numel() != 1:
-        raise TrainingError(
-            "training_step", tuple(loss.shape), "the loss must be a scalar", "Reduce it, for example with loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise TrainingError(
-            "training_step",
-            loss,
-            "the loss must depend on a parameter that requires a gradient",
-            "Do not detach the loss, and unfreeze at least one parameter",
-        )
-    return loss
-
-
-def _loss_in(output: object) -> Tensor:
-    """Return the loss in an output that is not a tensor itself."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, Tensor):
-        return loss
-    problem = "must contain a tensor at 'loss'" if isinstance(output, Mapping) else "must return a tensor"
-    raise TrainingError("training_step", output, problem, "Return the loss as a 0-dim tensor, or {'loss': loss}")
-
-
-def _is_complex(loss: Tensor) -> TrainingError:
-    problem = "is complex, but only a real loss can be minimized"
-    return TrainingError("loss", loss.detach(), problem, "Return a real loss, for example loss.abs()")

@@ -25,7 +25,8 @@ class Children:
         processes: the process of each rank.
 
     Attributes:
-        have_met: the process group of all ranks exists. Until then, a rank that exits counts as failed, whatever its exit code.
+        have_met: the process group of all ranks exists. Until then, a rank that exits counts as failed, whatever its
+            exit code.
         main_is_failing: returns whether an error of this process ends it.
         main_lost_peer: returns whether this process ends because it could not reach another rank.
         where: returns the place in the run, for messages.

@@ -1,0 +1,96 @@
+"""The loss of a training step, and the weights of micro-batches in the loss of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roomier.core.errors import TrainingError
+from roomier.core.ranks import Ranks
+
+CountTerms = Callable[[Any], int | Tensor]
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in the output of a training step, or None if the step returned None.
+
+    Raises:
+        TrainingError: the loss is not a scalar tensor that depends on the parameters.
+    """
+    if not isinstance(output, Tensor):
+        if output is None:
+            return None
+        output = _loss_in(output)
+    loss: Tensor = output
+    if loss.numel() != 1:
+        raise TrainingError(
+            "training_step", tuple(loss.shape), "the loss must be a scalar", "Reduce it, for example with loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise TrainingError(
+            "training_step",
+            loss,
+            "the loss must depend on a parameter that requires a gradient",
+            "Do not detach the loss, and unfreeze at least one parameter",
+        )
+    return loss
+
+
+def _loss_in(output: object) -> Tensor:
+    """Return the loss in an output that is not a tensor itself."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        return loss
+    problem = "must contain a tensor at 'loss'" if isinstance(output, Mapping) else "must return a tensor"
+    raise TrainingError("training_step", output, problem, "Return the loss as a 0-dim tensor, or {'loss': loss}")
+
+
+def complex_loss_error(loss: Tensor) -> TrainingError:
+    """Return the error for a complex loss."""
+    problem = "is complex, but only a real loss can be minimized"
+    return TrainingError("loss", loss.detach(), problem, "Return a real loss, for example loss.abs()")
+
+
+def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) -> tuple[float | Tensor, ...]:
+    """Return the fraction of the global batch's loss terms in each micro-batch.
+
+    Args:
+        count_terms: returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.
+        batches: micro-batches of this rank.
+        ranks: ranks whose micro-batches form the global batch.
+
+    Raises:
+        TrainingError: a count is not a number, or no micro-batch has a loss term.
+    """
+    counts = [_on_host(count_terms(batch)) for batch in batches]
+    if not all(isinstance(count, (int, float, Tensor)) for count in counts):
+        raise TrainingError(
+            "num_loss_terms",
+            counts,
+            "must return a number for each micro-batch",
+            "Return an integer or a 0-dim tensor for each batch",
+        )
+    total = _over_ranks(sum(counts), ranks)
+    if not isinstance(total, Tensor) and total <= 0:
+        raise TrainingError(
+            "num_loss_terms",
+            counts,
+            "no micro-batch of this step has a loss term to average over",
+            "Check the targets: all of them may be ignored",
+        )
+    return tuple(count / total for count in counts)
+
+
+def _over_ranks(count: Any, ranks: Ranks) -> Any:
+    if ranks.is_alone:
+        return count
+    total = ranks.sum(count if isinstance(count, Tensor) else torch.tensor(float(count), dtype=torch.float64))
+    return total if isinstance(count, Tensor) else total.item()
+
+
+def _on_host(count: Any) -> Any:
+    """Convert a CPU count to a Python number, which can be compared with zero without synchronizing the device."""
+    return count.item() if isinstance(count, Tensor) and count.is_cpu else count
