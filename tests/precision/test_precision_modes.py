@@ -217,7 +217,7 @@ def test_the_matmul_mode_is_set_during_the_fit_and_restored(make_trainer, module
 
 
 def test_a_mode_that_the_device_does_not_support_is_rejected():
-    with pytest.raises(roomier.PlanError, match="precision='64-true': the device is mps"):
+    with pytest.raises(roomier.PlanError, match="precision='64-true': is not supported on mps"):
         precision_of("64-true", torch.device("mps"))
 
 

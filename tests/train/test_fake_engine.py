@@ -59,6 +59,9 @@ class FakeEngine:
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
         self.optimizers[0].step()
 
+    def free_gradients(self, optimizer: Optimizer | None = None) -> None:
+        self.optimizers[0].zero_grad()
+
     def step_with_closure(self, step: Step, batches: Sequence[Any], update: Callable[[Any], Any]) -> Tensor | None:
         raise NotImplementedError
 
@@ -68,9 +71,7 @@ class FakeEngine:
     def move(self, batch: Any) -> Any:
         return batch
 
-    def clip(self, max_norm: Any = None, algorithm: Any = None, *, optimizer: Any = None) -> Tensor | None:
-        return None
-
+    def clip(self, max_norm: Any = None, algorithm: Any = None, *, optimizer: Any = None) -> Tensor | None: ...
     def settle(self) -> None:
         self.num_settled += 1
 
@@ -86,7 +87,6 @@ class FakeEngine:
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None: ...
     def unscale(self, optimizer: Optimizer | None = None) -> None: ...
     def leave_out_update(self) -> None: ...
-    def free_gradients(self, optimizer: Optimizer | None = None) -> None: ...
     def close(self) -> None: ...
     def check(self, state: Mapping[str, Any]) -> None: ...
     def trained_parameters_changed(self) -> None: ...
