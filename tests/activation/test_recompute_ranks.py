@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from roomier.parallel.collectives import PairwiseAllGather
+from tests.covering import covering
 from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -60,8 +61,9 @@ def apart(setup: Setup, task: type[Language] = Dropping) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), covering(["ddp", "zero1", "zero2", "zero3"], ["32-true", "bf16-mixed"])
+)
 def test_two_ranks(on_ranks: RankPool, strategy: str, precision: str) -> None:
     setup = dataclasses.replace(SETUP, strategy=strategy, precision=precision)
     assert on_ranks(2, apart, setup) == [[], []]

@@ -18,6 +18,7 @@ from roomier import checkpoint
 from roomier.checkpoint import parts, store, tensor_file
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.errors import CheckpointError
+from tests.covering import covering
 from tests.ranks.pool import RankFailed, RankPool
 
 SHAPES = {"even": (8, 3), "uneven": (7, 5), "fewer_rows_than_ranks": (1, 4), "vector": (5,), "no_rows": (0, 3)}
@@ -218,8 +219,7 @@ def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("how", ["unstorable", "full disk", "bug", "other tensors"])
+@pytest.mark.parametrize(("how", "failing"), covering(["unstorable", "full disk", "bug", "other tensors"], [0, 1]))
 def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_old_checkpoint(
     tmp_path: Path, on_ranks: RankPool, failing: int, how: str
 ) -> None:

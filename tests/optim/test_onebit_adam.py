@@ -15,6 +15,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.exchange import all_reduce_bytes
 from roomier.optim.onebit_adam import LEAST_VARIANCE, OneBitAdam
 from roomier.optim.sign_code import BLOCK
+from tests.covering import covering
 from tests.ranks.pool import RankPool
 
 # Sizes that divide evenly and unevenly, sizes below the number of ranks, and sizes above a block.
@@ -105,8 +106,7 @@ def run(optimizer: OneBitAdam, parameters: list[nn.Parameter], steps: range) -> 
     return sent
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize(("num_ranks", "rounds"), covering([1, 2, 3, 4], [False, True]))
 def test_steps_equal_algorithm_1(on_ranks: RankPool, num_ranks: int, rounds: bool) -> None:
     expected = reference(num_ranks, 25, 8, rounds=rounds)
     for weights, _ in on_ranks(num_ranks, train, 25, freeze_step=8, rounds_variance=rounds):
@@ -172,8 +172,7 @@ def resumed(num_steps: int, at: int, **keywords: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("at", [0, 6, 10])
+@pytest.mark.parametrize(("num_ranks", "at"), covering([1, 2, 3], [0, 6, 10]))
 def test_restored_states_continue_bit_for_bit(on_ranks: RankPool, num_ranks: int, at: int) -> None:
     assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6))
     assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6, rounds_variance=True))
@@ -208,9 +207,9 @@ def loaded_and_read_back(states: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 2), (2, 4), (3, 1), (1, 3)])
-@pytest.mark.parametrize("at", [4, 10])
-def test_states_load_on_another_number_of_ranks(on_ranks: RankPool, saved_on: int, loaded_on: int, at: int) -> None:
+@pytest.mark.parametrize(("numbers", "at"), covering([(4, 2), (2, 4), (3, 1), (1, 3)], [4, 10]))
+def test_states_load_on_another_number_of_ranks(on_ranks: RankPool, numbers: tuple[int, int], at: int) -> None:
+    saved_on, loaded_on = numbers
     saved = on_ranks(saved_on, whole_states, at, 6)[0]
     for loaded in on_ranks(loaded_on, loaded_and_read_back, saved):
         for index, before in saved["state"].items():

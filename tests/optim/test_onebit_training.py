@@ -24,6 +24,7 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.optim.onebit_adam import OneBitAdam, onebit_options
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import Kind, kind_of
+from tests.covering import covering
 from tests.parallel.parity import OPTIMIZERS, Setup, batches_of, train_bare, whole_weights
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -133,11 +134,13 @@ def train_in_full_precision(setup: Setup, strategy: str) -> dict[str, Tensor]:
     return whole_weights(task)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-@pytest.mark.parametrize(("accumulate", "terms"), [(1, "all"), (2, "some"), (2, "none on one")])
+@pytest.mark.parametrize(
+    ("window", "strategy"), covering([(1, "all"), (2, "some"), (2, "none on one")], ["ddp", "zero1"])
+)
 def test_the_averaged_gradient_equals_the_gradient_of_the_global_batch(
-    on_ranks: RankPool, strategy: str, accumulate: int, terms: str
+    on_ranks: RankPool, window: tuple[int, str], strategy: str
 ) -> None:
+    accumulate, terms = window
     setup = Setup(strategy="ddp", accumulate=accumulate, terms=terms, optimizer="adamw", num_steps=12)
     bare = train_bare(Language, setup)
     for weights in on_ranks(2, train_in_full_precision, setup, strategy):
