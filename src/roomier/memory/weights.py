@@ -62,7 +62,7 @@ class Unit:
         is_root: True for the unit of all remaining weights.
         ends_late: True if the inputs have no gradient, so that its backward ends with the whole backward.
         is_looked_up: True for an embedding, which is not all-gathered for backward.
-        is_inner: True for the norms and embeddings of a block, which is the previous unit.
+        is_inner: True for the norms and embeddings of a block. The previous unit is the block.
     """
 
     name: str
@@ -143,7 +143,7 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
 def with_adapters(
     network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Return a copy of the shapes of ``network`` with the adapters of ``plan``, and the blocks of the copy.
+    """Return a copy of ``network`` on the meta device with the adapters of ``plan``, and the blocks of the copy.
 
     Returns ``network`` itself if it has adapters already, or if the plan has none.
     """

@@ -40,7 +40,7 @@ class Replicas:
         by_hand: manual optimization. Gradients are averaged after each backward, which runs inside ``training_step``.
         finds_unused: allow steps that leave parameters unused, which may differ between ranks.
         wire_dtype: dtype in which gradients are sent; None keeps their dtype.
-        compression: gradient compression; None for none.
+        compression: gradient compression; None disables it.
 
     Attributes:
         runner: module that runs a step in its forward.
