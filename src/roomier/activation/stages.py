@@ -17,7 +17,7 @@ _COPY_COST = 0.02  # cost of each copy, even if it overlaps; a constant that avo
 
 
 class Way(NamedTuple):
-    """Setting of a block: one of its options.
+    """Setting of a block, which corresponds to one of its options.
 
     Attributes:
         keep: activations that are saved for backward.
@@ -171,7 +171,7 @@ def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """Return a problem whose solutions are valid for all ``profiles``, with the maximum of all bytes and times.
+    """Return a profile with the maximum of all bytes and times, whose choices are valid for all ``profiles``.
 
     Args:
         profiles: profiles with the same order of blocks.
@@ -189,7 +189,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
     """Set the times of blocks with equal bytes to their median.
 
-    A time that was measured one time is inaccurate, and must not cause different choices for equal blocks.
+    An individual time measurement is inaccurate, and must not cause different choices for equal blocks.
     """
     alike: dict[tuple[int, ...], list[Stage]] = defaultdict(list)
     for stage in stages:

@@ -143,7 +143,7 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
 def with_adapters(
     network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Return a copy of ``network`` on the meta device with the adapters of ``plan``, and the blocks of the copy.
+    """Return a copy of ``network`` that has the adapters of ``plan`` but no parameter values, and the copied blocks.
 
     Returns ``network`` itself if it has adapters already, or if the plan has none.
     """

@@ -26,8 +26,8 @@ class PowerSGD:
     sums would mix different tensors.
 
     Args:
-        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if this is at
-            most half of its elements. None means ``DEFAULT_RANK``.
+        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if this is
+            less than half of its elements. None means ``DEFAULT_RANK``.
         warmup_steps: number of steps that send uncompressed gradients; at least 3. None means
             ``DEFAULT_WARMUP_STEPS``.
     """
