@@ -61,7 +61,7 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step according to the allocator if it exists, otherwise of all tensors."""
+        """Peak of the step according to the allocator if there is one, otherwise the peak of all tensors."""
         return self.peak.peak_bytes if self.allocator_bytes is None else self.allocator_bytes
 
 

@@ -2,7 +2,7 @@
 
 [Note: volumes]
 For ``B`` bytes on ``N`` ranks, each rank sends ``(N-1)/N B`` in an all-gather or a reduce-scatter, and twice that in an
-all-reduce, which is both in sequence (Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur,
+all-reduce, which runs both in sequence (Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur,
 Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1, 4.4 and 4.5).
 No algorithm sends less. Ring and pairwise exchange both reach this volume and differ only in latency.
 
