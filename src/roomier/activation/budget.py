@@ -35,7 +35,7 @@ from roomier.core.units import format_bytes
 from roomier.plan.parts import ActivationPlan
 
 _MEASURED_STEP = 2
-_LAST_ATTEMPT = 5  # a step can be skipped and measure nothing
+_LAST_ATTEMPT = 5  # last step that can be measured; a skipped step provides no measurement
 
 Sizes = tuple[int, ...]
 

@@ -99,7 +99,7 @@ def lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
 
 
 def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
-    """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if there is none.
+    """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if no choice is.
 
     See [Note: why the choice is the best]. Among equally good choices, it prefers choices that save in later blocks,
     whose memory is in use for a shorter time, and choices without offloading.

@@ -228,7 +228,7 @@ def _some(layers: Iterable[str]) -> str:
 
 
 def _read_by_others(network: nn.Module) -> set[nn.Module]:
-    # These layers are never called: nn.MultiheadAttention itself multiplies by the weight of its out_proj.
+    # These layers are never called, because nn.MultiheadAttention itself multiplies by the weight of its out_proj.
     readers = (each for each in network.modules() if isinstance(each, nn.MultiheadAttention))
     return {part for reader in readers for part in reader.modules()}
 

@@ -19,7 +19,7 @@ class LazyForward(WrappedForward):
 
     Args:
         layer: the output layer.
-        chunk_tokens: rows of logits in a chunk; None for the default.
+        chunk_tokens: rows of logits in a chunk; None uses the default.
 
     Attributes:
         reads_weights_later: the layer's weights are read after its forward, so they must stay unsharded.

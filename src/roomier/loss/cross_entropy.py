@@ -150,7 +150,7 @@ def _in_chunks(
 
     Args:
         needs: which of the gradients to compute.
-        factors_N: factor of each loss in the sum; None for 1.
+        factors_N: factor of each loss in the sum; None means 1 for every loss.
     """
     dtype = how.dtypes[0]
     weight = weight_VD.to(dtype)

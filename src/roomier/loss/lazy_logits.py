@@ -50,7 +50,7 @@ class Output:
         weight: weight of the layer, ``[V, D]``.
         bias: bias of the layer, ``[V]``, or None.
         dtype: dtype in which the layer computes.
-        chunk_tokens: rows of logits in a chunk; None for the default.
+        chunk_tokens: rows of logits in a chunk; None uses the default.
         use: record that all calls of the layer share.
         whole: the full logits; None until an operation requires them.
     """

@@ -30,7 +30,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
 
     Args:
         plan: a plan that names the optimizer.
-        device: device of the run; None is the CPU.
+        device: device of the run; None means the CPU.
         rank: rank whose memory is returned. Rank 0 needs at least as much as any other rank.
 
     Raises:

@@ -50,7 +50,7 @@ class Layout:
 
     Attributes:
         strategy: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` or ``"hsdp"``.
-        num_shards: number of ranks across which one replica is sharded; 1 does not shard.
+        num_shards: number of ranks across which one replica is sharded; 1 means no sharding.
         shard: index of this rank's shard. Shard 0 is at least as large as any other.
         num_micro_batches: number of micro-batches per optimizer step.
         wire_dtype: dtype in which gradients are sent; None uses their dtype.

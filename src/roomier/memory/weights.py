@@ -89,7 +89,7 @@ def units_with_weights(
     """Return the units of ``network``, sharded or not, in the order of its modules, the root first.
 
     Args:
-        compute_dtype: dtype of autocast; None without autocast.
+        compute_dtype: dtype of autocast; None if autocast is disabled.
         weight_dtype: dtype to which floating-point weights will be converted; None keeps their dtype.
     """
     names = {module: name for name, module in network.named_modules()}

@@ -78,7 +78,7 @@ class PairwiseReduceScatter:
     Args:
         reductions: pending reduction, shared by all units of a model.
         may_wait: whether reductions may finish later. False if ``fully_shard`` reads the values of each result.
-        wire_dtype: dtype in which gradients are sent; None is the reduction dtype of ``fully_shard``.
+        wire_dtype: dtype in which gradients are sent; None means the reduction dtype of ``fully_shard``.
     """
 
     def __init__(self, reductions: Reductions, *, may_wait: bool, wire_dtype: torch.dtype | None = None) -> None:

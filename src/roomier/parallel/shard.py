@@ -74,7 +74,7 @@ class Sharding:
         mesh: device mesh from :func:`roomier.parallel.mesh.make_mesh`.
         frees_parameters: reshard the parameters of each unit after its forward (ZeRO-3).
         reduces_each_micro_batch: reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
-        compute_dtype: autocast dtype; None without autocast.
+        compute_dtype: autocast dtype; None if autocast is disabled.
         wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
             model), with one exception. If every micro-batch is reduced, the pairwise collectives use ``compute_dtype``
             for the gradients of units that are all-gathered in ``compute_dtype``.

@@ -77,7 +77,7 @@ class Passage:
         phase: ``"forward"`` or ``"backward"``.
         place: name of the part; empty between parts.
         moments: growth since the start, after each change. The last is the end.
-        needs_inner: in a backward, whether the norms and embeddings in the part are needed from here; see
+        needs_inner: in a backward, whether the norms and embeddings in the part are needed from this passage on; see
             :attr:`roomier.memory.weights.Unit.is_inner`.
     """
 

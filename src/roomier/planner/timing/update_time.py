@@ -5,7 +5,7 @@ Fused AdamW reads a weight, its gradient and two moments, and writes all of them
 times the size of a weight, or 28 bytes in float32. Optimizers that consist of several operations read and write in each
 operation. Their bytes were counted with :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers
 that work on blocks in a CPU's cache move few bytes and compute much. Their value is the time on one core, expressed as
-the bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``bench/step_time.py``).
+the bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``roomier/bench/step_time.py``).
 """
 
 from __future__ import annotations
