@@ -15,8 +15,8 @@ Blocks are processed in order. A state is (additional bytes saved so far, time l
 is an upper bound of the bytes of a state, and time only increases. So a state with at least as many bytes and at least
 as much lost time as another state can be dropped: every completion of the first state also completes the second state,
 at least as well. The remaining states contain the exact optimum. Equal blocks have equal sums, so about a hundred
-states remain for 100 blocks. If many unequal blocks leave more than ``MAX_STATES`` states, some are dropped at even
-distances. The choice then still stays within the budget, but it can be slightly slower than the optimum.
+states remain for 100 blocks. If many unequal blocks leave more than ``MAX_STATES`` states, only ``MAX_STATES`` evenly
+spaced states are kept. The choice then still stays within the budget, but it can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
 At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). All calls on

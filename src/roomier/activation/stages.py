@@ -66,7 +66,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         own = 0 if moment.own is None else places.get(moment.own.block, 0)
         if own:
             own_moments[own].append(moment)
-        if not own or last > own:  # outside of blocks, or a later block is alive, so all blocks up to it count
+        if not own or last > own:  # outside of blocks, or while a later block is alive
             outside_bytes[last] = max(outside_bytes[last], base_bytes + moment.peak_bytes)
     stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():

@@ -23,8 +23,8 @@ from roomier.parallel.runner import StepRunner
 class Replicas:
     """A network that every rank holds in full, with the methods that the engine calls in each step.
 
-    DDP averages gradients over the ranks. The engine weights losses for a sum, so it also multiplies them by the number
-    of ranks.
+    DDP averages gradients over the ranks. The engine weights losses for a sum over the ranks, so it also multiplies
+    losses by the number of ranks.
 
     [Note: parameters without a gradient]
     DDP must know at construction whether some parameters may receive no gradient, and checking this in every step takes

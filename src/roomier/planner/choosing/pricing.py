@@ -121,7 +121,7 @@ class Priced:
         refused: plans that rules or the build reject.
         unpriced: plans that were not evaluated, with the reason.
         errors: errors of plans that were rejected, but not by a rule of Plan, in their order.
-        failures: exceptions of dry runs other than a rejected plan.
+        failures: exceptions of dry runs that are not rejections of a plan.
     """
 
     priced: list[Forecast] = field(default_factory=list)

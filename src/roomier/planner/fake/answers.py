@@ -175,7 +175,8 @@ def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute the shape of products of groups of rows with one matrix each. torch supports only bfloat16 on a GPU."""
+    """Compute the shape of a grouped matmul, with one matrix per group of rows. torch supports only bfloat16 on a
+    GPU."""
     one, other = args[0], args[1]
     out_dtype = kwargs.get("out_dtype") or one.dtype
     if one.dim() == 2 and other.dim() == 2:

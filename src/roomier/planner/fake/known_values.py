@@ -178,7 +178,7 @@ def _write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _take_turns(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Set the positions of the largest values. They are computed for known integers, and cycle otherwise."""
+    """Set the positions of the largest values. The positions are computed for known integers, and cycle otherwise."""
     if is_known(args[0]) and args[0].dtype in _WHOLE:
         _run(func, args, kwargs, result)
         return

@@ -9,15 +9,15 @@ values from a run.
 use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a training step are assumed to need 100
 MiB.
 
-*communication*: buffers of NCCL. A connection of a channel has buffers of 4 MiB (protocol Simple, ``NCCL_BUFFSIZE``),
-4.7 MiB (LL128) and 0.5 MiB (LL), which take 10 MiB in pieces of 2 MiB, and 2 MiB for its sender (NVIDIA/nccl#1685
-counts buffers of 10,485,760 and 2,097,152 bytes). The number of channels is 2 for each NVLink, which saturates it
-(NVIDIA/nccl#1703), at most 32 (32 on H100, #1685), and is assumed to be 4 over PCIe. With 24 channels on A100, 544 MiB
-were measured with 2 devices and 688 MiB with 3 or 4 (#964). These measurements correspond to a constant of 256 MiB,
-plus 12 MiB for each channel with two devices, or 18 MiB with more. A second node adds a network buffer for each channel
-(#1450). A third node adds no buffer (#986, on #864). Memory is proportional to the number of communicators:
-hsdp has one across replicas, one inside each replica, and one of all ranks. PyTorch's allocator does not count this
-memory.
+*communication*: buffers of NCCL. For each connection of a channel, the receiver has buffers of 4 MiB (protocol Simple,
+``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL), which take 10 MiB in pieces of 2 MiB. The sender has 2 MiB
+(NVIDIA/nccl#1685 counts buffers of 10,485,760 and 2,097,152 bytes). The number of channels is 2 for each NVLink, which
+saturates it (NVIDIA/nccl#1703), at most 32 (32 on H100, #1685), and is assumed to be 4 over PCIe. With 24 channels on
+A100, 544 MiB were measured with 2 devices and 688 MiB with 3 or 4 (#964). These measurements correspond to a constant
+of 256 MiB, plus 12 MiB for each channel with two devices, or 18 MiB with more. A second node adds a network buffer for
+each channel (#1450). A third node adds no buffer (#986, on #864). Memory is proportional to the number of
+communicators: hsdp has one across replicas, one inside each replica, and one of all ranks. PyTorch's allocator does not
+count this memory.
 
 *workspace*: workspaces of cuBLAS, one for each thread that runs matrix products: the threads of forward and backward.
 The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671),
