@@ -207,7 +207,7 @@ def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Itera
 
 
 def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
-    """Return whether ``lever`` changes ``plan`` and the model supports it."""
+    """Return whether ``lever`` changes ``plan`` and is supported by the model."""
     if lever.is_used(plan) or lever.conflict(plan):
         return False
     return not lever.changes_output_layer or _has_output_layer(workload)

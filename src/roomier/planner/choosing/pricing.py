@@ -91,7 +91,7 @@ class ClosedForms:
             if not isinstance(error, DryRunError) or error.problem in self._hopeless:
                 raise
             found: Exception = error
-        except Exception as error:  # the closed form assumes more about a model than a dry run
+        except Exception as error:  # the closed form assumes more about a model than a dry run does
             found = error
         return self._without_closed_form(plan, micro_batch, found)
 

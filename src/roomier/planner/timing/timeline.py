@@ -29,8 +29,8 @@ class Transfer:
 
     Attributes:
         link_s: time on the link, or on a separate stream.
-        device_s: time of the device that computes, for packing and unpacking.
-        host_s: time of the host for launching.
+        device_s: time of the computing device for packing and unpacking.
+        host_s: time of the host for launching the transfer.
         in_first: whether it runs in the first micro-batch.
         in_others: whether it runs in the micro-batches in the middle.
         in_last: whether it runs in the last micro-batch.
