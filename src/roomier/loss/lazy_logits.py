@@ -232,7 +232,7 @@ def _rows_of(logits: LazyLogits) -> Rows:
     """Return the rows of ``logits``.
 
     Raises:
-        TrainingError: an operation that is not in the rows is in autograd's graph.
+        TrainingError: the autograd graph contains an operation that the rows do not include.
     """
     if logits.requires_grad and logits.rows.is_detached:
         raise TrainingError(

@@ -29,9 +29,9 @@ class Replicas:
     [Note: parameters without a gradient]
     DDP must know at construction whether some parameters may receive no gradient, and checking this in every step takes
     time. Therefore the first step runs without DDP. Its gradients are averaged directly, which shows the parameters
-    that have none. DDP is constructed at the start of the second step, so its buckets never coexist with the gradients
-    of the first step. DDP checks every step if the first step left a parameter unused, or if ``finds_unused`` is set.
-    Otherwise an unused parameter in a later step raises an error with its name.
+    that have no gradient. DDP is constructed at the start of the second step, so its buckets never coexist with the
+    gradients of the first step. DDP checks every step if the first step left a parameter unused, or if ``finds_unused``
+    is set. Otherwise an unused parameter in a later step raises an error with its name.
 
     Args:
         network: model with the same values on every rank.

@@ -2,9 +2,9 @@
 
 [Note: roofline]
 Matrix products take the longer of the times for their arithmetic and their bytes (Williams, Waterman and Patterson
-2009, "Roofline: an insightful visual performance model"). All other operations take the time for their bytes, because
-memory limits them even on a CPU. The host takes time to launch each operation. On a GPU, the host runs ahead, so the
-longer of the two times counts. On a CPU, both run in one thread, so the times are added.
+2009, "Roofline: an insightful visual performance model"). All other operations take the time to move their bytes,
+because memory limits them even on a CPU. The host takes time to launch each operation. On a GPU, the host runs ahead,
+so the longer of the two times counts. On a CPU, both run in one thread, so the times are added.
 
 [Note: cost of Python]
 :attr:`~roomier.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that autograd
