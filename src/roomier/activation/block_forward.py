@@ -40,7 +40,7 @@ class Keep(StrEnum):
 
 
 class BlockForward(WrappedForward):
-    """Forward of a block. Without gradients, in evaluation, it runs the original forward.
+    """Forward of a block. If gradients are disabled, as in evaluation, it runs the original forward.
 
     Args:
         module: the block.
@@ -88,7 +88,7 @@ class BlockForward(WrappedForward):
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward for the compiler. :class:`MovingForward` offloads the tensors that it saves."""
+        """Run the forward for the compiler. :class:`MovingForward` offloads the saved tensors."""
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}

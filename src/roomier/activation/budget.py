@@ -2,12 +2,13 @@
 
 [Note: when the choice is made]
 In the first step, each block saves only its input, which is the minimum, and the optimizers create their states. The
-second step does the same and is measured (:mod:`roomier.activation.profile`). Before the third step, the choice is made
-(:mod:`roomier.activation.choose`). On several ranks, the choice uses the worst value of each number over all ranks, so
-all ranks make the same choice. Gradients are bit-identical for every choice, so nothing else depends on its time.
+second step saves the same activations and is measured (:mod:`roomier.activation.profile`). Before the third step, the
+choice is made (:mod:`roomier.activation.choose`). On several ranks, the choice uses the worst value of each number over
+all ranks, so all ranks make the same choice. Gradients are bit-identical for every choice, so the step in which the
+choice is made does not affect the result.
 
-If the batch of a later step has larger tensors than any measured batch, the step is measured again on a single rank,
-and the new choice fits the largest sizes of both. On several ranks, the other ranks do not have this information, so
+If the batch of a later step has larger tensors than any measured batch, a run on one rank measures that step too, and
+the new choice fits all measurements. On several ranks, the other ranks do not have this information, so
 the choice stays, and a notice reports it.
 """
 
@@ -34,7 +35,7 @@ from roomier.core.units import format_bytes
 from roomier.plan.parts import ActivationPlan
 
 _MEASURED_STEP = 2
-_LAST_ATTEMPT = 5  # a step can be skipped and measure nothing
+_LAST_ATTEMPT = 5  # last step that can be measured; a skipped step provides no measurement
 
 Sizes = tuple[int, ...]
 

@@ -8,24 +8,24 @@ memory in use at a moment is
     (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
 While the backward of a block runs, all its activations exist, whether they were saved or recomputed. So at the moments
-of a block, only the blocks *before* it make a difference, and the peak of its recomputation.
+of a block, memory depends only on the choices for the blocks *before* it, and on the peak of its own recomputation.
 
 [Note: why the choice is the best]
-Blocks are processed in order. A state is (additional bytes saved so far, time lost so far). Each remaining limit is an
-upper bound of the bytes of a state, and time only increases. So a state with at least as many bytes and at least as
-much lost time as another state can be dropped: every completion of the first state also completes the second state, at
-least as well. The remaining states contain the exact optimum. Equal blocks have equal sums, so about a hundred states
-remain for 100 blocks. If many unequal blocks leave more than ``MAX_STATES`` states, some are dropped at even distances.
-The choice then still stays within the budget, and can miss the optimum by a small amount of time.
+Blocks are processed in order. A state is (additional bytes saved so far, time lost so far). Each limit at a later block
+is an upper bound of the bytes of a state, and time only increases. So a state with at least as many bytes and at least
+as much lost time as another state can be dropped: every completion of the first state also completes the second state,
+at least as well. The remaining states contain the exact optimum. Equal blocks have equal sums, so about a hundred
+states remain for 100 blocks. If many unequal blocks leave more than ``MAX_STATES`` states, only ``MAX_STATES`` evenly
+spaced states are kept. The choice then still stays within the budget, but it can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
-Of the calls with offloaded tensors, at most two are on the device at a time (:mod:`roomier.activation.offload`). All
-calls on the device at a moment belong to blocks between their forward and their backward, so the two largest of the
-first ``k`` blocks are an upper bound. If the block of the moment is offloaded, only one other call is on the device.
-For the choice, each offloaded call counts with the size of the largest allowed call. So a state contains only the
-number of such calls, zero, one, or at least two, and states are compared among those with equal number. A third call
-adds no memory. Several sizes are tried as the largest. If offloaded blocks have equal sizes, the choice is optimal.
-Otherwise the bound can be too large, but never too small.
+At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). All calls on
+the device at a moment belong to blocks between their forward and their backward, so the two largest of the first ``k``
+blocks are an upper bound. If the block of the moment is offloaded, only one other call is on the device. For the
+choice, each offloaded call counts with the size of the largest allowed call. So a state contains only the number of
+such calls (zero, one, or at least two), and only states with equal numbers are compared. A third call adds no memory.
+Several sizes are tried as the largest size. If offloaded blocks have equal sizes, the choice is optimal. Otherwise the
+bound can be too large, but never too small.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Option:
     """One way in which a block can save its activations.
 
     Attributes:
-        kept_bytes: bytes in use from its forward to its backward, in addition to the minimum; can be negative.
+        kept_bytes: bytes in use from the forward of the block to its backward, in addition to the minimum; can be
+            negative.
         own_peak_bytes: peak of all memory on the device while this block runs forward or backward and all blocks before
             it save the minimum.
         lost_ns: time that the option costs per step, in nanoseconds.
         moved_bytes: bytes of one call that are offloaded to host memory, or 0. The part that is on the device is not in
             ``kept_bytes``; see [Note: what waits in host memory].
-        num_moved: maximum number of its calls that are between forward and backward at the same time.
+        num_moved: maximum number of calls of the block that are between forward and backward at the same time.
     """
 
     kept_bytes: int
@@ -79,7 +80,7 @@ class Stage:
 
 
 def peak_bytes(stages: Sequence[Stage], choice: Sequence[int]) -> int:
-    """Return the peak memory of a step in bytes, if ``choice`` has the index of an option for each stage."""
+    """Return the peak memory of a step in bytes. ``choice`` contains the index of an option for each stage."""
     kept_bytes, peak = 0, 0
     moved: list[int] = []  # in descending order
     for stage, index in zip(stages, choice, strict=True):
@@ -98,10 +99,10 @@ def lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
 
 
 def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
-    """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if there is none.
+    """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if no choice is.
 
-    See [Note: why the choice is the best]. Among equal choices, it prefers saving in later blocks, whose memory is in
-    use for the shortest time, and no offloading.
+    See [Note: why the choice is the best]. Among equally good choices, it prefers choices that save in later blocks,
+    whose memory is in use for a shorter time, and choices without offloading.
     """
     found = [_choose(stages, budget_bytes, largest_bytes) for largest_bytes in _largest_moved(stages)]
     return min((choice for choice in found if choice is not None), key=lambda each: lost_ns(stages, each), default=None)
@@ -161,9 +162,9 @@ def least_peak_bytes(stages: Sequence[Stage]) -> int:
 
 
 def _useful(kept: Numbers, lost: Numbers, num_moved: Numbers, before: Numbers) -> Numbers:
-    """Return the indices of the states that are needed, compared among states of equal ``num_moved``.
+    """Return the indices of the states to keep. Only states with equal ``num_moved`` are compared.
 
-    Of equal states, the state with fewer bytes ``before`` is needed.
+    Among equal states, the state with fewer bytes ``before`` is kept.
     """
     order = np.lexsort((before, lost, kept))
     parts = [order[num_moved[order] == number] for number in range(_NUM_THERE + 1)]
@@ -171,7 +172,7 @@ def _useful(kept: Numbers, lost: Numbers, num_moved: Numbers, before: Numbers) -
 
 
 def _not_beaten(order: Numbers, lost: Numbers) -> Numbers:
-    """Return those of the indices in ascending order of bytes whose lost time is less than for all previous ones."""
+    """Return the indices in ``order`` (ascending bytes) whose lost time is less than for all previous indices."""
     sorted_lost = lost[order]
     is_needed = np.ones(len(order), bool)
     is_needed[1:] = sorted_lost[1:] < np.minimum.accumulate(sorted_lost)[:-1]

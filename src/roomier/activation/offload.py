@@ -8,9 +8,9 @@ which overlap with computation. So at most the tensors of two visits are on the 
 computing stream, which waits for the copies before memory is freed. ``record_stream`` is not used, because it would
 keep memory allocated as long as the host runs ahead of the device.
 
-A storage is moved completely and one time, even if several views of it are saved, in several blocks (for example a
-mask). Parameters, tensors that autocast created from parameters, and small tensors stay on the device. The first two
-remain allocated in any case.
+A storage is moved completely and only one time, even if several blocks save views of it (for example of a mask).
+Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Parameters and tensors
+from autocast remain allocated in any case.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Copies:
 
     Attributes:
         device: device of the tensors.
-        saves: True if copies are in other memory than the memory of the device.
+        saves: True if the copies are not in the memory of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Copies:
         self.saves = device.type != "cpu"
 
     def times(self) -> CopyTimes:
-        """Measure the copy times with 64 MiB: the best of several copies, because the first one also pins memory."""
+        """Measure the copy times of 64 MiB as the best of several copies, because the first one also pins memory."""
         source = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         out_ns, back_ns = [], []
         for _ in range(_NUM_MEASURED):
@@ -89,7 +89,7 @@ class Copies:
         return tensor.to(self.device, copy=True)
 
     def mark(self) -> Any:
-        """Return a mark of the present position in the order of the copies."""
+        """Return a mark of the current position in the order of the copies."""
         return None
 
     def wait(self, mark: Any) -> None:
@@ -114,7 +114,7 @@ class StreamCopies(Copies):
         return made
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        # Wait for computation so far, which writes the source, or can still use the memory of the target.
+        # Wait for the computation so far, which may write the source or still use the memory of the target.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -150,21 +150,21 @@ class Parcel:
         return self._here
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return True if this parcel has the present content of the storage of ``tensor``."""
+        """Return True if this parcel has the current content of the storage of ``tensor``."""
         return self._storage() is tensor.untyped_storage() and self._version == torch_private.version_of(tensor)
 
     def leave(self) -> None:
-        """Free its memory on the device. The computation already waits for its copies."""
+        """Free the memory on the device. The computation already waits for the copies."""
         self._was_written = self._is_written()
         self._seen = self._here = None
 
     def come_back(self) -> None:
-        """Start to copy it to the device, if it is not there."""
+        """Start copying the bytes to the device if they are not there."""
         if self._here is None:
             self._here = self._copies.to_device(self._host)
 
     def look(self) -> Tensor | None:
-        """Return its bytes on the device; None if its storage was written to before it left the device."""
+        """Return the bytes on the device; None if the storage was modified before it left the device."""
         return None if self._is_written() else self._here
 
     def _is_written(self) -> bool:
@@ -214,7 +214,7 @@ class Visit:
         self._is_awaited, self._held = False, []
 
     def leave(self, copies: Copies, staying: Sequence[Visit]) -> None:
-        """Free the device memory of the saved storages, except of storages that the visits ``staying`` need."""
+        """Free the device memory of the saved storages, except storages that the visits in ``staying`` need."""
         copies.wait(self.mark)
         needed = {id(parcel) for visit in staying for parcel in visit.living()}
         for parcel in self.living():
@@ -225,10 +225,10 @@ class Visit:
 
 @dataclass(frozen=True)
 class Slip:
-    """Object in a graph that replaces a saved tensor: its storage, and the view of the storage.
+    """Object that replaces a saved tensor in a graph. It contains the storage and the view of the storage.
 
     Attributes:
-        offload: offload that moved the storage.
+        offload: the :class:`Offload` that moved the storage.
         visit: call of a block that saved the tensor.
         parcel: the storage.
         dtype: dtype of the tensor.
@@ -261,7 +261,7 @@ class Offload:
     Args:
         device: device on which the blocks compute.
         min_bytes: smallest size of a storage that is moved.
-        copies: copies to the host and back; by default those for ``device``.
+        copies: copies to the host and back; by default the copies for ``device``.
 
     Attributes:
         device: the argument ``device``.
@@ -289,10 +289,10 @@ class Offload:
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:
-        """Run the forward of a block in this context, in which tensors that autograd saves are moved.
+        """Return a context for the forward of a block, in which tensors that autograd saves are moved.
 
-        The context returns a function that moves a tensor that is saved in another way. The function returns None for a
-        tensor that stays on the device.
+        Entering the context returns a function that moves a tensor that is saved in another way. The function returns
+        None for a tensor that stays on the device.
         """
         before = self._present[-1] if self._present else None
         self._stay([] if before is None else [before])

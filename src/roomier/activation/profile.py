@@ -1,10 +1,11 @@
 """Record of a step in which each block saves only its input: bytes at each moment, and the cost of saving more.
 
 [Note: one step determines the peak of every choice]
-When a block is recomputed in backward, it creates exactly the activations that it could have saved. The increase from
-the beginning to the end of this second forward is the cost of saving all activations. Its peak is the memory that the
-second forward needs. After it, memory is the same as if all activations had been saved. So one step determines the peak
-of any choice, and this step needs the least memory of all. The cost of saving products is counted while operations run.
+When a block is recomputed in backward, it creates exactly the activations that it could have saved. The increase in
+memory from the beginning to the end of this second forward is the cost of saving all activations. The peak of the
+second forward is the memory that recomputation needs. After the second forward, memory is the same as if all
+activations had been saved. So one step determines the peak of any choice, and this step needs the least memory of all.
+The cost of saving products is counted while operations run.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Moment:
 
     Attributes:
         peak_bytes: peak of all memory on the device in the interval, while each block saves its input.
-        phase: phase of ``own``: ``"forward"``, ``"again"`` (recomputation) or ``"backward"``; ``"outside"`` without
-            one.
+        phase: phase of ``own``: ``"forward"``, ``"again"`` (recomputation) or ``"backward"``; ``"outside"`` if ``own``
+            is None.
         own: call of a block to which the interval belongs; None outside of blocks.
         alive: calls between their forward and their backward, except ``own``.
     """
@@ -105,7 +106,7 @@ class Recorder:
         calls: calls of blocks, in their order.
         moments: intervals, in their order.
         interception: time that intercepting an operation costs; zero on devices that run asynchronously to the host.
-        live: bytes that are in use.
+        live: measurement of the bytes in use.
     """
 
     def __init__(self, blocks: Sequence[BlockForward], device: torch.device) -> None:
@@ -122,13 +123,13 @@ class Recorder:
         self._is_backward = False
 
     def start(self) -> None:
-        """Start to record."""
+        """Start recording."""
         for index, block in enumerate(self._blocks):
             block.forward = _Observed(block, index, self)
         self.live.start()
 
     def stop(self) -> None:
-        """End the record, and restore the forwards of the blocks."""
+        """Stop recording, and restore the forwards of the blocks."""
         self.live.stop()
         self._cut("outside", None)
         for block in self._blocks:
@@ -213,7 +214,7 @@ class Recorder:
                 call.outputs = []
 
     def _cut(self, phase: str, own: Call | None) -> int:
-        """End the running interval, and start an interval of ``phase`` of ``own``."""
+        """End the current interval, and start an interval of ``phase`` for ``own``."""
         peak = self.live.take_peak()
         alive = tuple(call for call in self._alive if call is not self._own)
         self.moments.append(Moment(peak, self._phase, self._own, alive))
@@ -288,7 +289,7 @@ class _Watch:
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
-        """Return the present time for :func:`total_ns`, without the time of the counting."""
+        """Return the current time for :func:`total_ns`, without the time that counting takes."""
         if not self._on_cuda:
             return time.perf_counter_ns() - self._live.own_ns
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

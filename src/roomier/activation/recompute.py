@@ -34,7 +34,7 @@ def apply_recompute(
         ranks: ranks that make the same choice for a budget.
 
     Returns:
-        Object for the engine, without blocks if all of them save all activations on the device.
+        Object for the engine. It has no blocks if all blocks save all activations on the device.
 
     Raises:
         RoomierError: the model has no blocks or too few, or offloading for a budget saves no memory on ``device``.

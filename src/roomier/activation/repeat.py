@@ -25,8 +25,8 @@ _PRINTED: list[str] = []
 class Buffers:
     """Buffers of a block that its forward changes, for example running statistics.
 
-    They are determined in the first forward. Values are compared, because kernels that write statistics do not increase
-    the version counters of autograd.
+    The changed buffers are determined in the first forward. Values are compared, because kernels that write statistics
+    do not increase the version counters of autograd.
 
     Args:
         block: the block.
@@ -37,7 +37,7 @@ class Buffers:
         self._changing: set[_Place] | None = None
 
     def places(self) -> dict[_Place, Tensor]:
-        """Return the present buffers by place."""
+        """Return the current buffers by place."""
         modules = self._block.modules()
         return {(module, name): each for module in modules for name, each in module.named_buffers(recurse=False)}
 
@@ -93,12 +93,12 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore this state in the context, and the present state at its end."""
+        """Restore this state inside the context, and the current state at the end of the context."""
         generators = _host_generators()
         buffers = {(module, name): getattr(module, name) for module, name in self._copies}
         _set_host_generators(self._generators)
         for (module, name), copy in self._copies.items():
-            setattr(module, name, copy.clone())  # not in place, because a backward may have saved the present tensor
+            setattr(module, name, copy.clone())  # not in place, because a backward may have saved the current tensor
         try:
             yield
         finally:
@@ -113,7 +113,7 @@ def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any,
     A cache has no use in training, and a second forward would append to it again.
 
     Raises:
-        RoomierError: a cache is not empty, and the block ``is_repeated``.
+        RoomierError: a cache is not empty, and ``is_repeated`` is True.
     """
     caches = sys.modules.get("transformers.cache_utils")
     found = {} if caches is None else {k: v for k, v in arguments.items() if isinstance(v, caches.Cache)}

@@ -2,9 +2,9 @@
 
 [Note: not torch's selective contexts]
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forwards, including the
-operations of hooks that all-gather parameters, which differ. It does not repeat the random draws of attention that is
-not recomputed, so later dropout differs. And the tensors that it saves cannot be offloaded. The compiler supports these
-contexts, so compiled blocks use them.
+operations of hooks that all-gather parameters, which differ between the forwards. It does not repeat the random numbers
+of attention that is not recomputed, so later dropout differs. The tensors that it saves cannot be offloaded. The
+compiler supports these contexts, so compiled blocks use them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _COPY_COST = 0.02  # cost of each copy, even if it overlaps; a constant that avo
 
 
 class Way(NamedTuple):
-    """Setting of a block: one of its options.
+    """Setting of a block, which corresponds to one of its options.
 
     Attributes:
         keep: activations that are saved for backward.
@@ -66,7 +66,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         own = 0 if moment.own is None else places.get(moment.own.block, 0)
         if own:
             own_moments[own].append(moment)
-        if not own or last > own:  # outside of blocks, or a later block is alive, so all blocks up to it count
+        if not own or last > own:  # outside of blocks, or while a later block is alive
             outside_bytes[last] = max(outside_bytes[last], base_bytes + moment.peak_bytes)
     stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():
@@ -171,7 +171,7 @@ def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """Return a problem whose solutions are valid for all ``profiles``, with the maximum of all bytes and times.
+    """Return a profile with the maximum of all bytes and times, whose choices are valid for all ``profiles``.
 
     Args:
         profiles: profiles with the same order of blocks.
@@ -189,7 +189,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
     """Set the times of blocks with equal bytes to their median.
 
-    A time that was measured one time is inaccurate, and must not cause different choices for equal blocks.
+    An individual time measurement is inaccurate, and must not cause different choices for equal blocks.
     """
     alike: dict[tuple[int, ...], list[Stage]] = defaultdict(list)
     for stage in stages:

@@ -1,6 +1,6 @@
 """Weights quantized to 8 or 4 bits: one code per number, one scale per block of 64 numbers.
 
-- ``"int8"``: 255 even steps between minus and plus the largest magnitude of the block.
+- ``"int8"``: 255 evenly spaced levels between minus and plus the largest magnitude of the block.
 - ``"nf4"``: the 16 levels of NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E), which normally
   distributed numbers use about equally often. Two codes are stored in one byte.
 
@@ -28,10 +28,9 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
         code_format: ``"int8"`` or ``"nf4"``.
 
     Returns:
-        Codes: int8 with one code per number, or uint8 with two codes per byte (the first one in the high bits). The
-            last
-        block is padded. Scales: the bits of float32 numbers as int32, so that converting the dtype of a module does not
-        change them.
+        The codes are int8 with one code per number, or uint8 with two codes per byte (the first one in the high bits).
+        The last block is padded. The scales are the bits of float32 numbers as int32, so that converting the dtype of a
+        module does not change them.
     """
     flat = values.detach().reshape(-1).float()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
@@ -59,8 +58,9 @@ def decode(codes: Tensor, scales: Tensor, code_format: str, shape: torch.Size, d
 def nf4_levels() -> list[float]:
     """Return the 16 levels of NF4 in ascending order from -1 to 1.
 
-    The levels are quantiles of the normal distribution, divided by the largest one: 8 above zero and 7 below zero, at
-    even distances in probability between 1/2 and the same outermost probability, and zero.
+    The levels are zero, 8 quantiles of the normal distribution above zero, and 7 quantiles below zero, all divided by
+    the largest quantile. On each side, the probabilities of the quantiles are evenly spaced between 1/2 and the same
+    outermost probability.
     """
     outermost = 1 - (1 / 30 + 1 / 32) / 2
     above = torch.linspace(0.5, outermost, 9, dtype=torch.float64)[1:]

@@ -1,4 +1,4 @@
-"""Adapters that a model has from an earlier run, and that the Plan of this run need not contain."""
+"""Adapters that a model has from an earlier run. The Plan of this run may omit them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IMPORT = "from roomier.adapters import merge_lora"
 
 
 def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan | None:
-    """Return the settings that would create the adapters of ``network`` on a plain model; None without adapters."""
+    """Return the settings that would create the adapters of ``network`` on a plain model; None if it has none."""
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:
         return None
@@ -63,7 +63,7 @@ def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -
     """Return ``plan`` with the adapters and the quantization that ``network`` has from an earlier run.
 
     The result is the same before and after the adapters of ``plan`` are added. The table of the run shows these
-    settings, and a checkpoint needs them to be loaded.
+    settings, and they are required to load a checkpoint.
 
     Raises:
         PlanError: the settings are not supported with the rest of ``plan``.
@@ -92,7 +92,7 @@ def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module, bloc
 
 
 def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Print a notice on adapters and quantization that ``network`` has and ``plan`` does not contain.
+    """Print a notice about adapters and quantization that ``network`` has and ``plan`` does not contain.
 
     Raises:
         PlanError: the settings are not supported with the rest of ``plan``.

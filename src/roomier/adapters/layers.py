@@ -155,9 +155,9 @@ def plain_class(layer: nn.Module) -> Any:
 def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
     """Convert ``layer`` to an :class:`Adapted` layer in place. Its output does not change.
 
-    ``A`` is drawn on the CPU, with the distribution that ``nn.Linear`` uses for weights. The paper specifies a normal
-    distribution without a width, and published implementations use this distribution. ``B`` is zero. If the weights are
-    on the meta device, the adapters still have values. Adapters of 16-bit weights are float32.
+    ``A`` is sampled on the CPU from the distribution that ``nn.Linear`` uses for weights, as in published
+    implementations. The paper specifies a normal distribution without its standard deviation. ``B`` is zero. If the
+    weights are on the meta device, the adapters still have values. Adapters of 16-bit weights are float32.
 
     Args:
         layer: layer for which :func:`is_adaptable` is True.

@@ -40,7 +40,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
         plan: settings of the adapters.
 
     Raises:
-        RoomierError: no layer or module has a given name, or existing adapters have another rank or scale.
+        RoomierError: no layer or module matches a given name, or existing adapters have another rank or scale.
     """
     rank = plan.lora_rank
     assert rank is not None
@@ -90,8 +90,8 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
 def merge_lora(network: nn.Module) -> nn.Module:
     """Merge the adapters of ``network`` into its weights, in place, and return it as a plain model.
 
-    Quantized weights get their values before quantization, up to rounding. Frozen parameters stay frozen. Call
-    ``network.requires_grad_()`` to train them.
+    Quantized weights are decoded, so they equal the original weights up to rounding. Frozen parameters stay frozen.
+    Call ``network.requires_grad_()`` to train them.
 
     Raises:
         RoomierError: the network has no adapters, or is sharded across ranks.
@@ -121,8 +121,8 @@ def merge_lora(network: nn.Module) -> nn.Module:
 def adapter_state(network: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the adapters, and of all other trained parameters, with their names as keys.
 
-    The size is some megabytes for a model of gigabytes. ``network.load_state_dict(state, strict=False)`` restores them
-    in the same model with adapters.
+    The tensors take a few megabytes for a model of several gigabytes. ``network.load_state_dict(state, strict=False)``
+    restores them in the same model with adapters.
 
     Example:
         >>> torch.save(adapter_state(module.net), "adapter.pt")
@@ -228,7 +228,7 @@ def _some(layers: Iterable[str]) -> str:
 
 
 def _read_by_others(network: nn.Module) -> set[nn.Module]:
-    # These layers are never called: nn.MultiheadAttention itself multiplies by the weight of its out_proj.
+    # These layers are never called, because nn.MultiheadAttention itself multiplies by the weight of its out_proj.
     readers = (each for each in network.modules() if isinstance(each, nn.MultiheadAttention))
     return {part for reader in readers for part in reader.modules()}
 

@@ -1,7 +1,8 @@
 """Rejection of Hugging Face's ``save_pretrained`` on a model with adapters, because its files cannot be loaded.
 
 ``from_pretrained`` ignores names that its model does not have, such as ``lora_A``, and initializes missing weights with
-random values, such as quantized weights. The result would be a model without the trained parameters, and no error.
+random values, such as quantized weights. The result would be a model without the trained parameters, and no error would
+be raised.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NAME = "save_pretrained"
 class SavesPlainModels:
     """Substitute for ``model.save_pretrained`` while the model has adapters.
 
-    It is an object and not a closure, so that a copied or unpickled model has its own.
+    It is an object and not a closure, so that a copied or unpickled model has its own substitute.
 
     Args:
         model: Hugging Face model.

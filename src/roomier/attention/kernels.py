@@ -2,9 +2,9 @@
 
 [Note: kernel selection]
 torch uses the fastest kernel that supports a call. If a kernel is selected, only this kernel is allowed. If it does not
-support a call (for example, flash attention with a mask on a GPU), torch raises and warns of the reason. roomier
-converts this to one error that contains the reason and the alternatives. A kernel that is not available on the device
-is rejected when the run is built.
+support a call (for example, flash attention with a mask on a GPU), torch raises an error, and warns with the reason.
+roomier converts both to one error that contains the reason and the alternatives. A kernel that is not available on the
+device is rejected when the run is built.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Only:
 
 @contextmanager
 def _reasons() -> Iterator[list[str]]:
-    """Collect the reasons for which torch does not use kernels. Other warnings are shown as usual."""
+    """Collect the reasons why torch cannot use a kernel. Other warnings are shown as usual."""
     reasons: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f"(?s).*{_SOURCE_OF_REASONS}")

@@ -34,7 +34,7 @@ class Call(NamedTuple):
             normalizes scores.
         shape: shape of the queries, ``(B, H, T, K)``; for ``"math"`` and ``"by hand"``, shape of the scores,
             ``(B, H, T, T)``.
-        dtype: dtype of this tensor.
+        dtype: dtype of the queries or scores.
     """
 
     kernel: str

@@ -1,4 +1,4 @@
-"""Chunked loss: a loss that never holds all logits in memory, for unchanged models."""
+"""Chunked loss, which never holds all logits in memory and requires no change to the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LazyForward(WrappedForward):
 
     Args:
         layer: the output layer.
-        chunk_tokens: rows of logits in a chunk; None for the default.
+        chunk_tokens: rows of logits in a chunk; None uses the default.
 
     Attributes:
         reads_weights_later: the layer's weights are read after its forward, so they must stay unsharded.
@@ -46,7 +46,7 @@ class LazyForward(WrappedForward):
 
 
 def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_tokens: int | None) -> nn.Linear:
-    """Install a forward in the output layer of ``network``, so that the cross-entropy after it computes in chunks.
+    """Replace the forward of the output layer of ``network``, so that the cross-entropy of its logits runs in chunks.
 
     Args:
         network: the model.
@@ -65,7 +65,7 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
 
 class LossWatch:
-    """Context around the first forward, which reports if no loss was computed in chunks.
+    """Context manager for the first forward, which reports if no loss was computed in chunks.
 
     Args:
         layer: the result of :func:`apply_chunked_loss`.

@@ -1,12 +1,12 @@
 """Cross-entropy of the output of a linear layer, computed in chunks of rows.
 
 [Note: gradients in the forward]
-The gradient of the logits of a token depends on other tokens only by a common factor, from the mean or the loss scale.
-The forward therefore computes the logits and losses of each chunk, and adds the chunk's contribution to the gradients
-of the layer's input, weight and bias. The backward multiplies these gradients by the factor. Logits are computed one
-time. The saved gradients are as large as the input and the parameters.
+The gradient of the logits of a token depends on other tokens only through a common factor, which comes from the mean or
+the loss scale. The forward therefore computes the logits and losses of each chunk, and adds the chunk's contribution to
+the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the factor. Logits are
+computed one time. The saved gradients are as large as the input and the parameters.
 
-Letters in names of tensors are those of :mod:`roomier.models.gpt`, and in addition
+The suffixes of tensor names use the letters of :mod:`roomier.models.gpt`, and in addition
 
     N  tokens with a loss      C  tokens of a chunk
 """
@@ -108,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_terms = None
         if how.reduction == "mean":
             num_terms = (targets_N != how.ignore_index).sum()
-            loss = loss / num_terms  # 0/0 if all targets are ignored, as in torch; the gradients are zeros then
+            loss = loss / num_terms  # 0/0 if all targets are ignored, as in torch; the gradients are then zero
         ctx.save_for_backward(*gradients, num_terms)
         return loss.to(how.dtypes[-1])
 
@@ -146,11 +146,11 @@ def _in_chunks(
     needs: tuple[bool, ...],
     factors_N: Tensor | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """Return the losses, 0 if the target is ignored, and the gradients of their sum.
+    """Return the losses (0 for ignored targets) and the gradients of their sum.
 
     Args:
         needs: which of the gradients to compute.
-        factors_N: factor of each loss in the sum; None for 1.
+        factors_N: factor of each loss in the sum; None means 1 for every loss.
     """
     dtype = how.dtypes[0]
     weight = weight_VD.to(dtype)
@@ -198,7 +198,7 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtypes:
 def _loss_and_slope(
     logits_CV: Tensor, targets_C: Tensor, how: LossOfLinear, *, needs_slope: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses and their derivatives by the logits. The derivatives overwrite ``logits_CV``."""
+    """Return the losses and their derivatives with respect to the logits. The derivatives overwrite ``logits_CV``."""
     is_ignored_C = targets_C == how.ignore_index
     targets_C1 = targets_C.masked_fill(is_ignored_C, 0).unsqueeze(1)
     smoothing, num_classes = how.label_smoothing, logits_CV.shape[1]
@@ -218,7 +218,7 @@ def _loss_and_slope(
 
 
 def _fp16_scale(hidden_CD: Tensor) -> Tensor:
-    """Return the factor of the slopes: the largest for which no sum over the chunk overflows float16.
+    """Return the largest factor of the slopes for which no sum over the chunk overflows float16.
 
     Returns:
         float32, 0-dim, on the device.

@@ -2,10 +2,10 @@
 
 [Note: lazy logits]
 The output layer returns a tensor that has a shape, a dtype and a device, but no memory. It stores the layer's input and
-weights. Between the layer and the loss, most models only apply operations that keep each row a row (``view(-1, V)``,
-``[:, :-1]``, ``float()``). These are applied to the layer's input, or postponed. ``F.cross_entropy`` then computes in
-chunks. Any other operation on the tensor computes the full logits one time, and uses them from then on. The result is
-correct for every model, and the memory is then the same as without a chunked loss. If rows were selected, only these
+weights. Between the layer and the loss, most models only apply operations that keep each row intact (``view(-1, V)``,
+``[:, :-1]``, ``float()``). These operations are applied to the layer's input, or postponed. ``F.cross_entropy`` then
+computes in chunks. Any other operation on the tensor computes the full logits, and later operations reuse them. The
+result is then still correct, but the memory is the same as without a chunked loss. If rows were selected, only these
 rows are computed.
 """
 
@@ -50,9 +50,9 @@ class Output:
         weight: weight of the layer, ``[V, D]``.
         bias: bias of the layer, ``[V]``, or None.
         dtype: dtype in which the layer computes.
-        chunk_tokens: rows of logits in a chunk; None for the default.
+        chunk_tokens: rows of logits in a chunk; None uses the default.
         use: record that all calls of the layer share.
-        whole: the full logits, after an operation required them.
+        whole: the full logits; None until an operation requires them.
     """
 
     hidden: Tensor
@@ -144,7 +144,7 @@ class Rows:
     def logits(self, operation: str, *, is_written: bool = False) -> Tensor:
         """Compute the rows for ``operation``.
 
-        They are views of the full logits if these were computed already, or if ``operation`` writes to them.
+        The rows are views of the full logits if the full logits already exist, or if ``operation`` writes to the rows.
         """
         output = self.output
         is_alone = output.whole is None and self.is_selection and not is_written
@@ -232,7 +232,7 @@ def _rows_of(logits: LazyLogits) -> Rows:
     """Return the rows of ``logits``.
 
     Raises:
-        TrainingError: an operation that is not in the rows is in autograd's graph.
+        TrainingError: the autograd graph contains an operation that the rows do not include.
     """
     if logits.requires_grad and logits.rows.is_detached:
         raise TrainingError(
@@ -324,7 +324,7 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
         if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
             num_taken += each.dim()
         elif isinstance(each, (bool, list)):
-            return False  # rare, and would require looking at the values
+            return False  # rare, and would require reading the values
         elif each is not None and each is not Ellipsis:
             num_taken += 1
     ends_whole = isinstance(index[-1], slice) and index[-1] == slice(None) if index else True

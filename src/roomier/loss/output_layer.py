@@ -15,12 +15,12 @@ _ACTION = "Define get_output_embeddings(self) on the model, which returns the la
 def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Linear:
     """Return the linear layer of ``network`` from the hidden states to the logits.
 
-    It is the first of these that exists:
+    The function returns the first layer in this list that exists:
 
     - the layer that ``get_output_embeddings()`` of the network or of a submodule returns, as in Hugging Face's models;
     - the linear layer outside the blocks whose weight is tied to an embedding;
     - the linear layer outside the blocks with as many outputs as an embedding has entries;
-    - the last linear layer outside the blocks, if no other has more outputs.
+    - the last linear layer outside the blocks, if no other linear layer outside the blocks has more outputs.
 
     Args:
         network: the model.

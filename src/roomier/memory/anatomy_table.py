@@ -38,8 +38,8 @@ class StepPeak:
     Attributes:
         step: number of the step, counted from 1.
         phase: phase of the step at the peak: ``"forward"``, ``"backward"``, ``"update"``.
-        whole: bytes of all tensors when their sum is largest.
-        states: bytes when the sum of weights, gradients and optimizer states is largest.
+        whole: bytes by row, at the moment when the sum of all tensors is largest.
+        states: bytes by row, at the moment when the sum of weights, gradients and optimizer states is largest.
         allocator_bytes: maximum bytes that the CUDA allocator allocated; None on other devices.
     """
 
@@ -54,7 +54,7 @@ class KeepsPeak:
     """Base class of callbacks that track a step.
 
     Attributes:
-        peak: peak of the last tracked step on this rank; None before.
+        peak: peak of the last tracked step on this rank; None before the first tracked step.
     """
 
     peak: StepPeak | None = None
@@ -67,7 +67,7 @@ class RankAnatomy:
     Attributes:
         rank: the rank.
         now: current weights, gradients and optimizer states. Other tensors are known only in a tracked step.
-        rule: prediction of these rows at their peak; None if the states of the optimizer are unknown.
+        rule: prediction of these rows at the peak of their sum; None if the states of the optimizer are unknown.
         peak: peak of a tracked step; None if no step was tracked.
         allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the CUDA allocator; None on other devices.
     """
@@ -113,13 +113,13 @@ class Anatomy:
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Return the bytes per parameter of the worst rank by row: at the peak of a tracked step, otherwise now."""
+        """Return the bytes per parameter of the worst rank by row, at the peak of a tracked step if there is one."""
         worst = self.worst
         num_bytes = worst.now if worst.peak is None else worst.peak.states
         return {row: num_bytes[row] / self.num_parameters for row in STATE_ROWS}
 
     def rule_per_parameter(self) -> dict[str, float] | None:
-        """Return the predicted bytes per parameter by row: 4, 4 and 8 for fp32 AdamW on one rank."""
+        """Return the predicted bytes per parameter by row, for example 4, 4 and 8 for fp32 AdamW on one rank."""
         rule = self.worst.rule
         return None if rule is None else {row: rule[row] / self.num_parameters for row in STATE_ROWS}
 

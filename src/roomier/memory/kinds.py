@@ -10,13 +10,13 @@ class Kind(StrEnum):
     """Purpose of a tensor's memory. The value is the name in reports.
 
     Attributes:
-        PARAMETER: parameters that this rank owns between steps: all weights, or its shard of them. Also buffers, and
-            averages of weights that callbacks hold.
+        PARAMETER: parameters that this rank holds between steps (all weights, or its shard), buffers, and the weight
+            averages of callbacks.
         GATHERED: unsharded copies of weights, in the dtype of the computation.
         GRADIENT: gradients of unsharded parameters during a backward, and of this rank's shard.
         OPTIMIZER_STATE: states of the optimizer.
         ACTIVATION: batches, tensors saved for backward, and autocast's 16-bit copies of weights.
-        COMMUNICATION: buffers that are sent to other ranks or received.
+        COMMUNICATION: buffers that are sent to or received from other ranks.
         TEMPORARY: all other tensors.
     """
 

@@ -1,8 +1,9 @@
 """Predicts the bytes of model states over a step by formula, for each strategy, from shapes only.
 
 [Note: bytes per parameter and rank]
-Weights of ``w`` bytes (4) are unsharded in ``c`` bytes for the computation (2 for matrix products under autocast,
-otherwise ``w``). AdamW has two states of ``w`` bytes. The weights are sharded across ``N`` ranks:
+A parameter takes ``w`` bytes (4 in float32). Its unsharded copy for the computation takes ``c`` bytes (2 for matrix
+products under autocast, otherwise ``w``). AdamW has two states of ``w`` bytes. With ``N`` ranks, the bytes per
+parameter are:
 
     strategy     parameter   unsharded         gradient                              optimizer state
     single       w           0                 w                                     2w
@@ -12,13 +13,13 @@ otherwise ``w``). AdamW has two states of ``w`` bytes. The weights are sharded a
     zero2        w/N         c, for the step   c, one unit; w/N after each unit      2w/N
     zero3, hsdp  w/N         c, two units      c, one unit; w/N after each unit      2w/N
 
-Gradients are freed after the update, so no gradients exist between steps, except in the buckets of DDP and for hooks
-that read them later. A frozen weight has only its parameter and its unsharded copy. A quantized weight is a buffer.
+Gradients are freed after the update, so no gradients exist between steps, except in the buckets of DDP or if a hook
+reads them later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
 
-The peak is smaller than the sum, because a backward frees the unsharded parameters unit by unit while gradients are
-computed. So the peak is computed by simulating the units of a step. Dimension 0 is sharded into chunks of equally many
-rows, like in ``torch.chunk``. If it is not divisible, unsharded parameters and communication buffers are padded to full
-chunks, and the last ranks own less.
+The peak is smaller than the sum of a row, because a backward frees the unsharded parameters unit by unit while
+gradients are computed. So the peak is computed by simulating the units of a step. Dimension 0 is sharded into chunks
+with equal numbers of rows, as in ``torch.chunk``. If it is not divisible by ``N``, unsharded parameters and
+communication buffers are padded to full chunks, and the last ranks hold fewer rows.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Model states over a step, from the second step on, when the optimizer has its states.
+    """Model states over any step after the first one, which creates the optimizer states.
 
     Attributes:
         moments: moments in order; the last one is between two steps.
@@ -102,7 +103,7 @@ def kept_bytes(
 
 
 def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
-    """Return the bytes of an average of the trained weights of this rank, in float32 or a wider dtype."""
+    """Return the bytes of an averaged copy of the trained weights of this rank, in float32 or a wider dtype."""
     trained = (
         weight for unit in units for weight in unit.weights if weight.is_trained and weight.dtype.is_floating_point
     )

@@ -76,7 +76,7 @@ def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: boo
     """Return the bytes of 1-bit Adam's states for a parameter after its freeze, without message buffers.
 
     The states are the compression error of this rank, the denominator, and the error of the piece that this rank owns.
-    Before the freeze, the states are smaller: two moments of that piece.
+    Before the freeze, the states are smaller, because only the two moments of that piece exist.
     """
     piece = math.ceil(num_elements / num_ranks)
     return num_elements * (4 + (2 if rounds_variance else 4)) + piece * 4

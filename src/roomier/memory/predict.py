@@ -26,11 +26,11 @@ from roomier.precision.policy import precision_of
 
 
 def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, rank: int = 0) -> ModelStates:
-    """Predict the model states of ``network`` under ``plan``. Shapes suffice, so it may be on the ``meta`` device.
+    """Predict the model states of ``network`` under ``plan``. The network may be on the ``meta`` device.
 
     Args:
         plan: a plan that names the optimizer.
-        device: device of the run; None is the CPU.
+        device: device of the run; None means the CPU.
         rank: rank whose memory is returned. Rank 0 needs at least as much as any other rank.
 
     Raises:
@@ -56,7 +56,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
 
 
 def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
-    """Predict the model states of ``engine``, built from ``plan``. No unit may be unsharded."""
+    """Predict the model states of ``engine``, which was built from ``plan``. All units must be resharded."""
     return _model_states(engine.module, engine.blocks, plan, engine.device, rank, engine.optimizers)
 
 
@@ -66,7 +66,7 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     num_micro_batches = plan.batch.accumulate_grad_batches
     steps_in_backward = lever_that_frees_gradients(plan) is not None
     if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
-        # One rank is not wrapped. 1-bit Adam is not wrapped either: the gradients differ between ranks.
+        # The model is not wrapped on one rank, or with 1-bit Adam, because its gradients differ between ranks.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
     is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks
     return Layout(

@@ -1,4 +1,4 @@
-"""Bytes per rank by kind: prediction and measurement."""
+"""Predicted and measured bytes of each rank by kind."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class MemoryReport:
 
 
 def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker | None = None) -> MemoryReport:
-    """Return the current memory of each rank, between two steps, with the prediction. Every rank must call this.
+    """Return the current memory of each rank between two steps, and the prediction. Every rank must call this function.
 
     Args:
         plan: plan from which ``engine`` was built.

@@ -2,16 +2,16 @@
 
 [Note: how bytes are counted]
 While a :class:`MemoryTracker` is active, it receives each operation that torch dispatches on this rank, including the
-operations of backward and of optimizers. Each storage among arguments and results counts one time, regardless of the
-number of tensors that share it. A result counts from when it is first seen. An argument that is new counts from the
-start, because it existed before. A storage counts until Python destroys it. Sizes are read before each operation,
-because ``fully_shard`` frees and allocates storages by resizing.
+operations of backward and of optimizers. Each storage of an argument or a result is counted one time, regardless of the
+number of tensors that share it. A result is counted from the operation that returns it. An argument that was not seen
+before is counted from the start, because it already existed. A storage is counted until Python destroys it. Sizes are
+read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
 
 The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
 becomes a gradient. So kinds are assigned to storages instead of moments, and sums by kind are computed at the end.
 
-Not included are memory that a kernel allocates and frees within one operation, buffers of a communication library, and
-the rounding of the allocator. On CUDA, the peak of the allocator is recorded in addition.
+The tracker does not count memory that a kernel allocates and frees within one operation, buffers of a communication
+library, and the rounding of the allocator. On CUDA, it also records the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Snapshot:
 class _Storage:
     reference: weakref.ref[torch.UntypedStorage]
     num_bytes: int
-    phase: str  # in which it was first seen
+    phase: str  # phase in which the storage was first seen
     kind: Kind = Kind.TEMPORARY
 
 
@@ -89,13 +89,13 @@ class _Change:
 class MemoryTracker:
     """Counts the bytes of the operations that run while it is active. See [Note: how bytes are counted].
 
-    Enter it between two steps, take one step, call :meth:`restart`, and take the step to measure.
+    Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
 
     Args:
         module: module whose parameters and buffers are identified by kind.
         optimizers: optimizers of its parameters.
         device: device whose storages are counted.
-        kept: returns tensors outside the module that exist as long as the module, such as averages of its weights.
+        kept: function that returns tensors outside the module with the same lifetime, such as averages of its weights.
 
     Attributes:
         phase: current phase, set by :meth:`enter`.
@@ -160,7 +160,7 @@ class MemoryTracker:
         self._interception.__enter__()
 
     def pause(self) -> None:
-        """Stop recording until :meth:`resume`. In between, only the end of known storages is recorded."""
+        """Stop recording until :meth:`resume`. Until then, only deallocations of known storages are recorded."""
         self._interception.__exit__(None, None, None)
         self._note_sizes()
         self._note_roles()
@@ -169,7 +169,7 @@ class MemoryTracker:
 
     def close(self) -> None:
         """Stop recording permanently."""
-        self._storages.clear()  # later ends are not recorded
+        self._storages.clear()  # so that later deallocations are not recorded
 
     def restart(self) -> None:
         """Discard the timeline and start with the storages that exist now.
@@ -346,7 +346,7 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
     enter ``"update"``.
 
     Args:
-        kept: tensors outside the module that exist as long as the module.
+        kept: tensors outside the module with the same lifetime.
     """
     tracker = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: kept)
     hooks = engine.hooks

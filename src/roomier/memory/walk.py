@@ -3,8 +3,8 @@
 [Note: when ``fully_shard`` allocates]
 A unit is all-gathered into one buffer and copied from there into its parameters. On gloo, the buffer of the next unit
 is filled during the computation, because ``parallel/shard.py`` sets explicit prefetching. On other backends, the buffer
-of a forward stays until the next unit is copied from its buffer (torch 2.13, ``FSDPParamGroup.wait_for_unshard``). In a
-backward, all backends prefetch the next buffer.
+of a unit in the forward exists until the next unit is copied from its own buffer (torch 2.13,
+``FSDPParamGroup.wait_for_unshard``). In a backward, all backends prefetch the next buffer.
 
 After the backward of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed. On
 gloo, the shards of the other ranks are received into separate buffers, and all buffers live until the reduction of the
@@ -50,15 +50,15 @@ class Layout:
 
     Attributes:
         strategy: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` or ``"hsdp"``.
-        num_shards: number of ranks across which one replica is sharded; 1 does not shard.
+        num_shards: number of ranks across which one replica is sharded; 1 means no sharding.
         shard: index of this rank's shard. Shard 0 is at least as large as any other.
         num_micro_batches: number of micro-batches per optimizer step.
         wire_dtype: dtype in which gradients are sent; None uses their dtype.
         on_gloo: True if the ranks exchange their shards point to point.
         steps_in_backward: True if gradients are used and freed during backward.
         num_backwards: number of backwards per micro-batch; with 2, the first one computes the norm.
-        holds_all_batches: True if all batches of a step are on the device, which is the case on the CPU. Otherwise they
-            are moved one by one.
+        holds_all_batches: True if all batches of a step are on the device, which is the case on the CPU. Otherwise
+            batches are moved to the device one by one.
     """
 
     strategy: str
@@ -98,13 +98,13 @@ class UnitBytes:
         gradient: gradients of the unsharded weights, as backward computes them.
         kept_gradient: gradients of unsharded scalars, from a backward to the update.
         summed: gradients of the unsharded weights in the dtype of the reduction.
-        last_share: fraction of the last weight in the gradients. ``fully_shard`` holds its gradient until the reduction
-            ends.
+        last_share: fraction of the gradients that belongs to the last weight. ``fully_shard`` holds the gradient of
+            this weight until the reduction ends.
         sent: buffer from which gradients are sent.
         received: on gloo, buffers that receive the shards of the other ranks.
         part: gradient of this rank's shard.
-        output: output of the reduction, if it is another tensor than the gradient.
-        comes_late: True if the reduction may be pending until the next one starts.
+        output: output of the reduction, if it is a separate tensor from the gradient.
+        comes_late: True if the reduction may stay pending until the next reduction starts.
     """
 
     stored: int

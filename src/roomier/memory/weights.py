@@ -62,7 +62,7 @@ class Unit:
         is_root: True for the unit of all remaining weights.
         ends_late: True if the inputs have no gradient, so that its backward ends with the whole backward.
         is_looked_up: True for an embedding, which is not all-gathered for backward.
-        is_inner: True for the norms and embeddings of a block, which is the previous unit.
+        is_inner: True for the norms and embeddings of a block. The previous unit is the block.
     """
 
     name: str
@@ -89,7 +89,7 @@ def units_with_weights(
     """Return the units of ``network``, sharded or not, in the order of its modules, the root first.
 
     Args:
-        compute_dtype: dtype of autocast; None without autocast.
+        compute_dtype: dtype of autocast; None if autocast is disabled.
         weight_dtype: dtype to which floating-point weights will be converted; None keeps their dtype.
     """
     names = {module: name for name, module in network.named_modules()}
@@ -143,7 +143,7 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
 def with_adapters(
     network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Return a copy of the shapes of ``network`` with the adapters of ``plan``, and the blocks of the copy.
+    """Return a copy of ``network`` that has the adapters of ``plan`` but no parameter values, and the copied blocks.
 
     Returns ``network`` itself if it has adapters already, or if the plan has none.
     """

@@ -1,9 +1,10 @@
 """All-gather and reduce-scatter for ranks on gloo, overlapped with computation.
 
-Each rank sends each other rank only the shard that it needs. The collectives of gloo copy full-size buffers: 8 Mi
-floats on two ranks over loopback take 30 ms to all-gather and 40 ms to reduce-scatter, and 10 and 11 ms with this
-module (2 cores, torch 2.13). ``fully_shard`` has no streams on a CPU, so this module decides when to wait: for an
-all-gather when its result is copied out, and for a reduction when the next one begins or when backward ends.
+Each rank sends to every other rank only the shard that the other rank needs. The collectives of gloo copy full-size
+buffers. For 8 Mi floats on two ranks over loopback, an all-gather takes 30 ms and a reduce-scatter 40 ms with gloo, and
+10 ms and 11 ms with this module (2 cores, torch 2.13). ``fully_shard`` has no streams on a CPU, so this module decides
+when to wait. It waits for an all-gather when the result is copied out, and for a reduction when the next reduction
+begins or when backward ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 
-PATIENCE = timedelta(minutes=15)  # longer than hang_timeout by default, whose error names the late rank
+PATIENCE = timedelta(minutes=15)  # longer than the default hang_timeout, whose error names the late rank
 
 
 class PairwiseAllGather:
@@ -42,7 +43,7 @@ class PairwiseAllGather:
 
 
 class Reductions:
-    """The reduction that has started and is not finished yet, shared by all units of a model.
+    """Holder of the pending reduction of a model, shared by all units.
 
     Attributes:
         window: number of the current optimizer step.
@@ -53,7 +54,7 @@ class Reductions:
         self._finish: Callable[[], None] | None = None
 
     def begin(self, finish: Callable[[], None]) -> None:
-        """Finish the previous reduction, and store ``finish``, which completes a reduction that has started."""
+        """Finish the previous reduction, and store ``finish``, which completes the new reduction."""
         self.finish()
         self._finish = finish
 
@@ -75,9 +76,9 @@ class PairwiseReduceScatter:
     finish later.
 
     Args:
-        reductions: shared by all units of a model.
-        may_wait: whether reductions may finish later. False if ``fully_shard`` computes with each result.
-        wire_dtype: dtype in which gradients are sent; None is the reduction dtype of ``fully_shard``.
+        reductions: pending reduction, shared by all units of a model.
+        may_wait: whether reductions may finish later. False if ``fully_shard`` reads the values of each result.
+        wire_dtype: dtype in which gradients are sent; None means the reduction dtype of ``fully_shard``.
     """
 
     def __init__(self, reductions: Reductions, *, may_wait: bool, wire_dtype: torch.dtype | None = None) -> None:

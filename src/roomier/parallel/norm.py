@@ -16,7 +16,7 @@ from roomier.core import torch_private
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients of ``parameters`` as ``torch.nn.utils.clip_grad_norm_`` does, over all shards.
 
-    One collective is used.
+    This requires one collective.
 
     Args:
         parameters: sharded and unsharded parameters.
@@ -45,7 +45,7 @@ def over_ranks(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
-    """Clip the gradients of ``parameters`` as ``torch.nn.utils.clip_grad_value_`` does, each rank its own shards."""
+    """Clip the gradients of ``parameters`` as ``clip_grad_value_`` of torch does. Every rank clips its own shards."""
     for each in parameters:
         if each.grad is not None:
             _local(each.grad).clamp_(-max_value, max_value)

@@ -1,11 +1,12 @@
-"""Parameters of which each rank stores its shard, and that initialization code can fill as full tensors.
+"""Parameters that each rank stores as a shard, and that initialization code can fill as full tensors.
 
 [Note: pages]
-Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It samples from one
-generator, slices, copies and decomposes them. This module provides full tensors, one at a time. The first operation on
-a paged parameter opens its page: the full tensor exists, and the operation runs on it. When the next parameter is
-opened, the rank keeps its shard and frees the full tensor. A single process runs the same kernels, so the ranks
-sample the same random numbers in the same order. A rank holds its shards and the tensors of one operation.
+Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It fills them from
+one random number generator, and slices, copies and decomposes them. This module provides full tensors, one at a time.
+The first operation on a paged parameter opens its page: the full tensor exists, and the operation runs on it. When the
+next parameter is opened, the rank keeps its shard and frees the full tensor. The kernels are the same as in a single
+process, so the ranks sample the same random numbers in the same order. At any time, a rank holds its shards and the
+full tensors of one operation.
 
 A page that is opened again is all-gathered from the ranks, unless the operation overwrites it (``normal_``, ``zero_``).
 All ranks run the same code, so they gather the same pages in the same order.
@@ -91,7 +92,7 @@ class Page:
         return self.shape.numel() * self.dtype.itemsize
 
     def adopt(self, whole: Tensor) -> None:
-        """Use ``whole``, whose owner may have written values and may write more, as the open page."""
+        """Use ``whole`` as the open page. Its owner may have written values, and may write more."""
         self._whole = whole
 
     def open(self, *, is_overwritten: bool) -> Tensor:
@@ -116,7 +117,7 @@ class Page:
         return self._whole
 
     def close(self, *, is_final: bool = False) -> bool:
-        """Keep the shard and free the full tensor. Return False if it is not freed because other code holds it."""
+        """Keep the shard and free the full tensor. Return False if other code holds the full tensor."""
         assert self._whole is not None
         if self.discards:
             self._whole = None
@@ -158,7 +159,7 @@ class Page:
             together[(rank - own_group.start) * step :][:step] if rank in own_group else spare
             for rank in range(dist.get_world_size())
         ]
-        # As bytes, because not every backend supports every dtype.
+        # Gather bytes, because not every backend supports every dtype.
         dist.all_gather([_bytes(each) for each in targets if each is not None], _bytes(padded))
         return together[: self.shape[0]]
 
@@ -224,7 +225,8 @@ class Pages:
 
     Args:
         cut: which shard of each parameter this rank keeps. Parameters without a dimension are kept in full.
-        discards: the parameters will be loaded from elsewhere, so initialization code writes and samples nothing.
+        discards: skip initialization, because the parameters will be loaded later. Initialization code then writes no
+            values and samples no random numbers.
     """
 
     def __init__(self, cut: Cut, *, discards: bool = False) -> None:
@@ -264,7 +266,7 @@ class Pages:
         wholes = {
             id(page): page.open(is_overwritten=is_overwritten and target is not None and page is target.page)
             if page not in self._open
-            else page.open(is_overwritten=True)  # it is open already
+            else page.open(is_overwritten=True)  # the page is already open
             for page in wanted
         }
         self._open = wanted
@@ -362,5 +364,5 @@ def local_rows(tensor: Tensor) -> slice:
 
 
 def _may_be_sharded(tensor: Tensor) -> bool:
-    # The import of DTensor takes half a second, which runs on a single rank avoid.
+    # The import of DTensor takes half a second. Runs on a single rank avoid it.
     return type(tensor) not in (Tensor, nn.Parameter)

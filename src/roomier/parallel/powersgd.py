@@ -11,7 +11,7 @@ from roomier.core.log import notice
 DEFAULT_RANK = 4
 DEFAULT_WARMUP_STEPS = 100
 _FIRST_STEPS_WHOLE = 3  # one step before DDP is constructed, and two in which DDP arranges its buckets
-_LEAST_NORM = 1e-8  # of a column that is orthogonalized, because gradients can be zero
+_LEAST_NORM = 1e-8  # added to the norm of each column in orthogonalization, because gradients can be zero
 
 
 class PowerSGD:
@@ -26,8 +26,8 @@ class PowerSGD:
     sums would mix different tensors.
 
     Args:
-        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if these are at
-            most half as many. None means ``DEFAULT_RANK``.
+        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if this is
+            less than half of its elements. None means ``DEFAULT_RANK``.
         warmup_steps: number of steps that send uncompressed gradients; at least 3. None means
             ``DEFAULT_WARMUP_STEPS``.
     """

@@ -23,15 +23,15 @@ from roomier.parallel.runner import StepRunner
 class Replicas:
     """A network that every rank holds in full, with the methods that the engine calls in each step.
 
-    DDP averages gradients over the ranks. The engine weights losses for a sum, so it also multiplies them by the number
-    of ranks.
+    DDP averages gradients over the ranks. The engine weights losses for a sum over the ranks, so it also multiplies
+    losses by the number of ranks.
 
     [Note: parameters without a gradient]
     DDP must know at construction whether some parameters may receive no gradient, and checking this in every step takes
     time. Therefore the first step runs without DDP. Its gradients are averaged directly, which shows the parameters
-    that have none. DDP is constructed at the start of the second step, so its buckets never coexist with the gradients
-    of the first step. DDP checks every step if the first step left a parameter unused, or if ``finds_unused`` is set.
-    Otherwise an unused parameter in a later step raises an error with its name.
+    that have no gradient. DDP is constructed at the start of the second step, so its buckets never coexist with the
+    gradients of the first step. DDP checks every step if the first step left a parameter unused, or if ``finds_unused``
+    is set. Otherwise an unused parameter in a later step raises an error with its name.
 
     Args:
         network: model with the same values on every rank.
@@ -40,7 +40,7 @@ class Replicas:
         by_hand: manual optimization. Gradients are averaged after each backward, which runs inside ``training_step``.
         finds_unused: allow steps that leave parameters unused, which may differ between ranks.
         wire_dtype: dtype in which gradients are sent; None keeps their dtype.
-        compression: gradient compression; None for none.
+        compression: gradient compression; None disables it.
 
     Attributes:
         runner: module that runs a step in its forward.

@@ -1,4 +1,4 @@
-"""ZeRO on ``fully_shard``: how parameters are grouped into units, and the dtype and timing of each collective.
+"""ZeRO with ``fully_shard``: grouping of parameters into units, and dtype and timing of each collective.
 
 [Note: the stages are two choices]
 ZeRO (Rajbhandari et al. 2020, section 5) shards optimizer states (stage 1), gradients (stage 2) and parameters
@@ -74,10 +74,10 @@ class Sharding:
         mesh: device mesh from :func:`roomier.parallel.mesh.make_mesh`.
         frees_parameters: reshard the parameters of each unit after its forward (ZeRO-3).
         reduces_each_micro_batch: reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
-        compute_dtype: autocast dtype; None without autocast.
+        compute_dtype: autocast dtype; None if autocast is disabled.
         wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
-            model), with one exception: if every micro-batch is reduced, the pairwise collectives send the gradients of
-            units that are all-gathered in ``compute_dtype`` in that dtype.
+            model), with one exception. If every micro-batch is reduced, the pairwise collectives use ``compute_dtype``
+            for the gradients of units that are all-gathered in ``compute_dtype``.
         finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros,
             and the reduced gradient is zero if no rank has one.
         by_hand: manual optimization, in which backward and update run inside ``training_step``. Gradients are then
@@ -107,7 +107,7 @@ class Shards:
         sharding: settings of the sharding.
         runner: module that runs a step; its forward unshards the parameters that the step needs.
         loss_factor: 1, because gradients are summed over the ranks.
-        allows_inference_mode: False. Buffers allocated by an all-gather in inference mode can never be used in
+        allows_inference_mode: False, because buffers that an all-gather allocates in inference mode cannot be used in
             training.
         trace: hash of the sequence of units whose forward has run. Ranks match collectives by their order, so a rank
             that runs different units would silently combine shards of different parameters. Ranks compare this hash
@@ -132,8 +132,8 @@ class Shards:
         # If some ranks may skip a layer, its forward must not start a collective. Only blocks become units then, and
         # all other layers belong to the root.
         units = closed_blocks(network, blocks) if sharding.finds_unused else units_of(network, blocks)
-        # The root is first, because it takes small layers from inside the units. Autocast casts the weights of matrix
-        # products among its parameters.
+        # The root is sharded first, because it takes small layers from inside the units. Autocast casts those of its
+        # parameters that are weights of matrix products.
         in_root = root_parameters_of(units, sharding.compute_dtype)
         in_units = {each for unit in units for each in unit.parameters()} - in_root
         root = self._cut([self.runner], None, in_units)
@@ -170,8 +170,8 @@ class Shards:
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
-            # With deferred gradient reduction, torch 2.13 fails on a unit whose forward never ran. So unshard each unit
-            # once.
+            # With deferred gradient reduction, torch 2.13 fails on a unit whose forward never ran. Therefore each unit
+            # is unsharded one time.
             self._was_gathered = True
             for unit in self._units:
                 unit.unshard()
@@ -183,7 +183,7 @@ class Shards:
         root.set_reshard_after_backward(is_last)
 
     def _may_gradients_come_later(self) -> bool:
-        # A gradient must be complete at once if fully_shard accumulates it into an existing .grad (as after
+        # A gradient must be complete immediately if fully_shard accumulates it into an existing .grad (as after
         # zero_grad(set_to_none=False)), or if a user's hook reads it.
         if self._parameters is None:
             self.release()
@@ -241,7 +241,7 @@ class Shards:
 
     def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Shard ``unit`` as one group of parameters, or as two with different dtypes (see :func:`parts_of`)."""
-        needs_no_weights = type(unit) is nn.Embedding  # in backward. Check first, because fully_shard changes the class
+        needs_no_weights = type(unit) is nn.Embedding  # in backward; read before fully_shard changes the class
         parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
         if needs_no_weights:
             parts[0].set_unshard_in_backward(False)
@@ -252,13 +252,14 @@ class Shards:
     ) -> FSDPModule:
         """Apply ``fully_shard`` to ``modules`` as one unit that is all-gathered in ``compute_dtype``.
 
-        None keeps the dtype of the parameters. Parameters that are already sharded, and ``in_units``, are left out.
+        A ``compute_dtype`` of None keeps the dtype of the parameters. The unit does not include ``in_units`` and
+        parameters that are already sharded.
         """
         sharding = self.sharding
         sharded = {each for module in modules for each in module.parameters() if isinstance(each, DTensor)}
         dtypes = {each.dtype for module in modules for each in sharded_parameters(module) if each.requires_grad}
         sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        # Autocast casts the inputs. torch 2.15 changes the meaning of reduce_dtype=None, so it is always set.
+        # Autocast casts the inputs. torch 2.15 changes the meaning of reduce_dtype=None, so reduce_dtype is always set.
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=sum_dtype if sharding.is_pairwise else (sharding.wire_dtype or sum_dtype),
@@ -282,8 +283,8 @@ class Shards:
             torch_private.reduce_missing_gradients_as_zeros(unit)
         unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
         if sharding.is_pairwise:
-            # The gradients of a single micro-batch already have compute_dtype, so they are sent in it. The reduction
-            # runs in full precision.
+            # The gradients of an individual micro-batch already have compute_dtype, so they are sent in this dtype.
+            # They are summed in full precision.
             own = compute_dtype if sharding.reduces_each_micro_batch else None
             reduce_scatter = PairwiseReduceScatter(
                 self._reductions,

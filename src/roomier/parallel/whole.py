@@ -69,7 +69,7 @@ class WholeParameters:
         self._kept = None
 
     def _add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of ``parameters``, which have one dtype, over all ranks.
+        """Sum the gradients of ``parameters``, which have the same dtype, over all ranks.
 
         A gradient that is missing on some ranks counts as zero. A gradient that is missing on all ranks remains None.
         Gradients in 16 bits are sent and summed in float32. The same collective counts the ranks that have each

@@ -62,7 +62,7 @@ class Choice:
         considered: the chosen plan, then the plans that fit (fastest first), then the plans that do not fit (smallest
             excess first), then the plans that rules reject.
         planning_s: duration of the search in seconds.
-        num_plans: number of compared plans, including plans that ``considered`` omits, without rejected plans.
+        num_plans: number of compared plans, including plans that ``considered`` omits, but excluding rejected plans.
         is_complete: whether the search was completed. If time ran out, ``considered`` contains the plans that were not
             evaluated, with this reason.
     """

@@ -12,7 +12,7 @@ from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import Stretch
 
-_SHARE_OF_HOST = 0.8  # the rest is for data, its workers and the system
+_SHARE_OF_HOST = 0.8  # the remaining memory is for data, its workers and the system
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Workload:
     """A module and one of its micro-batches.
 
-    Only shapes matter, so both may be on ``meta``. Small integer tensors keep their values if these exist, because
+    Only shapes matter, so both may be on ``meta``. Values of small integer tensors are kept if they exist, because
     shapes can depend on sequence lengths and masks.
 
     Args:

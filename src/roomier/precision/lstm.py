@@ -3,7 +3,7 @@
 [Note: LSTM under autocast]
 Under autocast on a CPU, torch calls oneDNN's LSTM with 16-bit tensors and does not check that oneDNN has a kernel for
 this dtype and processor. If oneDNN has none, the call raises "could not create a primitive descriptor". This happens in
-bfloat16 on processors without AVX-512, and in float16 on most processors. torch's own LSTM runs on every processor: its
+bfloat16 on processors without AVX-512, and in float16 on most processors. torch's own LSTM runs on every processor. Its
 matrix products run in 16 bits, and its gates and states in float32.
 """
 
@@ -36,7 +36,7 @@ class WithoutOneDNN(WrappedForward):
 def replace_missing_lstm_kernels(network: nn.Module, precision: Precision) -> None:
     """Run each LSTM of ``network`` without oneDNN if oneDNN has no LSTM kernel for ``precision`` on this processor.
 
-    :func:`roomier.core.wrapped_forward.unwrap` undoes it.
+    :func:`roomier.core.wrapped_forward.unwrap` undoes this change.
     """
     dtype = precision.autocast_dtype
     lstms = [each for each in network.modules() if isinstance(each, nn.LSTM)]
@@ -52,7 +52,7 @@ def replace_missing_lstm_kernels(network: nn.Module, precision: Precision) -> No
 
 @functools.cache
 def onednn_has_lstm(dtype: torch.dtype) -> bool:
-    """Return whether an LSTM runs under autocast to ``dtype`` on this CPU: run a small one."""
+    """Run a small LSTM under autocast to ``dtype`` on this CPU, and return whether this succeeds."""
     x = torch.zeros(1, 1, 1)
     weights = [torch.zeros(4, 1, requires_grad=True) for _ in range(2)]
     try:

@@ -1,4 +1,4 @@
-"""Loss scaling for 16-mixed: torch's GradScaler, with the number of skipped steps."""
+"""Loss scaling for 16-mixed: torch's GradScaler, and a count of the skipped steps."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from roomier.core import torch_private
 class LossScaler:
     """Multiplies the loss and divides the gradients by a factor, and skips steps with gradients that are not finite.
 
-    Dynamic loss scaling as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). A fused optimizer
+    The factor is adapted as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). A fused optimizer
     skips the step on the device, and the host does not wait. For other optimizers, the host reads one flag per step.
 
     Attributes:
@@ -65,7 +65,7 @@ class LossScaler:
 
 
 class NoScale:
-    """Loss scale of all other precisions, which does not change losses, gradients and steps.
+    """Loss scale of all other precisions, which does not change losses, gradients or steps.
 
     Attributes:
         is_on: whether losses are scaled.
@@ -84,7 +84,7 @@ class NoScale:
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """No effect, because gradients are not scaled."""
+        """Do nothing, because gradients are not scaled."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
         """Update the parameters."""
@@ -94,10 +94,10 @@ class NoScale:
             optimizer.step(closure)
 
     def update(self) -> None:
-        """No effect, because the factor is constant."""
+        """Do nothing, because the factor is constant."""
 
     def state(self) -> None:
         """Return None, because the factor is constant."""
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """No effect, even with the state of a run in ``"16-mixed"``."""
+        """Do nothing, even with the state of a run in ``"16-mixed"``."""

@@ -1,4 +1,4 @@
-"""All plans for a request: each option that the request leaves open, in each of its values.
+"""All plans for a request, with every value of each option that the request leaves open.
 
 Options that are open by default are exact, or change only how the sum over the batch is split (strategy, micro-batch).
 Options that round differently within a rank are open if the request allows them by name.
@@ -137,7 +137,7 @@ def _strategies(plan: Plan) -> list[Changes]:
     if parallel.num_ranks == 1:
         return [{"parallel.strategy": "single"}]
     found: list[Changes] = [{"parallel.strategy": name} for name in ("ddp", "zero1", "zero2", "zero3")]
-    # A replica spans full nodes: one node or several, but not all of them, which is zero3.
+    # A replica spans one or several full nodes, but not all nodes, which would be zero3.
     sizes = [parallel.devices * num for num in range(1, parallel.num_nodes) if parallel.num_nodes % num == 0]
     return found + [{"parallel.strategy": "hsdp", "parallel.shard_size": size} for size in sizes if size > 1]
 
@@ -207,7 +207,7 @@ def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Itera
 
 
 def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
-    """Return whether ``lever`` is a change of ``plan`` that the model supports."""
+    """Return whether ``lever`` changes ``plan`` and is supported by the model."""
     if lever.is_used(plan) or lever.conflict(plan):
         return False
     return not lever.changes_output_layer or _has_output_layer(workload)

@@ -21,16 +21,16 @@ from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
 ESTIMATE_ERROR = 0.05
-"""Assumed error of the closed form: plans that exceed the budget by less are verified by a dry run."""
+"""Assumed error of the closed form. Plans that exceed the budget by a smaller fraction are verified by a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
-"""Fraction of a device that remains free without a budget, by kind of device.
+"""Fraction of the device memory that remains free if no budget is set, by kind of device.
 
 On a GPU, this is the largest accepted error of a forecast. Memory shared with the host is also used by the system, the
 dataset and its workers, and file caches.
 """
 
-_NUM_KEPT = 12  # number of plans in the result that fit, and that do not, in addition to the best of each strategy
+_NUM_KEPT = 12  # plans that fit, and plans that do not fit, in the result, in addition to the best of each strategy
 
 
 def choose(
@@ -58,7 +58,8 @@ def choose(
         keeps_micro_batch: why micro-batches cannot be split; empty if they can.
         check: additional rule of the run, which raises a RoomierError to reject a plan.
         prices: source of forecasts; None uses the closed form.
-        deadline: plans that are not evaluated before it are skipped and reported; None is after :data:`SEARCH_S`.
+        deadline: plans that are not evaluated before it are skipped and reported. None sets the deadline after
+            :data:`SEARCH_S`.
 
     Returns:
         Choice whose ``chosen`` is None if no plan fits. :mod:`roomier.planner.choosing.nearest` then returns
@@ -112,7 +113,7 @@ def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
 
 
 class _Search:
-    """Verifies the fastest plan that fits by a dry run, and continues with the next one if it does not fit.
+    """Search that verifies the fastest plan by a dry run, and continues with the next plan if it does not fit.
 
     Attributes:
         budget_bytes: memory that a device may use.
@@ -216,7 +217,7 @@ def _not_chosen(forecast: Forecast, *, fits: bool, reason: str) -> Considered:
 
 
 def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
-    """Return the first forecasts, and the first of each strategy."""
+    """Yield the first forecasts, and the first forecast of each strategy."""
     seen: set[str] = set()
     for index, each in enumerate(forecasts):
         if index < _NUM_KEPT or _stage(each) not in seen:
@@ -225,7 +226,7 @@ def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
 
 
 def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
-    """Return one plan for each strategy. Its reason contains the number of the others."""
+    """Yield one plan for each strategy. Its reason contains the number of other plans of this strategy."""
     by_strategy: dict[str, list[Considered]] = {}
     for each in found:
         by_strategy.setdefault(each.plan.parallel.strategy, []).append(each)

@@ -14,7 +14,7 @@ from roomier.plan.parts import ParallelPlan, Part
 
 
 def trainer_keywords(plan: Plan) -> dict[str, Any]:
-    """Return the keywords that give ``plan``, without keywords that have their default."""
+    """Return the keywords that produce ``plan``, without keywords that have default values."""
     strategy = _strategy(plan)
     found: dict[str, Any] = {} if strategy == "single" else {"strategy": strategy}
     parallel, batch, optimizer, activation = plan.parallel, plan.batch, plan.optimizer, plan.activation

@@ -49,8 +49,8 @@ def no_plan_fits(
         keeps_micro_batch: why micro-batches cannot be split; empty if they can.
         check: additional rule of the run, as in :func:`choose`.
         prices: source of forecasts; None uses the closed form.
-        deadline: alternatives that are not evaluated before it are omitted, which the error reports; None is after
-            :data:`ADVICE_S`.
+        deadline: alternatives that are not evaluated before it are omitted, which the error reports. None sets the
+            deadline after :data:`ADVICE_S`.
     """
     deadline = deadline or Deadline.after(ADVICE_S)
     smallest = min((each.forecast for each in choice.considered if each.forecast), key=lambda each: each.peak_bytes)
@@ -122,7 +122,7 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
 
 
 class _Peaks:
-    """Peaks of plans that were not requested: by the closed form, and by a dry run if they fit.
+    """Peaks of plans that were not requested, from the closed form, and from a dry run if the plan fits.
 
     Attributes:
         machine: machine to plan for.
@@ -172,7 +172,7 @@ class _Peaks:
 
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
-    """Return the advice to allow the fewest choices with which a plan fits, exact labels first; None if none does."""
+    """Return the advice to allow the fewest choices with which a plan fits, exact labels first, or None."""
     levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")

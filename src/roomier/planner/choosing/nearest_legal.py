@@ -1,10 +1,10 @@
-"""The nearest valid plan to an invalid request: a few keywords changed, and all others as requested.
+"""The valid plan that is nearest to an invalid request. A few keywords differ, and all others stay as requested.
 
 [Note: near]
-Some keywords determine the result of training, others how it is computed. The nearest plan changes the latter. Another
-strategy computes the same result. Without a memory technique, the result is the same with more memory. Another
-precision or optimizer changes the result and has the highest cost. Among equal changes, changes that the error itself
-suggests come first.
+Some keywords determine the result of training, and others determine how it is computed. The nearest plan changes
+keywords of the second kind. Another strategy computes the same result. Without a memory technique, training computes
+the same result with more memory. Another precision or optimizer changes the result and has the highest cost. Among
+changes of equal cost, changes that the error itself suggests come first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def with_nearest(
     Args:
         error: error of the request.
         asked: given keywords of the Trainer that differ from their defaults.
-        works: function that returns whether a valid plan can be built; None only checks its device.
+        works: function that returns whether a valid plan can be built; None checks only the device of the plan.
         fixed: keywords that cannot change anymore.
     """
     found = nearest_legal(error, asked, works or has_its_device, fixed=fixed)
@@ -105,7 +105,7 @@ def has_its_device(plan: Plan) -> bool:
 
 
 def can_build(plan: Plan, module: Module) -> bool:
-    """Return whether ``build`` accepts the plan for ``module``, without memory."""
+    """Return whether ``build`` accepts the plan for ``module``, without allocating memory."""
     if not has_its_device(plan):
         return False
     world = World(0, plan.parallel.num_ranks, 0, 0, plan.parallel.devices)

@@ -1,12 +1,12 @@
-"""Forecasts of candidates, as many as are needed to find the fastest plan that fits.
+"""Forecasts of the candidates that are needed to find the fastest plan that fits.
 
 [Note: plans that are not evaluated]
-Traces take most of the time of planning, one for each combination of techniques that save activations. A memory
+Most of the planning time is spent in traces, one for each combination of techniques that save activations. A memory
 technique never makes a step faster, and neither does a smaller micro-batch. So the *plain* plan of a strategy, without
 memory techniques and with full micro-batches, is as fast as any plan of that strategy, and is evaluated first. A
 strategy is skipped if its plain plan is not faster than a plan that fits. For one set of techniques, micro-batches
-smaller than those that fit are skipped. If the smallest micro-batch does not fit, the sizes between it and the largest
-do not fit either. If no plan fits, all plans are evaluated to find the nearest.
+smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not fit, the sizes between it and the
+largest do not fit either. If no plan fits, all plans are evaluated to find the nearest plan.
 
 A chunked loss can be faster than a plain loss, because it moves fewer bytes. It still counts as a memory technique.
 """
@@ -91,7 +91,7 @@ class ClosedForms:
             if not isinstance(error, DryRunError) or error.problem in self._hopeless:
                 raise
             found: Exception = error
-        except Exception as error:  # the closed form assumes more about a model than a dry run
+        except Exception as error:  # the closed form assumes more about a model than a dry run does
             found = error
         return self._without_closed_form(plan, micro_batch, found)
 
@@ -120,8 +120,8 @@ class Priced:
         priced: forecasts, in the order of the candidates.
         refused: plans that rules or the build reject.
         unpriced: plans that were not evaluated, with the reason.
-        errors: errors of rejected plans that no rule of a Plan rejects, in their order.
-        failures: exceptions of dry runs other than a rejected plan.
+        errors: errors of plans that were rejected, but not by a rule of Plan, in their order.
+        failures: exceptions of dry runs that are not rejections of a plan.
     """
 
     priced: list[Forecast] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Pricing:
     Args:
         found: all candidates, in the order of their techniques, starting with full micro-batches.
         prices: source of forecasts.
-        check: additional rule of the run; None without one.
+        check: additional rule of the run; None if there is no such rule.
         budget_bytes: memory that a device may use.
         deadline: candidates that are not evaluated before it are skipped. One candidate is always evaluated.
 

@@ -1,8 +1,8 @@
 """Forecasts by dry run, which are slower than the closed form but execute the code of the real run.
 
 [Note: limits of a dry run]
-Host and device are one memory in a dry run. Plans that move data from a GPU to host memory are therefore forecast with
-the closed form.
+A dry run has only one memory for host and device. Plans that move data from a GPU to host memory are therefore forecast
+with the closed form.
 """
 
 from __future__ import annotations

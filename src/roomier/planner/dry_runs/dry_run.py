@@ -133,11 +133,11 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
 def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
     """Return the step of a ``plan`` with an activation budget, interpolated between full and no recomputation.
 
-    Blocks select recomputation by measured times, so the actual step is between these two.
+    Blocks select recomputation by measured times, so the actual step is between these two steps.
 
-    The peak is the budget, or the nearer of the two peaks if the budget is outside of their range. Activations are the
-    activations without recomputation, limited to the highest level at which the peak is within the budget. Work is
-    interpolated with the ratio of the bytes.
+    The peak is the budget, or the nearer of the two peaks if the budget is outside of their range. Activations are
+    taken from the step without recomputation, and limited to the highest level at which the peak is within the budget.
+    Work is interpolated in proportion to the bytes.
 
     Args:
         plan: plan with the activation policy ``"budget"``.
@@ -174,7 +174,7 @@ def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
 
 
 def _micro_batches(workload: Workload, plan: Plan, like: str) -> Sequence[Any]:
-    """Return the micro-batches of a step. A device with separate memory has one at a time, as the engine moves them."""
+    """Return the micro-batches of a step. The engine moves only one at a time to a device with separate memory."""
     one_by_one = _OneByOne(lambda: shapes_of_batch(workload.batch), plan.batch.accumulate_grad_batches)
     return list(one_by_one) if like == "cpu" else one_by_one
 

@@ -1,9 +1,9 @@
-"""Repeating blocks of a deep model, and copies of the model with fewer of them.
+"""Repeating blocks of a deep model, and copies of the model with fewer blocks.
 
 [Note: equal blocks]
-Blocks in a row are equal if class, parts, plain attributes, and shapes and dtypes of parameters and buffers are equal.
-An integer attribute may also count the blocks. Some models alternate between kinds of blocks, such as one block with
-full attention after five with a window. The repeating unit is then a period of several blocks.
+Blocks in a row are equal if their class, parts, plain attributes, and shapes and dtypes of parameters and buffers are
+equal. Integer attributes may differ if they count the blocks. Some models alternate between kinds of blocks, such as
+one block with full attention after five with a window. The repeating unit is then a period of several blocks.
 """
 
 from __future__ import annotations

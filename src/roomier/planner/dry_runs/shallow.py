@@ -3,14 +3,15 @@
 [Note: depth]
 If equal blocks are in a row (see :mod:`roomier.planner.dry_runs.repeats`), a copy with four periods of each row is
 traced: the first two and the last two. For each row, another copy has one additional period in the middle. The two
-timelines are equal except for the visits to the additional period, one in each forward and backward. The difference of
-the timelines is the effect of a period on all other points in time. The difference of end and begin of a visit is its
-effect on the following stretches. The timeline of the full model repeats the visit for each omitted period, each raised
-by the previous visits.
+timelines are equal except for the visits to the additional period, one in each forward and backward. The difference
+between the timelines is the effect of a period on all other points in time. The difference between the end and the
+start of a visit is the effect of the visit on the following stretches. The timeline of the full model repeats the visit
+for each omitted period, and each visit includes the effects of the previous visits.
 
 Two periods on each side are required, because the ends affect one block inside the row: buffers of the last block are
-sent while the previous block computes, and no all-gather precedes the first block. The result is verified: if the
-timelines differ outside the visits, or a visit does not add the difference of the depths, the full model is traced.
+sent while the previous block computes, and no all-gather precedes the first block. The result is verified. If the
+timelines have different stretches outside the visits, or if the effect of a visit is inconsistent with the difference
+between the timelines, the full model is traced.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class _Timeline:
 
     Attributes:
         work: amount of computation by part.
-        visits: consecutive stretches in groups, each with the number of the row if it is the row's middle period,
-            otherwise with None.
+        visits: groups of consecutive stretches. Each group has the number of its row if it is the middle period of this
+            row, otherwise None.
         stretches: all stretches in their order.
     """
 
@@ -116,7 +117,7 @@ class _Timeline:
 
 @dataclass(frozen=True)
 class _Change:
-    """Bytes by kind that are added at the begin, the peak and the end of a stretch."""
+    """Bytes by kind that are added at the start, the peak and the end of a stretch."""
 
     begin: NumBytes
     peak: NumBytes
@@ -125,21 +126,21 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Visit:
-    """The stretches of a middle period, and the bytes by which its end exceeds its begin."""
+    """The stretches of a middle period, and the growth in bytes from its start to its end."""
 
     stretches: list[Stretch]
     growth: NumBytes
 
 
 class _Row:
-    """The effect of another period of a row of blocks.
+    """Effect of one additional period of a row of blocks.
 
     Attributes:
         repeat: the row.
         num_more: periods of the model that were not traced.
-        by_depth: for each stretch of the base, the bytes that another period adds.
-        visits: index into the stretches of the base -> visit of another period before this stretch.
-        work: additional work of another period outside of its own blocks.
+        by_depth: for each stretch of the base, the bytes that an additional period adds.
+        visits: index into the stretches of the base -> visit of an additional period before this stretch.
+        work: work that an additional period causes outside of its own blocks.
         own_work: work of the blocks of the period.
     """
 

@@ -23,7 +23,7 @@ Part = tuple[str, str]
 _NOT_COMPUTED_IN = ("prim", "profiler", "c10d", "fsdp")
 # Allocations and views, which neither read nor write.
 _NOT_COMPUTED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-# These read rows of a table, not the full table.
+# Operations that read rows of a table, not the full table.
 _READS_ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
 
 

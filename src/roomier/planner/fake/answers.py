@@ -129,7 +129,7 @@ def _bincount(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Return a mean with the memory of its elements, because torch allocates all elements and resizes the result."""
+    """Return a mean with the memory of all elements, because torch allocates all elements and resizes the result."""
     result: Tensor = func(*args, **kwargs)
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:
@@ -139,7 +139,7 @@ def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return statistics in the dtype of the weights if these are wider than the input."""
+    """Return statistics in the dtype of the weights if it is wider than the dtype of the input."""
     output, *statistics = func(*args, **kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]
     if weight is not None and weight.dtype is not args[0].dtype:
@@ -175,7 +175,8 @@ def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute the shape of products of groups of rows with one matrix each. torch supports only bfloat16 on a GPU."""
+    """Compute the shape of a grouped matmul, with one matrix per group of rows. torch supports only bfloat16 on a
+    GPU."""
     one, other = args[0], args[1]
     out_dtype = kwargs.get("out_dtype") or one.dtype
     if one.dim() == 2 and other.dim() == 2:

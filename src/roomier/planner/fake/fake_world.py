@@ -1,4 +1,4 @@
-"""A fake environment, without tensor memory and other ranks, in which the code of a run is executed.
+"""Fake environment without tensor memory or other ranks, in which the code of a run is executed.
 
 [Note: values in a dry run]
 Tensors are torch's fake tensors on the CPU. Shapes, dtypes and lifetimes are the same as in the run, but values do not
@@ -75,7 +75,8 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         like: ``"cpu"``, or ``"cuda"`` for the known differences of a GPU; see [Note: like CUDA].
 
     Raises:
-        RoomierError: raised inside, unchanged. Any other error becomes a DryRunError.
+        RoomierError: code inside the context fails. A RoomierError stays unchanged, and any other error becomes a
+            DryRunError.
     """
     is_cuda = like == "cuda"
     functions: dict[Any, Any] = functions_like_cuda() if is_cuda else {}
@@ -100,7 +101,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
 
 
 def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Replace ``torch.chunk``, in which all chunks of equal size are one tensor.
+    """Split ``tensor`` like ``torch.chunk``, but return one tensor for all chunks of equal size.
 
     ``fully_shard`` splits each parameter into as many chunks as there are ranks.
     """

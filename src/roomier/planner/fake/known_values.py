@@ -154,7 +154,7 @@ def _run(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _each(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Compute an elementwise operation. If all inputs have one value for all elements, so has the result."""
+    """Compute an elementwise operation. If every input has equal elements, the result has equal elements."""
     values = _real(args)
     if isinstance(result, Tensor) and all(_is_uniform(each) for each in _tensors(values)):
         with torch_private.without_interception():
@@ -178,7 +178,7 @@ def _write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _take_turns(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Set the positions of the largest values: known integers are computed, otherwise positions cycle."""
+    """Set the positions of the largest values. The positions are computed for known integers, and cycle otherwise."""
     if is_known(args[0]) and args[0].dtype in _WHOLE:
         _run(func, args, kwargs, result)
         return

@@ -1,8 +1,8 @@
-"""Differences of kernels on a GPU, modeled on fake CPU tensors according to torch's documentation. Not measured.
+"""Differences of GPU kernels, modeled with fake CPU tensors according to torch's documentation, without measurements.
 
 [Note: like CUDA]
-Fake tensors are on the CPU, because a build of torch without CUDA has kernels only there. The following differences of
-a GPU, which change the memory of a step, are modeled:
+Fake tensors are on the CPU, because a build of torch without CUDA has kernels only for the CPU. The following
+differences of a GPU, which change the memory of a step, are modeled:
 
 - **Attention.** On a GPU, ``scaled_dot_product_attention`` has kernels with dropout, which regenerate their mask in
   backward. The fused CPU kernel supports no dropout (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), so the full
@@ -14,7 +14,7 @@ a GPU, which change the memory of a step, are modeled:
 - **Optimizers** of ``torch.optim`` and clipping process all parameters together (``foreach``), the default for
   parameters on a GPU, with temporary tensors for all of them.
 
-Kernels of cuDNN (an LSTM saves the memory of oneDNN's kernel) and workspaces, which are no tensors, are not modeled.
+Kernels of cuDNN (an LSTM saves the memory of oneDNN's kernel) and workspaces, which are not tensors, are not modeled.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
 
 
 def _padded(width: int, itemsize: int) -> int:
-    """Return a padded row length: full cache lines, and not a multiple of 256, which would cause cache conflicts."""
+    """Return the row length padded to full cache lines, but not to a multiple of 256, which causes cache conflicts."""
     line = 64 // itemsize
     width = _rounded_up(width, line)
     return width + line if width % 256 == 0 else width
@@ -97,7 +97,7 @@ def _packed(kernel: Callable[..., Any], given: Tensor, lengths: Tensor, batch_fi
 
 
 class _Packing(torch.autograd.Function):
-    """Packing whose backward allocates a full gradient of the input, as torch's does."""
+    """Packing whose backward allocates a full gradient of the input, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:

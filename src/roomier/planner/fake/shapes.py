@@ -1,11 +1,11 @@
 """Copies of modules and batches that have shapes but no values.
 
 [Note: copies for a dry run]
-Every tensor of a module (parameters, buffers, and tensors in plain attributes) is recreated as a fake tensor, and the
-rest is copied with ``copy.deepcopy``. Tensors that share memory share it in the copy. Small integer tensors keep their
-values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes are shared with the copy.
-Parameters on ``meta``, or of which this rank holds a page, count with their full shape. If a module has no parameters
-and constructs itself in ``configure_model``, the copy calls this method.
+Every tensor of a module (parameters, buffers, and tensors in plain attributes) is recreated as a fake tensor. All other
+attributes are copied with ``copy.deepcopy``. Tensors that share memory share it in the copy. Small integer tensors keep
+their values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes are shared with the copy.
+Parameters on ``meta``, and parameters of which this rank holds a page, have their full shape. If a module has no
+parameters and constructs itself in ``configure_model``, the copy calls this method.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
 
 
 def shapes_of_batch(batch: Any) -> Any:
-    """Return a copy of ``batch`` that keeps only values of small integer tensors. Call this inside
+    """Return a copy of ``batch`` that keeps only the values of small integer tensors. Call this inside
     :func:`fake_world`."""
 
     def fake(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class DryRunError(RoomierError):
 
 @contextmanager
 def locating_errors() -> Iterator[None]:
-    """Context manager that converts errors to a DryRunError with the last line outside of torch and roomier.
+    """Context manager that converts errors to a DryRunError that names the last line outside of torch and roomier.
 
     A RoomierError is raised unchanged.
     """

@@ -5,11 +5,11 @@ A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activatio
 the model runs. :class:`~roomier.memory.walk.Walk` contains the memory that is gathered, sent and reduced when a part is
 entered and left. The trace determines the order of the parts. For each part, memory that the walk records at its entry
 is added to the trace at the beginning of the part, and memory recorded at its exit to the trace at the end of the part.
-In between, the highest moment of the trace is added to the current state of the walk. Unsharded gradients appear at
-their time in the trace, until the walk takes them over.
+In between, the highest moment of the trace is added to the current state of the walk. Unsharded gradients are counted
+at their moments in the trace until the walk counts them.
 
-Of accumulated micro-batches, the first, one in the middle, and the last are computed. All micro-batches in the middle
-are equal.
+With gradient accumulation, only the first micro-batch, one in the middle, and the last are computed, because all
+micro-batches in the middle are equal.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
 
 def _micro_batches(layout: Layout) -> Sequence[int]:
     last = layout.num_micro_batches - 1
-    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last micro-batch equals those in the middle
+    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last micro-batch equals the middle ones
         return (0, last) if last else (0,)
     return (0, 1, last) if last > 1 else range(last + 1)
 
@@ -82,7 +82,7 @@ class _Step:
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
     def update(self) -> Stretch:
-        """Return the stretch of the optimizer, during which the loop still holds the batches or the last batch."""
+        """Return the stretch of the optimizer, during which the loop still holds all batches or the last batch."""
         self.owned[_ACTIVATION] += self.trace.batch_bytes * self._num_batches
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}

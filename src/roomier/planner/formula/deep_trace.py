@@ -66,7 +66,7 @@ def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Ca
 
 
 def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
-    """Return the trace of the full model: the visits to middle blocks, repeated, between ``others``."""
+    """Return the trace of the full model, in which the visits to middle blocks are repeated between ``others``."""
     passages: list[Passage] = []
     waiting = iter(others)
     for visit in base.visits:
@@ -102,7 +102,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Consecutive passages: of a middle block of ``row`` and the part after it, or of all parts between these."""
+    """Consecutive passages of a middle block of ``row`` and the part after it, or of all parts between such visits."""
 
     row: int | None
     passages: tuple[Passage, ...]

@@ -1,4 +1,4 @@
-"""Forecasts within milliseconds by the closed form, for comparing thousands of plans."""
+"""Forecasts by the closed form, which take milliseconds each, to compare thousands of plans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Estimator:
     """Computes forecasts for one workload on one machine by :mod:`roomier.planner.formula.closed_form`.
 
     Most of the time is spent in traces. One trace is taken for each combination of memory techniques that act inside a
-    forward, and a second one for other micro-batches than the first. Traces are taken on demand and cached.
+    forward, and a second one if another micro-batch size is needed. Traces are taken on demand and cached.
 
     Args:
         workload: workload with any batch size.
@@ -81,7 +81,7 @@ class Estimator:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
         With an activation budget, the peak is the budget, limited to the range between the peaks with full and with no
-        recomputation. Work is interpolated with the ratio of the bytes.
+        recomputation. Work is interpolated in proportion to the bytes.
 
         Raises:
             RoomierError: ``build`` rejects the plan.

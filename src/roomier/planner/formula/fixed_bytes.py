@@ -1,21 +1,23 @@
 """Device memory in addition to the tensors of a step, which a dry run does not include.
 
-roomier measured none of these values. They come from the sources below, and values that :func:`calibrate` obtained from
-a run replace them.
+These values were not measured with roomier. They come from the sources below, and :func:`calibrate` replaces them with
+values from a run.
 
 [Note: fixed bytes of a GPU]
-*context*: memory of CUDA for a process and its loaded kernels. 426 MiB for PyTorch 2.10 with CUDA 13 on an RTX 6000 Ada
-before the first kernel (unslothai/unsloth-zoo#1053); about 400 MB if kernels are loaded at their first use, PyTorch's
-default (pytorch/pytorch#109888, #86509). The kernels of a training step are assumed to need 100 MiB.
+*context*: memory of CUDA for a process and its loaded kernels. It takes 426 MiB with PyTorch 2.10 and CUDA 13 on an RTX
+6000 Ada before the first kernel (unslothai/unsloth-zoo#1053), and about 400 MB if kernels are loaded at their first
+use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a training step are assumed to need 100
+MiB.
 
-*communication*: buffers of NCCL. A connection of a channel has buffers of 4 MiB (protocol Simple, ``NCCL_BUFFSIZE``),
-4.7 MiB (LL128) and 0.5 MiB (LL), which take 10 MiB in pieces of 2 MiB, and 2 MiB for its sender (NVIDIA/nccl#1685
-counts buffers of 10,485,760 and 2,097,152 bytes). The number of channels is 2 for each NVLink, which saturates it
-(NVIDIA/nccl#1703), at most 32 (32 on H100, #1685), and is assumed to be 4 over PCIe. With 24 channels on A100, 544 MiB
-were measured with 2 devices and 688 MiB with 3 or 4 (#964). This is a constant of 256 MiB, plus 12 MiB for each channel
-with two devices, or 18 MiB with more. A second node adds a buffer of each channel for the network (#1450). A third adds
-none (#986, on #864). Memory is proportional to the number of communicators: hsdp has one across replicas, one inside
-each replica, and one of all ranks. PyTorch's allocator does not count this memory.
+*communication*: buffers of NCCL. For each connection of a channel, the receiver has buffers of 4 MiB (protocol Simple,
+``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL), which take 10 MiB in pieces of 2 MiB. The sender has 2 MiB
+(NVIDIA/nccl#1685 counts buffers of 10,485,760 and 2,097,152 bytes). The number of channels is 2 for each NVLink, which
+saturates it (NVIDIA/nccl#1703), at most 32 (32 on H100, #1685), and is assumed to be 4 over PCIe. With 24 channels on
+A100, 544 MiB were measured with 2 devices and 688 MiB with 3 or 4 (#964). These measurements correspond to a constant
+of 256 MiB, plus 12 MiB for each channel with two devices, or 18 MiB with more. A second node adds a network buffer for
+each channel (#1450). A third node adds no buffer (#986, on #864). Memory is proportional to the number of
+communicators: hsdp has one across replicas, one inside each replica, and one of all ranks. PyTorch's allocator does not
+count this memory.
 
 *workspace*: workspaces of cuBLAS, one for each thread that runs matrix products: the threads of forward and backward.
 The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671),
@@ -28,7 +30,8 @@ MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, an
 small if all steps allocate the same memory. For steps with recomputation, sharding or offloading, an allocator without
 fragmentation saved 15 % on average over eight models (GMLake, Guo et al. 2024, arXiv 2401.08156, abstract), before
 ``fully_shard`` freed memory without ``record_stream`` (pytorch/pytorch#114299). The values used here are assumptions: 4
-% and 10 %, and 2 % with ``expandable_segments``, which grow instead.
+% for steps that allocate the same memory, 10 % for other steps, and 2 % with ``expandable_segments``, which grow
+instead.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Calibration:
         communication_bytes: device memory outside of the allocator and the context, in a run with several ranks.
         fragmented: peak of reserved memory in excess of allocated memory, as a fraction of allocated memory, in steps
             with recomputation, sharding or offloading.
-        fragmented_steady: the same fraction in steps without these.
+        fragmented_steady: the same fraction in steps without these techniques.
     """
 
     context_bytes: int | None = None
@@ -82,7 +85,7 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
 
     Args:
         plan: strategy and techniques, which determine communication and fragmentation.
-        machine: machine whose device is meant.
+        machine: machine with the device.
         tensor_bytes: bytes of all tensors at the peak, to which fragmentation is proportional.
     """
     if machine.device.kind != "cuda":
@@ -150,7 +153,7 @@ def _check(machine: Machine, allocated_bytes: int, reserved_bytes: int, used_byt
 
 
 def _workspace_bytes(sheet: Sheet | None) -> int:
-    """Return the workspaces of the threads of forward and backward. Unknown devices count as recent ones."""
+    """Return the workspace bytes of the threads of forward and backward. Unknown devices count as recent ones."""
     if sheet is not None and sheet.capability == 0:
         return 2 * 64 * MIB
     is_large = sheet is None or sheet.capability >= 9

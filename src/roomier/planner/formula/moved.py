@@ -1,6 +1,6 @@
 """Traces of models whose blocks store their activations in host memory.
 
-A dry run has one memory only, so this is a formula; see [Note: two blocks at a time] in
+A dry run has only one memory, so the result is computed by formula; see [Note: two blocks at a time] in
 :mod:`roomier.activation.offload`. While a block runs in forward or backward, the device holds the activations of this
 block and the previous block. The host holds the activations of all blocks.
 """

@@ -1,11 +1,11 @@
 """Traces: the memory of a forward and backward in addition to model states, recorded one time for all strategies.
 
 [Note: traces and strategies]
-One process runs one micro-batch in a fake environment, with the techniques of the plan that act inside the forward and
-without an optimizer. Each :class:`Passage` contains the growth of tensors since its start. The states that strategies
+One process runs one micro-batch in a fake environment, without an optimizer and with the techniques of the plan that
+act inside the forward. Each :class:`Passage` contains the growth of tensors since its start. The states that strategies
 shard are added by formula. Two effects inside a forward depend on sharding. If matrices are gathered in 16 bits,
-autocast creates no copies of them, and their gradients are in 16 bits. And a view that a unit returns becomes a
-separate tensor. So there is one trace for unsharded models and one for sharded models.
+autocast creates no copies of them, and their gradients are in 16 bits. In addition, a view that a unit returns becomes
+a separate tensor. So there is one trace for unsharded models and one for sharded models.
 
 [Note: pending gradients]
 A gradient is *complete* when it has been added to the gradient of its parameter. Before that, it is pending. DDP copies
@@ -77,7 +77,7 @@ class Passage:
         phase: ``"forward"`` or ``"backward"``.
         place: name of the part; empty between parts.
         moments: growth since the start, after each change. The last is the end.
-        needs_inner: in a backward, whether the norms and embeddings in the part are needed from here; see
+        needs_inner: in a backward, whether the norms and embeddings in the part are needed from this passage on; see
             :attr:`roomier.memory.weights.Unit.is_inner`.
     """
 

@@ -85,7 +85,7 @@ class FailedRun:
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> OutOfMemory:
-    """Return ``error`` with an explanation. Raise it from ``error``, whose frames have lost their local variables."""
+    """Return ``error`` with an explanation. Raise it from ``error``, whose frames are cleared."""
     if isinstance(error, OutOfMemory):
         return error
     plan, engine, attempt = failed.plan, failed.engine, _Attempts()

@@ -61,7 +61,7 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step according to the allocator if it exists, otherwise of all tensors."""
+        """Peak of the step according to the allocator if there is one, otherwise the peak of all tensors."""
         return self.peak.peak_bytes if self.allocator_bytes is None else self.allocator_bytes
 
 
@@ -73,7 +73,7 @@ class Record:
         forecast: forecast for the rank that needs the most memory.
         step: number of the tracked step, from 1.
         ranks: measurement of each rank.
-        budget_bytes: memory that a device may use; None without a budget.
+        budget_bytes: memory that a device may use; None if no budget is set.
         source: ``"planned"`` if the forecast was created when the run chose its plan, ``"dry run"`` if it was created
             for a given plan.
         notes: remarks on the measurements.

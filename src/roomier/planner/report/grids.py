@@ -38,8 +38,8 @@ class Grid:
 
 
 def heat_table(grid: Grid) -> str:
-    """Return a table with a cell for each pair. Darker cells use more of the budget; cells over the budget are
-    marked."""
+    """Return a table with one cell for each row and column. Darker cells use more of the budget; cells over the budget
+    are marked."""
     head = "".join(f'<th scope="col">{number}</th>' for number in grid.columns)
     rows = "".join(
         f'<tr><th scope="row">{number}</th>{"".join(_heat_cell(count, grid.budget_bytes) for count in cells)}</tr>'

@@ -27,7 +27,7 @@ from roomier.planner.report.svg import (
     swatch,
 )
 
-_MOST_OF_BUDGET = 2.5  # longer bars are truncated, relative to the budget
+_MOST_OF_BUDGET = 2.5  # length relative to the budget above which bars are truncated
 _NARROW_PHASE = 0.09  # share of the width below which a phase has no room for its name
 
 

@@ -1,4 +1,4 @@
-"""Style sheet of the planner's page, for the page and for a notebook, light and dark."""
+"""Style sheet of the planner's report, for a page and for a notebook, with a light and a dark theme."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def areas(
         fixed_bytes: constant bytes at the bottom.
         top_bytes: bytes of the full height.
         title: title of the drawing.
-        measured: another timeline of the same step, of which the total is drawn as a line.
+        measured: another timeline of the same step, whose total is drawn as a line.
     """
     moments = _moments(timeline)
     paths = []

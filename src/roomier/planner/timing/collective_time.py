@@ -1,18 +1,19 @@
-"""Duration of collectives, from volumes and links.
+"""Duration of collectives, computed from volumes and links.
 
 [Note: volumes]
 For ``B`` bytes on ``N`` ranks, each rank sends ``(N-1)/N B`` in an all-gather or a reduce-scatter, and twice that in an
-all-reduce, which is both in sequence (Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur,
+all-reduce, which runs both in sequence (Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur,
 Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1, 4.4 and 4.5).
 No algorithm sends less. Ring and pairwise exchange both reach this volume and differ only in latency.
 
 [Note: links]
-A ring over several nodes uses as many links between two nodes in parallel as a node has ranks in the ring (NCCL creates
-as many rings, each with a fraction of the bytes). The bandwidth is therefore the lower of two: the link of one rank
-within its node, or the links of all ranks of a node to the next node. A ring of ``N`` ranks takes ``N-1`` steps, and
-twice as many for an all-reduce. Steps between nodes have the latency of the network. For an all-reduce, NCCL also has
-trees (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"), with the same bytes and a latency that
-grows with the logarithm of the number of nodes. NCCL selects the faster algorithm.
+In a ring over several nodes, the number of parallel links between two nodes equals the number of ranks of the ring on
+each node (NCCL creates as many rings, each with a fraction of the bytes). The bandwidth is therefore the lower of two:
+the link of one rank within its node, or the links of all ranks of a node to the next node. A ring of ``N`` ranks takes
+``N-1`` steps, and twice as many for an all-reduce. Steps between nodes have the latency of the network. For an
+all-reduce, NCCL can also use trees (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"), which
+send the same bytes and have a latency that grows with the logarithm of the number of nodes. NCCL selects the faster
+algorithm.
 """
 
 from __future__ import annotations

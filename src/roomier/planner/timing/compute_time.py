@@ -1,22 +1,22 @@
 """Duration of computation: a roofline model of the work that a dry run or a trace counted.
 
 [Note: roofline]
-Matrix products take the longer of their arithmetic and their bytes (Williams, Waterman and Patterson 2009, "Roofline:
-an insightful visual performance model"). All other operations take their bytes, because memory limits them even on a
-CPU. The host takes time to launch each operation. On a GPU, the host runs ahead, so the longer of both times counts. On
-a CPU, both run in one thread and are added.
+Matrix products take the longer of the times for their arithmetic and their bytes (Williams, Waterman and Patterson
+2009, "Roofline: an insightful visual performance model"). All other operations take the time to move their bytes,
+because memory limits them even on a CPU. The host takes time to launch each operation. On a GPU, the host runs ahead,
+so the longer of the two times counts. On a CPU, both run in one thread, so the times are added.
 
 [Note: cost of Python]
 :attr:`~roomier.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that autograd
-records. Launching an operation of a model takes four times as long: its module, its arguments, its kernel. Models of a
-few thousand parameters, in which other costs are negligible, took 3.7 to 4.3 lightest operations for each counted
-operation (a GPT and a BERT-like encoder; an MLP took 2.9 and a convolutional network 6.3). Measured in process time on
-one core of an Intel Xeon, torch 2.13.
+records. Launching an operation of a model takes four times as long, because of its module, its arguments and its
+kernel. Models of a few thousand parameters, in which other costs are negligible, took the time of 3.7 to 4.3 lightest
+operations for each counted operation (a GPT and a BERT-like encoder; an MLP took 2.9 and a convolutional network 6.3).
+These are process times on one core of an Intel Xeon with torch 2.13.
 
 Recomputation of a block costs 60 operations in addition to its computation, for hooks, random states and a second pass
-through its modules. Python also handles each operation of the block, with ``"selective"`` in both forwards. The four
-models above with four blocks took 188, 360, 510 and 338 lightest operations per block with ``"full"``, for forwards of
-5, 10, 30 and 7 operations, and 290, 648, 1035 and 449 with ``"selective"``.
+through its modules. Python also handles each operation of the block, with ``"selective"`` in both forwards. With four
+blocks, the four models above took the time of 188, 360, 510 and 338 lightest operations per block with ``"full"``, for
+forwards of 5, 10, 30 and 7 operations, and 290, 648, 1035 and 449 with ``"selective"``.
 
 Fusion in compiled blocks (``compile=True``), which moves fewer bytes, is not modeled, because no factor was measured. A
 compiled plan has the same forecast as the plan without compilation.
@@ -143,7 +143,7 @@ def repeating(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> d
 
 
 def _repeated(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[str, Keep]:
-    """Return the recomputed blocks with what each saves."""
+    """Return the recomputed blocks, with the activations that each block saves."""
     activation = plan.activation
     if activation.policy == "none":
         return {}

@@ -32,14 +32,14 @@ from roomier.planner.timing.update_time import update_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
-# Cost on the host of a sharded unit, in operations. Measured with a process group without communication on a model of
+# Host cost of a sharded unit, in operations. It was measured with a process group without communication on a model of
 # eight tiny units, in which an operation took 3.2 us, an all-gather 0.25 ms, a reduce-scatter 0.19 ms, and the hooks of
 # a unit in forward and backward 0.27 ms (torch 2.13).
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
-# Additional cost of each weight of a unit. Two gloo ranks took 13 to 30 operations more per weight in process time, for
-# an encoder of 54 small weights and an MLP of 16. These values are the middle of that range.
+# Additional cost of each weight of a unit. Two gloo ranks took 13 to 30 more operations per weight in process time, for
+# an encoder with 54 small weights and an MLP with 16 weights. These values are the middle of that range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8
 _OPERATIONS_OF_WEIGHT_REDUCED = 12
 _COUNT_BYTES = 8  # ranks sum the number of terms of their losses

@@ -3,10 +3,10 @@
 [Note: overlap]
 On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered while the
 previous unit computes, not earlier. Its reduction starts after its backward, and the computation waits for the previous
-reduction. The end of a backward waits for all reductions. A collective is therefore exposed as far as it takes longer
-than the computation of its neighbor. The first all-gather and the last reduction are fully exposed. DDP reduces a
-bucket when its gradients are complete, and waits for all buckets at the end of the last backward. The streams share one
-link, which transfers one collective at a time.
+reduction. The end of a backward waits for all reductions. A collective is therefore exposed only for the time by which
+it exceeds the computation of the neighboring unit. The first all-gather and the last reduction are fully exposed. DDP
+reduces a bucket when its gradients are complete, and waits for all buckets at the end of the last backward. The streams
+share one link, which transfers one collective at a time.
 
 Between ranks on a CPU, communication does not overlap with computation, because the threads that send and receive, and
 the copies to and from sockets, use the cores that compute. Collectives are started early (``parallel/collectives.py``)
@@ -29,8 +29,8 @@ class Transfer:
 
     Attributes:
         link_s: time on the link, or on a separate stream.
-        device_s: time of the device that computes, for packing and unpacking.
-        host_s: time of the host for launching.
+        device_s: time of the computing device for packing and unpacking.
+        host_s: time of the host for launching the transfer.
         in_first: whether it runs in the first micro-batch.
         in_others: whether it runs in the micro-batches in the middle.
         in_last: whether it runs in the last micro-batch.
@@ -170,7 +170,7 @@ def _compute(clocks: _Clocks, duration: Duration) -> None:
 
 
 def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]]) -> list[float]:
-    """Return, for each segment, the link time of the next segment in the same phase with an all-gather, or 0."""
+    """Return the link time of the next all-gather in the same phase for each segment, or 0."""
     found = [0.0] * len(segments)
     next_s = 0.0
     for index in reversed(range(len(segments))):
@@ -200,7 +200,7 @@ def _gather(clocks: _Clocks, gathers: Sequence[Transfer], following_s: float) ->
 
 def _reduce(clocks: _Clocks, transfer: Transfer) -> None:
     clocks.host_s += transfer.host_s
-    # The buffer of the previous reduction is freed at its end, for which the computation waits.
+    # The computation waits for the end of the previous reduction, whose buffer is then freed.
     clocks.device_s = max(clocks.device_s, clocks.link_s) + transfer.device_s
     clocks.link_s = max(clocks.link_s, clocks.device_s, clocks.host_s) + transfer.link_s
 

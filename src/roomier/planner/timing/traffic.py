@@ -69,10 +69,10 @@ class UnitTraffic:
         name: name of the unit; empty for the root.
         gather: all-gather of its weights; empty for ``ddp``.
         reduce: reduction of its gradients; for ``ddp``, its share of the buckets.
-        gathers_each: gathered in the forward of each micro-batch, not only the first.
-        gathers_again: gathered in each backward.
-        reduces_each: reduced after each micro-batch, not only the last.
-        is_last: its reduction waits for the end of the backward.
+        gathers_each: whether it is all-gathered in the forward of each micro-batch, not only the first one.
+        gathers_again: whether it is all-gathered in each backward.
+        reduces_each: whether it is reduced after each micro-batch, not only the last one.
+        is_last: whether its reduction waits for the end of the backward.
         num_weights: number of weights, each of which the host handles.
     """
 

@@ -1,11 +1,11 @@
-"""Duration of clipping and the optimizer, from the bytes that they move, because memory limits both.
+"""Duration of clipping and the optimizer, computed from the bytes that they move, because memory limits both.
 
 [Note: bytes of an update]
 Fused AdamW reads a weight, its gradient and two moments, and writes all of them except the gradient. This is seven
-times the size of a weight, or 28 bytes in float32. Optimizers of several operations read and write in each of them.
-Their bytes were counted with :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that work on
-blocks in a CPU's cache move few bytes and compute much. Their value is the time on one core, expressed as the bytes
-that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``bench/step_time.py``).
+times the size of a weight, or 28 bytes in float32. Optimizers that consist of several operations read and write in each
+operation. Their bytes were counted with :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers
+that work on blocks in a CPU's cache move few bytes and compute much. Their value is the time on one core, expressed as
+the bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``roomier/bench/step_time.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Moved:
         cuda_bytes: bytes read and written per element on a GPU.
         cpu_bytes: bytes read and written per element on a CPU.
         num_operations: operations for each tensor; 0 for a fused optimizer, which has one for all tensors.
-        itemsize: size of an element for which the bytes are given. They are proportional to the actual size.
+        itemsize: size of an element for which the bytes are given. The bytes are proportional to the actual size.
     """
 
     cuda_bytes: float
@@ -71,9 +71,9 @@ _ROUNDED = {
 }
 _SIGN_BYTES = 0.15625  # per element of 1-bit Adam: a bit, and a float32 for each 128 (docs/design/communication.md)
 _MUON_STEPS = 5
-# In lightest operations: a step of fused AdamW took 22, plus 2 to 3 for each of 16 to 54 weights. In backward, one
-# weight at a time, it took 7 for each (6.1 to 8; convolutions 10). Process time on one core of an Intel Xeon, torch
-# 2.13.
+# Costs in lightest operations. A step of fused AdamW took 22, plus 2 to 3 for each of 16 to 54 weights. A step in
+# backward, which updates one weight at a time, took 7 for each weight (6.1 to 8; 10 for convolutions). These are
+# process times on one core of an Intel Xeon with torch 2.13.
 _OPERATIONS_OF_STEP = 22
 _OPERATIONS_OF_WEIGHT = {"none": 2, "exact": 7}
 
@@ -110,8 +110,8 @@ def update_time(
         machine: machine that the forecast is for.
         layout: how the weights are sharded.
         blocks: names of the blocks, which contain Muon's matrices.
-        work: counted work. Its phase ``"update"`` is used if the module configures its own optimizer. Fused AdamW is
-            assumed if it is missing.
+        work: counted work. Its phase ``"update"`` is used if the module configures its own optimizer. If this phase is
+            missing, fused AdamW is assumed.
     """
     device = machine.device
     counted = Work()
@@ -143,7 +143,7 @@ def update_time(
 
 
 def _seconds(work: Work, device: Device) -> float:
-    # Updates have a different memory access pattern, so their rate is used if it was measured.
+    # Updates have a different memory access pattern, so the rate of updates is used if it was measured.
     rate = device.update_bytes_per_s or device.memory_bytes_per_s
     return Duration(work.other_bytes / rate, work.num_operations * device.operation_s).on(device)
 
