@@ -109,7 +109,7 @@ def make_module(
 
 
 def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:
-    """Load the weights after ``on_load_checkpoint``, which gets the entries of hooks and of the model."""
+    """Load the weights after ``on_load_checkpoint``, which receives the entries of hooks and of the model."""
     only = described.keys() - (OWN_ENTRIES - {"module", "hyperparameters", "progress"})
     shown = ShownCheckpoint(load(path, only=only))
     module.on_load_checkpoint(shown)

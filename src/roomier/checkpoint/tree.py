@@ -32,7 +32,7 @@ from roomier.core.untrusted import MAX_DEPTH, check_depth
 Path: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = Any
 
-# The dtypes that safetensors can write and torch can read from it, without complex128 and float8_e8m0fnu.
+# The dtypes that safetensors can write and torch can read back, without complex128 and float8_e8m0fnu.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

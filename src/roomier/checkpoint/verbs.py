@@ -47,7 +47,8 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
     With several ranks, every rank must call this function, and ``path`` must be on a shared file system. Each rank
     writes its shards of DTensors. Rank 0 writes all other values.
 
-    Memory in addition to ``state``: the size of one tensor that is not contiguous, or 4 MiB of a tensor on a device.
+    In addition to ``state``, saving requires memory for one tensor if it is not contiguous, or for 4 MiB of a tensor on
+    a device.
 
     Args:
         path: checkpoint folder. Missing parent folders are created.

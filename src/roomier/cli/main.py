@@ -100,7 +100,7 @@ def help_text() -> str:
 
 
 def _is_first_report(error: RoomierError) -> bool:
-    """Return True if no other rank has reported this error. Runs without ranks never load the module."""
+    """Return True if no other rank has reported this error. Runs on a single rank never load the module."""
     group = sys.modules.get("roomier.launch.group")
     return group is None or bool(group.should_report(error))
 

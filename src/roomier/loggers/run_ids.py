@@ -11,7 +11,7 @@ FILE_NAME = "loggers.json"
 
 
 def read_id(run_dir: Path, key: str) -> str | None:
-    """Return the id of the logger ``key`` in this run; None if there is none."""
+    """Return the id of the logger ``key`` in this run; None if no id is stored."""
     found = _read(run_dir).get(key)
     return None if found is None else str(found)
 
