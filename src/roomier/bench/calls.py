@@ -1,4 +1,4 @@
-"""Counts of library code in a step: stack frames above ``training_step``, and function calls per step."""
+"""Count library code in a step: stack frames above ``training_step``, and function calls per step."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures over all pairs.
+    """Return the summary values of all pairs.
 
     Returns:
         ``pairs``; ``under_budget``, the share of pairs whose peak is below the budget; ``worst_ratio`` and

@@ -1,4 +1,4 @@
-"""The measured peak of a step: the step of a dry run, with real tensors."""
+"""Measure the peak of a step: the same step as in a dry run, with real tensors."""
 
 from __future__ import annotations
 

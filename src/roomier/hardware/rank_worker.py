@@ -86,7 +86,7 @@ def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Sum over the ranks of the row with this rank's index, computed as in the engine on this kind of device."""
+    """Return the sum over the ranks of the row with this rank's index, computed as in the engine."""
     if rows.is_cuda:
         result = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(result, rows)
