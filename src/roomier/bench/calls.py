@@ -54,7 +54,7 @@ class FrameCount:
 class CallCount:
     """A probe that counts the Python calls into a library from the step ``first`` to the step ``last``.
 
-    Choose an integral number of log intervals, so that calls of log steps are counted with their frequency. A call
+    Choose a whole number of log intervals, so that calls of log steps are counted with their frequency. A call
     within ``training_step`` counts only if it enters the library. A generator counts each time it resumes.
 
     Args:

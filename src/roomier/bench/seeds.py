@@ -48,8 +48,8 @@ class Published:
     Attributes:
         source: the article.
         what: the configuration.
-        hardware: the machine, a name of :func:`machine_of`.
-        workload: makes the trained model and its micro-batch.
+        hardware: the machine, a name for :func:`machine_of`.
+        workload: function that creates the trained model and its micro-batch.
         flags: arguments of :func:`plan_from_flags`.
         published_mib: the value in MiB; None if the article states only whether the model fits.
         meter: ``"allocated"`` or ``"occupied"``.

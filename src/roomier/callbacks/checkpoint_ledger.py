@@ -1,4 +1,4 @@
-"""Ledger of the checkpoints of a run: which are kept, and which is the best. Does not access files."""
+"""Ledger of the kept checkpoints of a run and their scores. This module does not access files."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _extend_schedulers(trainer: TrainerView) -> None:
-        # A scheduler stores an initial rate, and LambdaLR a function, for each group that existed when it was created.
+        # A scheduler stores an initial rate (and LambdaLR a function) for each group that existed at its creation.
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
             groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])

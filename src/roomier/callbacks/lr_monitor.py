@@ -20,7 +20,7 @@ _INTERVALS = (None, "step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of each optimizer, as used in the logged step or epoch.
+    """Logs the learning rate that each optimizer uses in the logged step or epoch.
 
     The metric names are the same as in Lightning:
 

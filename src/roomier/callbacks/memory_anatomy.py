@@ -1,4 +1,4 @@
-"""MemoryAnatomy: measures the memory of one training step by kind."""
+"""MemoryAnatomy: measures the memory of one training step by kind of tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MemoryAnatomy(KeepsPeak, Callback):
-    """Tracks the memory of one training step by kind, prints a table to standard error, and logs the peak.
+    """Tracks the memory of one training step by kind of tensor, prints a table to standard error, and logs the peak.
 
     The metrics are ``anatomy/peak/activations`` and so on, in bytes, for the rank with the highest peak. The tracked
     step and the step before it, which identifies the kind of each tensor, are several times slower but compute the same
@@ -28,7 +28,7 @@ class MemoryAnatomy(KeepsPeak, Callback):
     Args:
         at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. None uses 2,
             or 4 with an activation budget, because blocks save as little as possible for backward until the third step.
-        every_n_steps: track again after each ``every_n_steps`` steps; None tracks one time.
+        every_n_steps: track again after each ``every_n_steps`` steps; None tracks only one step.
 
     Attributes:
         anatomy: memory of the last tracked step; None before the first one ends.

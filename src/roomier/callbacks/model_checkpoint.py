@@ -61,7 +61,7 @@ class ModelCheckpoint(Callback):
         verbose: print each save to standard error.
         save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` has the same meaning.
         save_top_k: number of best checkpoints to keep; -1 keeps all, 0 none. Without ``monitor``, use -1, 0 or 1.
-        save_weights_only: omit the state that only a resumed run needs.
+        save_weights_only: omit the state that is required only to resume a run.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
         auto_insert_metric_name: write ``step=100`` for ``{step}``, not ``100``.
         every_n_train_steps: number of optimizer steps between saves. Set at most one of this, ``train_time_interval``
@@ -71,7 +71,7 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
-            host memory, which must hold the copy. The attributes list only committed checkpoints.
+            host memory, which must have space for the copy. The attributes list only committed checkpoints.
         enable_version_counter: append ``-v1``, ... if a checkpoint that must be kept has the same name; if False,
             replace that checkpoint.
 
@@ -322,7 +322,7 @@ class ModelCheckpoint(Callback):
             raise
 
     def _committed(self, trainer: TrainerView, ledger: Ledger) -> None:
-        """Use ``ledger`` as the ledger, because its checkpoint is committed."""
+        """Replace the ledger with ``ledger``, whose checkpoint is committed."""
         self._ledger = ledger
         if self._uncommitted is ledger:
             self._uncommitted = None

@@ -51,7 +51,7 @@ Place = tuple[int, int]
 class SpikeGuard(Callback):
     """Checks the loss and the gradient norm (before clipping) of each step.
 
-    A step is bad if a value is NaN or infinite, or more than ``factor`` times the median of the steps before it. The
+    A step is bad if a value is NaN or infinite, or more than ``factor`` times the median of the previous steps. The
     values are computed over the global batch of all ranks, so all ranks make the same decision.
 
     A notice reports each bad step with the indices of its samples, or of its micro-batches if roomier does not
@@ -223,7 +223,7 @@ class SpikeGuard(Callback):
             self._undo.end_epoch()
 
     def _judge_pending(self, trainer: TrainerView) -> None:
-        """Judge the pending steps. Every rank must call this."""
+        """Judge the pending steps. Every rank must call this method."""
         bad: list[str] = []
         for place, size, figures in self._read(trainer):
             problem = self._judge(trainer, figures)

@@ -35,7 +35,7 @@ class WeightAveraging(Callback):
     each update copies the weights to the host.
 
     In a checkpoint, the average is stored at ``"module"``, where evaluation and export read it, and the trained weights
-    at ``"current_model_state"``. A resume is exact and requires this callback.
+    at ``"current_model_state"``. Resuming is exact and requires this callback.
 
     Args:
         device: device of the average; by default the device of the weights.
@@ -231,7 +231,7 @@ class WeightAveraging(Callback):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """Return the averaged tensors by name: parameters as they are between steps, and persistent buffers.
+        """Return the averaged tensors by name: parameters in their form between steps, and persistent buffers.
 
         Args:
             names: names from a checkpoint; None selects the tensors that are trained now.

@@ -22,7 +22,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 
 Check: TypeAlias = Callable[[Path, dict[str, Any]], None]
-"""Raises a CheckpointError if the state of the checkpoint at the path, as ``peek`` returns it, cannot be used."""
+"""Function that raises a CheckpointError if the state of the checkpoint, as returned by ``peek``, cannot be used."""
 
 
 @dataclass(frozen=True)

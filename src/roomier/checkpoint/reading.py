@@ -185,7 +185,7 @@ class TensorReader:
         position, left = 0, []
         with summed(self._folder, file) as opened:
             for read in reads:
-                if read.begin < position:  # of a tied tensor, which is stored one time
+                if read.begin < position:  # the read belongs to a tied tensor, which is stored one time
                     left.append(read)
                     continue
                 read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)

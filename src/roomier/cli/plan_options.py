@@ -224,7 +224,7 @@ def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
 
 
 def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:
-    """Return the Plan of the Trainer's keywords on ``machine``, with all strategies or the selected one.
+    """Return the Plan that the Trainer's keywords describe on ``machine``, with all strategies or the selected one.
 
     Args:
         optimizes_itself: the model configures its optimizer. Otherwise, the default optimizer is AdamW.

@@ -108,7 +108,7 @@ class BatchFeed(Feed):
         num_ranks, length = self._share.world.size, length_of(self._loader)
         if self._share.divided_by is not None or math.isinf(length):
             self._first = num_before // num_ranks
-        else:  # count backward from the end, because a loop ends after num_batches
+        else:  # count back from the end, because a loop ends after num_batches
             self._first = int(self.num_batches - self._share.count(length - num_before))
         if self._draws is not None:
             by_rank = self._share.divided_by is not None

@@ -25,7 +25,7 @@ from roomier.data.workers import OutlivesSignals
 
 @dataclass(frozen=True)
 class LoaderPlace:
-    """Place of one loader among several that are read together, which gives each loader a different seed.
+    """Place of one loader among several that are read together. Loaders at different places have different seeds.
 
     Attributes:
         number: index of the loader.

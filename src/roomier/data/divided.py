@@ -1,4 +1,4 @@
-"""Find out if the user's code already shards a loader across ranks."""
+"""Determine whether the user's code already shards a loader across ranks."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
 
 
 class OwnGenerators:
-    """Generators of torch that are attributes of a loader, its dataset and its samplers.
+    """Torch generators that are attributes of a loader, its dataset and its samplers.
 
     They belong to the user, so a checkpoint of the global generators does not contain them.
     """

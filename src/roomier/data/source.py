@@ -49,7 +49,7 @@ class Source:
     The position depends on the loader:
 
     - List or tuple of batches: an index.
-    - DataLoader that torch batches, in order or with ``shuffle=True``: a sample of the global order.
+    - DataLoader with torch's own batching, in order or with ``shuffle=True``: a sample of the global order.
       :class:`OrderedSampler` replaces its sampler. It resumes immediately with any batch size. In worker processes, the
       random numbers of each sample depend on (seed, epoch, index) only.
     - DataLoader with another sampler: a number of batches. A resume walks along the sampler without loading data.
@@ -62,10 +62,10 @@ class Source:
     At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
     this method. In evaluation, the epoch is 0, and the method of the dataset is not called.
 
-    On several ranks, all ranks share one global order. If torch batches a DataLoader, each rank takes its samples of
-    this order (:class:`OrderedSampler`). For any other loader, each rank takes every ``N``-th batch, unless the loader
-    shards itself (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and positions are
-    valid for another number of ranks.
+    On several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank takes its
+    samples of this order (:class:`OrderedSampler`). For any other loader, each rank takes every ``N``-th batch, unless
+    the loader shards itself (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and
+    positions are valid for another number of ranks.
 
     Args:
         loader: loader that the user passed.

@@ -10,7 +10,7 @@ Ampere GA102" (2021), "NVIDIA Ada" (2022), "NVIDIA RTX Blackwell" (2025), rates 
 of the Instinct MI250X (2021, half of the module, because torch sees each of its two dies as a device), MI300X (2023)
 and MI325X (2024). H20: values of resellers, because no public data sheet exists. The values of H100 SXM, H200, B200,
 MI325X, RTX 4090 and RTX 5090 were compared with public copies (bandwidth of B200: bus width and clock as reported by
-its driver, pytorch/ao#4002). The other values were entered from memory of the data sheets without a comparison. Public
+its driver, pytorch/ao#4002). The other values were entered from memory and not compared with the data sheets. Public
 copies for B300 disagree with each other.
 
 *Memory* is the total that CUDA reports, which is the maximum for a run. It is 1 to 4 % less than the GiB in the name,

@@ -1,4 +1,4 @@
-"""A machine as a value: memory and speed of its devices, and the links between them."""
+"""Description of a machine: memory and speed of its devices, and the links between them."""
 
 from __future__ import annotations
 

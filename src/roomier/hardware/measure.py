@@ -1,7 +1,7 @@
 """Measurements of this machine in one process: matrix products, memory, copies, disk, operations, updates.
 
 Each measurement takes about the given number of seconds and returns the second best of its repetitions, because other
-programs slow down some repetitions, and a changed clock can make one appear too fast.
+programs slow down some repetitions, and a clock change can make a repetition appear too fast.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[fl
     """Return the bytes per second written to and read from a temporary file in ``folder``.
 
     Written data is flushed to the disk (``fsync``) before the clock stops, and dropped from the page cache
-    (``posix_fadvise``, if the system supports it) before it is read, so that the disk is measured and not the memory. A
-    folder in memory (tmpfs) has the rate of memory, as in a run.
+    (``posix_fadvise``, if the system supports it) before it is read, so that the read is from the disk, not from
+    memory. A folder in memory (tmpfs) has the rate of memory, as in a run.
 
     Raises:
         RoomierError: the folder is not writable.

@@ -1,4 +1,4 @@
-"""Measurements of this machine as a value, and their storage."""
+"""Results of measurements of this machine, and their storage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The current machine as a value: from stored measurements of ``roomier hardware``, otherwise from a quick
-measurement."""
+"""Description of the current machine, from stored measurements of ``roomier hardware`` or a quick measurement."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ def _is_alike(one: Measured, other: Measured) -> bool:
 
 def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -> Device:
     rates = dict(measured.flops_per_s)
-    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: assume the fraction of bf16
+    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: assume bf16's share of the peak
         reached = rates["bf16"] / gpu.device.flops_per_s["bf16"]
         rates["fp8"] = gpu.device.flops_per_s["fp8"] * reached
     return Device(

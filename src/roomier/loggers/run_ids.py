@@ -1,4 +1,4 @@
-"""Ids and folders of a run's logs, stored in ``loggers.json`` of the run folder for a resumed run."""
+"""Ids and folders of a run's logs, stored in ``loggers.json`` in the run folder, where a resumed run finds them."""
 
 from __future__ import annotations
 

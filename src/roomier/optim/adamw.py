@@ -68,8 +68,8 @@ class BlockwiseAdamW(Optimizer):
             except for the last bit of float32, which occasionally selects the adjacent code.
 
     Raises:
-        PlanError: an option is invalid; ``compiled=True`` without a compiler; or moments of 4 or 8 bits are requested
-            for weights that are neither float32 nor bfloat16, or that are not sharded by rows.
+        PlanError: an option is invalid; ``compiled=True`` is set but there is no compiler; or moments of 4 or 8 bits
+            are requested for weights that are neither float32 nor bfloat16, or that are not sharded by rows.
 
     Example:
         >>> optimizer = BlockwiseAdamW(model.parameters(), lr=3e-4, state_bits=8)
@@ -323,7 +323,7 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 
 def _skip_update(*arguments: Any) -> None:
-    """Substitute for a compiled update if tensors have no memory."""
+    """Do nothing, in place of a compiled update, if tensors have no memory."""
 
 
 @cache

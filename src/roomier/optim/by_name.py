@@ -49,8 +49,8 @@ def make_optimizer(
     """Create the optimizer ``name`` for the parameters of ``network`` that require gradients.
 
     Weights with two dimensions or more have weight decay. Biases and the scales of norms do not. AdamW, Adam and SGD
-    (SGD only for unsharded parameters) use torch's fused kernels, which read memory one time and do not wait for the
-    device under a loss scale. Low-bit states are used only for large matrices. Embeddings (and tied output layers),
+    (SGD only for unsharded parameters) use torch's fused kernels, which read memory one time and, with a loss scale, do
+    not wait for the device. Low-bit states are used only for large matrices. Embeddings (and tied output layers),
     biases, norms and small tensors have float32 states. ``"muon"`` updates the matrices of blocks, and AdamW updates
     all other parameters.
 

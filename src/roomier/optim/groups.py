@@ -19,7 +19,7 @@ class Trait:
     """Classification of one parameter.
 
     Attributes:
-        decays: whether weight decay applies, because it is a weight, not a bias or the scale of a norm.
+        decays: whether weight decay applies to the parameter. It does not apply to biases and the scales of norms.
         is_looked_up: whether it is an embedding, or tied to one.
         is_large_matrix: whether it is a large weight that is not looked up, for low-bit states.
         is_hidden: whether it is a matrix of a block.

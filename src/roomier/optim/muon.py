@@ -6,7 +6,7 @@ matrix, transformed such that all singular values are near 1, by ``ns_steps`` ro
 bfloat16. Option names and defaults (except ``adjust_lr_fn``) are the same as in ``torch.optim.Muon``, and results are
 bitwise equal. The update has singular values near 1 for any gradient, so its learning rate has a different scale than
 AdamW's. The default ``adjust_lr_fn="match_rms_adamw"`` scales updates to the size of AdamW's (Liu et al. 2025, "Muon is
-Scalable for LLM Training", section 2.2), so that one learning rate and schedule serve both.
+Scalable for LLM Training", section 2.2), so that both can use one learning rate and schedule.
 
 [Note: sharded matrices]
 The iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one matrix at a time,

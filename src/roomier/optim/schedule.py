@@ -73,7 +73,7 @@ def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: f
 
     Only the step is read from the state. The shape and the length of the schedule come from the new run, and the peak
     rates from its optimizer (``initial_lr``), whose state must be loaded already. If none of them changed, the learning
-    rate is bitwise equal.
+    rate is bitwise equal to the learning rate of a run without interruption.
 
     Args:
         schedule: scheduler of the new run.
