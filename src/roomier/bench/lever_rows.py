@@ -1,7 +1,7 @@
 """The rows of ``roomier bench levers``: their names, and their arguments for roomier and for the Hugging Face Trainer.
 
-The first nine rows are the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30, one
-V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist in roomier only.
+The first nine rows reproduce the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30,
+one V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist in roomier only.
 """
 
 from __future__ import annotations

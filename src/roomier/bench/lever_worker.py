@@ -160,7 +160,7 @@ class Repeated(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def sizes_of(model: str) -> Sizes:
-    """Return the sizes of a model of the table."""
+    """Return the sizes of a model in the table."""
     return BERT_SIZES[model] if model in BERT_SIZES else Sizes("gpt2", *SIZES[model])
 
 

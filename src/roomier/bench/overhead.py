@@ -120,7 +120,7 @@ def _blocks(batches: list[toy.Batch], peer: Lightning | None) -> dict[str, Calla
 
 
 def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the overhead of ``who`` over the bare loop, and the time of one ``self.log``.
+    """Return the overhead of ``who`` compared with the bare loop, and the time of one ``self.log``.
 
     Small times are differences of large times, so they use processor time, which is less noisy.
     """

@@ -59,7 +59,7 @@ class EarlyStopping(Callback):
         stopping_reason_message: reason for the stop as text; None if the callback did not stop the run.
 
     Raises:
-        RoomierError: an argument is invalid; with ``strict``, also at a check if the metric was not logged.
+        RoomierError: an argument is invalid. With ``strict``, also raised at a check if the metric was not logged.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])

@@ -166,7 +166,7 @@ class MemoryForecast(Callback):
 
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
-    """Return the measurement of each rank. Only the rank with the highest peak includes its full timeline."""
+    """Return the measurement of each rank, with the full timeline only for the rank with the highest peak."""
     from roomier.planner.measured.record import Measured  # late: loads torch's sharding
 
     rank = trainer.ranks.world.rank

@@ -21,8 +21,8 @@ class GradientAccumulationScheduler(Callback):
     account.
 
     Args:
-        scheduling: number of micro-batches per step by epoch, counted from 0. A number holds until the next epoch in
-            the dict. It is 1 before the first epoch in the dict.
+        scheduling: number of micro-batches per step by epoch, counted from 0. A number applies until the next epoch in
+            the dict. Before the first epoch in the dict, the number is 1.
 
     Raises:
         RoomierError: ``scheduling`` is empty or invalid. When a fit starts: ``accumulate_grad_batches`` is also set, or

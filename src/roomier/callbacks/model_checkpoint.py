@@ -64,8 +64,8 @@ class ModelCheckpoint(Callback):
         save_weights_only: omit the state that is required only to resume a run.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
         auto_insert_metric_name: write ``step=100`` for ``{step}``, not ``100``.
-        every_n_train_steps: number of optimizer steps between saves. Set at most one of this, ``train_time_interval``
-            and ``every_n_epochs``. The default is ``every_n_epochs=1``.
+        every_n_train_steps: number of optimizer steps between saves. Set at most one of this argument,
+            ``train_time_interval`` and ``every_n_epochs``. The default is ``every_n_epochs=1``.
         train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.
         every_n_epochs: number of epochs between saves.
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end

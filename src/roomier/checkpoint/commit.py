@@ -35,7 +35,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes
 
-# It is not possible to check if a process on another machine is alive.
+# It is not possible to check whether a process on another machine is alive.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
 # Errors of file systems that do not support fsync on folders (network shares, FUSE). They can be ignored.
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)

@@ -123,7 +123,7 @@ def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *
 
 def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
     if hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(file.content)  # as in Lightning, where it can change the names
+        module.on_load_checkpoint(file.content)  # as in Lightning, where this hook can change names
     if strict and file.state_dict.keys() != module.state_dict().keys():
         differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
         problem = f"does not match {type(module).__name__}. Only one of the two has {differing[:5]}"

@@ -166,7 +166,7 @@ class TensorReader:
             self._read(name, reads)
 
     def _share(self, ranks: Ranks) -> list[StoredFile]:
-        """Return the files that this rank verifies: those that it reads most of, balanced by size across ranks."""
+        """Return the files that this rank verifies: files of which it reads the most, balanced by size across ranks."""
         own = {name: sum(each.target.nbytes for each in self._of_empty.get(name, [])) for name in self._files}
         by_rank = ranks.gather([(file, own[file.name]) for file in self._files.values()])
         wanted = [{file.name: num_bytes for file, num_bytes in of_rank} for of_rank in by_rank]

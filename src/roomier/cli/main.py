@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         SystemExit: a signal ended a run after it was saved. The code is 128 + the number of the signal.
-        Exception: raised by the user's code, with its traceback.
+        Exception: any exception of the user's code, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"

@@ -182,7 +182,7 @@ class WalkedFeed(BatchFeed):
     """Feed for a DataLoader with a custom sampler. It resumes by drawing the same indices again, without loading data.
 
     The walk starts from the random states at the start of the epoch. If a sampler draws from the global generators for
-    every index instead of one time per epoch, the resume is exact only without workers.
+    every index instead of one time per epoch, resuming is exact only without workers.
 
     Args:
         loader: DataLoader that reads the indices of ``sampler``.

@@ -181,7 +181,7 @@ def as_loaders(obj: Any, name: str) -> list[Any]:
 def training_loader(obj: Any, name: str) -> Any:
     """Return the loader that a fit trains on: ``obj`` if it is one loader, otherwise a CombinedLoader.
 
-    Several loaders without a CombinedLoader get the mode ``"max_size_cycle"``, as in Lightning.
+    Several loaders without a CombinedLoader are read in mode ``"max_size_cycle"``, as in Lightning.
 
     Raises:
         DataError: a loader in ``obj`` yields no batches.

@@ -37,7 +37,7 @@ class Feed(ABC):
     """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers."""
 
     reading: Iterator[Any] | None = None
-    """Iterator of the loader, if :meth:`start` returned another iterator around it."""
+    """Iterator of the loader, if :meth:`start` wrapped it in another iterator."""
 
     continues: bool = False
     """True if the saved run read an earlier epoch."""

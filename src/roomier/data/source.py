@@ -60,7 +60,7 @@ class Source:
       loaders draw from separate random states instead of the global generators.
 
     At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
-    this method. In evaluation, the epoch is 0, and the method of the dataset is not called.
+    this method. In evaluation, the epoch is 0, and ``set_epoch`` of the dataset is not called.
 
     On several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank takes its
     samples of this order (:class:`OrderedSampler`). For any other loader, each rank takes every ``N``-th batch, unless
@@ -75,8 +75,8 @@ class Source:
         draws_order: with ``shuffle=True``, use the order that torch's sampler draws on rank 0 at the start of each
             epoch, instead of an order that depends on (seed, epoch) only. Loaders in a :class:`CombinedLoader` ignore
             this argument.
-        shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, as overfitting on a few
-            batches requires.
+        shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, for overfitting on a few
+            batches.
         training: True for a training loop. In evaluation, the user's sampler is not replaced.
         pin_memory: make a DataLoader yield batches in pinned memory, for a run on a CUDA device.
 

@@ -106,7 +106,7 @@ def _tensors(stored: MergedTensors, found: Mapping[str, Any], dtype: str | None)
 
 @dataclass
 class _Group:
-    """Tensors of files that one conversion creates. They are held from the first read to the last."""
+    """Tensors of files that one conversion creates. The tensors are kept in memory from the first read to the last."""
 
     stored: MergedTensors
     keys: Mapping[str, str]

@@ -72,8 +72,8 @@ def export_safetensors(
         output: new folder.
         max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
         dtype: dtype of all floating-point tensors, a key of ``DTYPES``; None keeps their dtypes.
-        prefix: write only tensors with this prefix and remove it: the name of a submodule, or the start of names. None
-            selects the Hugging Face model in the module, if there is one. ``""`` writes all tensors.
+        prefix: name of a submodule, or start of names. Only tensors with this prefix are written, without the prefix.
+            None selects the Hugging Face model in the module, if there is one. ``""`` writes all tensors.
 
     Raises:
         RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` already exists.

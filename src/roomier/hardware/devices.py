@@ -8,7 +8,7 @@ edition, February 2022), A40 and RTX A6000 (2021), L4 and L40S (2023), RTX 6000 
 H200 (November 2024), HGX B200 and HGX B300 (2025, an eighth of the platform's value). GeForce: white papers "NVIDIA
 Ampere GA102" (2021), "NVIDIA Ada" (2022), "NVIDIA RTX Blackwell" (2025), rates with fp32 accumulation. AMD: data sheets
 of the Instinct MI250X (2021, half of the module, because torch sees each of its two dies as a device), MI300X (2023)
-and MI325X (2024). H20: values of resellers, because no public data sheet exists. The values of H100 SXM, H200, B200,
+and MI325X (2024). H20: values from resellers, because no public data sheet exists. The values of H100 SXM, H200, B200,
 MI325X, RTX 4090 and RTX 5090 were compared with public copies (bandwidth of B200: bus width and clock as reported by
 its driver, pytorch/ao#4002). The other values were entered from memory and not compared with the data sheets. Public
 copies for B300 disagree with each other.
@@ -28,8 +28,8 @@ roomier's forecasts count other operations and collectives separately.
 
 *Links* are in one direction. Data sheets list both directions together without overhead, so the table contains
 ``LINK_EFFICIENCY`` times half of their values: NCCL's maintainers report 350 GB/s for H100 (data sheet: 900), and 12
-GB/s for PCIe 3.0 (16) (NVIDIA/nccl#864, #986). Latencies are those of one step of a ring in RCCL's table (``hwLat``,
-protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
+GB/s for PCIe 3.0 (16) (NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring in RCCL's table
+(``hwLat``, protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
 with one network card per device unless the comment above the table states otherwise. For workstation cards the table

@@ -56,10 +56,11 @@ def available_memory_bytes() -> int:
 def container_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yield limit and use in bytes of this process's control group (v2) and of each parent group that has a limit.
+    """Yield the limit and the usage in bytes of this process's control group (v2) and of each parent group with a
+    limit.
 
-    The use excludes file pages that were not accessed lately (``inactive_file``), because the kernel reclaims them on
-    demand (Linux, Documentation/admin-guide/cgroup-v2.rst).
+    The usage excludes file pages that were not accessed recently (``inactive_file``), because the kernel reclaims them
+    on demand (Linux, Documentation/admin-guide/cgroup-v2.rst).
     """
     try:
         lines = [line for line in own.read_text().splitlines() if line.startswith("0::")]

@@ -105,7 +105,7 @@ def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
 
 
 def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Return bytes that a rank sends per second and seconds of a small collective; None for one rank.
+    """Return the bytes per second that a rank sends and the seconds of a small collective; None for one rank.
 
     A collective ends when the slowest rank has finished. The fastest repetition counts.
     """

@@ -74,7 +74,8 @@ def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Measure large and small collectives: seconds of each repetition, and the bytes that a rank sends in one."""
+    """Measure large and small collectives: seconds of each repetition, and the bytes that a rank sends in one
+    collective."""
     exchange = Exchange()
     result: dict[str, Any] = {}
     for size, num_bytes in (("large", _WHOLE_BYTES), ("small", _SMALL_BYTES)):

@@ -121,7 +121,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Load these averages, unsharded or sharded like the tensors."""
+        """Load the averages from ``values``, which are unsharded or sharded like the tensors."""
         for name, average in self.averages.items():
             if name in values:
                 average.copy_(part_like(self._tensors[name], values[name]))

@@ -1,4 +1,4 @@
-"""Conversion of the values that ``configure_optimizers`` can return to one form."""
+"""Convert the values that ``configure_optimizers`` can return to a common form."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class LRSchedulerConfig:
         frequency: number of intervals per step of the scheduler.
         reduce_on_plateau: whether ``step`` takes the value of ``monitor``.
         monitor: name of the logged metric.
-        strict: whether a missing ``monitor`` is an error instead of a notice.
+        strict: whether a missing ``monitor`` raises an error instead of printing a notice.
         name: name in LearningRateMonitor.
     """
 

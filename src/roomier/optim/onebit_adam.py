@@ -336,7 +336,7 @@ class OneBitAdam(Optimizer):
         rank, num_ranks = self._exchange.rank, self._exchange.num_ranks
         momentum, error = (saved[name].to(device, dtype) for name in ("exp_avg", "server_error"))
         self._hold_denominator(parameter, self._gather(index, saved["denominator"].to(device, dtype)))
-        # With other shards, blocks no longer have one size. The rounding of the code is added to the error.
+        # If the shards differ, blocks no longer have one size. The rounding of the code is added to the error.
         row = self._momentum[rank]
         coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=num_ranks == num_ranks_then)
         error = error.add(momentum - coded, alpha=beta1)

@@ -32,7 +32,7 @@ from roomier.optim.schedule import SCHEDULES, Factor
 
 _FACTOR = fields({"name": one_of(*SCHEDULES), "num_steps": count, "warmup_steps": count, "min_lr_ratio": finite})
 _PARTS = "_schedulers"  # of SequentialLR and ChainedScheduler
-_FUNCTIONS = "lr_lambdas"  # objects with a state, or functions, which have none
+_FUNCTIONS = "lr_lambdas"  # objects with a state, or functions without a state
 
 
 def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:

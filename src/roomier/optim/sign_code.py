@@ -8,7 +8,7 @@ error of up to twice the squared norm of the block. Blocks never span two tensor
 give norms and embeddings the size of its matrices.
 
 [Note: shards]
-A tensor of ``n`` elements is divided for ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
+A tensor of ``n`` elements is divided among ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
 elements. The last shards can be shorter or empty. Row ``r`` contains shard ``r`` of every tensor: first the bits of all
 tensors, then the scales of all tensors. In the code, a shard is padded to full blocks.
 """
