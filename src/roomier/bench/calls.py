@@ -1,4 +1,4 @@
-"""Counts of library code in a step: stack frames above ``training_step``, and function calls per step."""
+"""Count library code in a step: stack frames above ``training_step``, and function calls per step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FrameCount:
 class CallCount:
     """A probe that counts the Python calls into a library from the step ``first`` to the step ``last``.
 
-    Choose an integral number of log intervals, so that calls of log steps are counted with their frequency. A call
+    Choose a whole number of log intervals, so that calls of log steps are counted with their frequency. A call
     within ``training_step`` counts only if it enters the library. A generator counts each time it resumes.
 
     Args:

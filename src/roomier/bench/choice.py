@@ -47,12 +47,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures over all pairs.
+    """Return the summary values of all pairs.
 
     Returns:
         ``pairs``; ``under_budget``, the share of pairs whose peak is below the budget; ``worst_ratio`` and
-        ``median_ratio`` of the step time of the chosen plan to the best plan, None if one pair has no ratio;
-        ``num_within_bar``, the number of ratios up to :data:`BAR`.
+        ``median_ratio`` of the step time of the chosen plan to the step time of the best plan, None if one pair has no
+        ratio; ``num_within_bar``, the number of ratios up to :data:`BAR`.
     """
     ratios = [each["ratio"] for each in pairs]
     known = [ratio for ratio in ratios if ratio is not None]

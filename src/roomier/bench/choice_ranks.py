@@ -2,8 +2,8 @@
 
 Every plan runs alone for two warm-up steps, one step under the memory tracker, and three timed steps. The budget is
 between the smallest and the largest measured peak, and ``auto`` chooses a plan. The chosen plan and the fast plans that
-fit are then built again and timed in alternating turns. Their leaders are timed in more turns, and only these turns
-count: the fastest of many single measurements is partly the luckiest.
+fit are then built again and timed in alternating turns. The leading plans are timed in additional turns, and only these
+turns count, because the fastest of many single measurements is partly fastest by chance.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _raced(chosen: Seen, fitting: Sequence[Seen], pair: Drawn, ranks: Ranks) -> 
     contenders = sorted((each for each in fitting if each.step_s <= _MAYBE * best_s), key=lambda each: each.step_s)
     running = {each.words: Running(each.candidate, pair, ranks) for each in (*contenders[:_MOST_CONTENDERS], chosen)}
     gc.collect()
-    gc.disable()  # no plan spends time on the garbage of another plan
+    gc.disable()  # no plan spends time on collecting the garbage of another plan
     first = _by_turns(running, _TURNS)
     order = sorted(first, key=first.__getitem__)
     leading = [each for each in order if first[each] <= _LEADING * first[order[0]]][:_MOST_LEADING]

@@ -1,4 +1,4 @@
-"""Reports of the benchmark of levers: a Markdown table and a chart."""
+"""Reports of ``roomier bench levers``: a Markdown table and a chart."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def lines(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of the table. Ratios are relative to roomier without levers."""
+    """Return the cells of the table. Ratios are relative to roomier without memory techniques."""
     rows = result["rows"]
     base = next((row for row in rows if row["lever"] == "vanilla" and row["samples_per_s"]), None)
     cells = []

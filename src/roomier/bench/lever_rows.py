@@ -1,7 +1,7 @@
-"""The rows of ``roomier bench levers``: names, and arguments of roomier and of the Hugging Face Trainer.
+"""The rows of ``roomier bench levers``: their names, and their arguments for roomier and for the Hugging Face Trainer.
 
-The first nine rows are the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30, one
-V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist in roomier only.
+The first nine rows reproduce the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30,
+one V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist in roomier only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _ALL_PEER = {**_ACCUMULATED_PEER, "gradient_checkpointing": True, "precision": "
 
 @dataclass(frozen=True)
 class Row:
-    """One lever or a combination of levers.
+    """One memory technique or a combination of techniques.
 
     Attributes:
         roomier: arguments of roomier's Trainer. The precision ``"16"`` means fp16 on a GPU and bf16 on a CPU.
-        transformers: fields of TrainingArguments, and ``precision`` as above. None if the lever does not exist there.
-        needs: a package that transformers requires for this lever.
-        published: figures of the guide: samples per second, MB.
-        only_causal: whether the lever applies only to language models with a large output layer.
+        transformers: fields of TrainingArguments, and ``precision`` as above. None if transformers does not support the
+            technique.
+        needs: package that transformers requires for this technique.
+        published: values of the guide: samples per second and MB.
+        only_causal: whether the technique applies only to language models with a large output layer.
     """
 
     roomier: Mapping[str, Any]
@@ -110,4 +111,4 @@ BERT_SIZES: dict[str, Sizes] = {
         ("bert-tiny", 2, 2, 128),
     )
 }
-"""The two sizes of BERT (Devlin et al. 2018) and smaller ones (Turc et al. 2019)."""
+"""The two sizes of BERT (Devlin et al. 2018) and smaller sizes (Turc et al. 2019)."""

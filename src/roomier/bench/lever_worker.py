@@ -1,6 +1,6 @@
 """One row of ``roomier bench levers`` in a separate process: ``python -m roomier.bench.lever_worker SETTINGS``.
 
-Both Trainers run as in a script of a user. A callback of each Trainer measures at the end of an optimizer step.
+Both Trainers run as in a user's script. A callback of each Trainer measures at the end of an optimizer step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes
 from roomier.memory.tracker import MemoryTracker
 from roomier.models.gpt import SIZES
 
-_WARMUP_STEPS = 4  # a recompute budget measures in the first steps
+_WARMUP_STEPS = 4  # a recompute budget takes measurements in the first steps
 _NUM_BATCHES = 10**6
 
 
@@ -54,7 +54,7 @@ class Measurement:
         yield
         self.result["peak_rss_bytes"] = _peak_rss_bytes()
         with MemoryTracker(network, optimizers, device) as tracker:
-            yield  # the tracker learns the kind of each storage
+            yield  # the tracker identifies the kind of each storage
             tracker.restart()
             yield
         self.result["peak_bytes"] = tracker.allocator_peak_bytes or tracker.peak().total()
@@ -160,12 +160,12 @@ class Repeated(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def sizes_of(model: str) -> Sizes:
-    """Return the sizes of a model of the table."""
+    """Return the sizes of a model in the table."""
     return BERT_SIZES[model] if model in BERT_SIZES else Sizes("gpt2", *SIZES[model])
 
 
 def make_model(settings: dict[str, Any]) -> nn.Module:
-    """Return the Hugging Face model with random weights, made from its configuration."""
+    """Return the Hugging Face model with random weights, created from its configuration."""
     import transformers
 
     torch.manual_seed(0)
@@ -216,7 +216,7 @@ def _peak_rss_bytes() -> int | None:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run one row and write its figures to ``settings["result"]``."""
+    """Run one row and write its values to ``settings["result"]``."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(settings["threads"])
     measurement = Measurement(settings["steps"])

@@ -1,4 +1,5 @@
-"""``roomier bench levers``: time and memory of each single-device lever, compared with the Hugging Face Trainer."""
+"""``roomier bench levers``: time and memory of each technique for one device, compared with the Hugging Face
+Trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all rows: seconds per step and peak bytes. Every turn is a separate process, and rows alternate."""
+    """Return all rows: seconds per step and peak bytes. Every turn runs in a separate process, and rows alternate."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -106,7 +107,7 @@ def _known(field: str, name: str, known: list[str]) -> str:
 
 
 def _run(settings: dict[str, Any]) -> dict[str, Any]:
-    """Run one turn; return the figures of its process, or its error."""
+    """Run one turn and return the values of its process, or its error."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         done = subprocess.run(
@@ -143,7 +144,7 @@ def _row(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, An
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each lever and framework."""
+    """Return one line for each technique and framework."""
     found = Table(
         title=f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step",
         caption=f"peak of {result['peak_is_of']}; {result['repeats']} x {result['steps']} steps, medians\n"

@@ -45,7 +45,7 @@ def circumstances(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit of this checkout, and whether files differ from it.
+    """Return the commit of this checkout, and whether files differ from the commit.
 
     Both values are None if the package is not in a git checkout, for example if a wheel is installed.
     """

@@ -12,8 +12,8 @@ fused AdamW with float32 states. The keys of a row are:
   of this thread; ``step_ratio_to_adamw``: ratio of ``step_cpu_s``, which depends less on the load of the machine.
 
 The model is the GPT of ``examples/demo.py``, narrower by default. The data are the bytes of the source of the standard
-library. All optimizers of a seed use the same batches. The learning rate rises over a tenth of the steps and then falls
-like a cosine.
+library. For each seed, all optimizers use the same batches. The learning rate rises over a tenth of the steps and then
+follows a cosine decay.
 """
 
 from __future__ import annotations

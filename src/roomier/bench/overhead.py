@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all figures. Times are microseconds per step if their name ends with ``_us``, and seconds for ``_s``."""
+    """Return all values. Times are microseconds per step if their name ends with ``_us``, and seconds for ``_s``."""
     batches = toy.toy_batches(options.steps)
     lightning = lightning_peer.load()
     facts = circumstances()
@@ -120,7 +120,7 @@ def _blocks(batches: list[toy.Batch], peer: Lightning | None) -> dict[str, Calla
 
 
 def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the overhead of ``who`` over the bare loop, and the time of one ``self.log``.
+    """Return the overhead of ``who`` compared with the bare loop, and the time of one ``self.log``.
 
     Small times are differences of large times, so they use processor time, which is less noisy.
     """
@@ -162,7 +162,7 @@ def import_times(num_processes: int, import_line: str = "from roomier import Tra
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each figure, with a column for Lightning if it is installed."""
+    """Return one line for each value, with a column for Lightning if it is installed."""
     lightning, adapted = result.get("lightning"), result.get("lightning_module")
     low, high = result["overhead_quartiles_us"]
     rows = [

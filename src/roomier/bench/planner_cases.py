@@ -74,7 +74,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Return every legal combination of model, strategy and levers."""
+    """Return every legal combination of model, strategy and options."""
     return [
         Case(model, strategy, num_ranks, *levers)
         for model in _names()
@@ -86,7 +86,7 @@ def all_cases() -> list[Case]:
 def some_cases(per_pair: int = 2) -> list[Case]:
     """Return every model with every strategy and number of ranks.
 
-    Each has ``per_pair`` different combinations of levers, so that every pair of choices occurs in a case.
+    Each of them has ``per_pair`` different combinations of options, so that every pair of choices occurs in a case.
     """
     return [
         _case(model, setup, i + j + 5 * turn, accumulate=1 + (i + j + turn) % 2)
@@ -97,7 +97,7 @@ def some_cases(per_pair: int = 2) -> list[Case]:
 
 
 def few_cases() -> list[Case]:
-    """Return every model twice, with two strategies, and every lever at least twice."""
+    """Return every model twice, with two strategies, and every option at least twice."""
     cases = []
     for i, model in enumerate(_names()):
         for turn in range(2):

@@ -1,7 +1,7 @@
 """Models of many kinds, each with one micro-batch, for the comparison of forecasts with measurements.
 
 The models are small, but their activations are large compared with rounding, and repeated layers occur at least four
-times. Hugging Face models are made from a configuration, without downloads.
+times. Hugging Face models are created from a configuration, without downloads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gpt_tied() -> Workload:
 
 
 class LanguageModel(Module):
-    """A network that returns logits and loss, as a Module."""
+    """A Module around a network that returns logits and loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -358,7 +358,8 @@ def conformer() -> Workload:
 
 
 class Recommender(Module):
-    """A recommender whose parameters are mostly an embedding of items. A user is the sum of the clicked items."""
+    """A recommender whose parameters are mostly an embedding of items. A user is represented by the sum of the clicked
+    items."""
 
     def __init__(self, num_items: int = 50_000, width: int = 16) -> None:
         super().__init__()

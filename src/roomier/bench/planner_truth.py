@@ -1,4 +1,4 @@
-"""The measured peak of a step: the step of a dry run, with real tensors."""
+"""Measure the peak of a step: the same step as in a dry run, with real tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
 
     def step(tracker: MemoryTracker) -> None:
         tracker.enter("forward")
-        batches = windows.pop()  # alive during the update, as in a training loop
+        batches = windows.pop()  # kept alive during the update, as in a training loop
         engine.forward_backward(lambda each, _: copied.training_step(each, 0), batches)
         tracker.enter("update")
         if plan.batch.gradient_clip_val is not None:

@@ -22,7 +22,7 @@ def time_collectives(units: list[Unit]) -> dict[str, float]:
     Returns:
         ``all_reduce_s``: all gradients in the dtype of the weights, in the buckets of DDP. ``all_gather_s`` and
         ``reduce_scatter_s``: one collective per unit, with the algorithms of the sharded strategies.
-        ``gloo_all_gather_s`` and ``gloo_reduce_scatter_s``: the same with the algorithms of gloo.
+        ``gloo_all_gather_s`` and ``gloo_reduce_scatter_s``: the same collectives with gloo's algorithms.
     """
     gradients = torch.zeros(sum(math.prod(each.shape) for unit in units for each in unit.weights))
     buckets = torch.split(gradients, _BUCKET_BYTES // gradients.itemsize)

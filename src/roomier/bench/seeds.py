@@ -1,6 +1,6 @@
-"""``roomier bench seeds``: memory published by four articles, compared with the forecast of the same training.
+"""``roomier bench seeds``: memory published in four articles, compared with forecasts of the same training runs.
 
-The result is one JSON object with ``rows``, one for each published figure:
+The result is one JSON object with ``rows``, one for each published value:
 
 - ``source``, ``what``: the article and the configuration; ``hardware``: the machine;
 - ``published_mib``: the published value; ``meter``: ``"allocated"`` (``torch.cuda.max_memory_allocated``) or
@@ -43,13 +43,13 @@ _MINGPT, _BERT, _SHARDED = "Lightning + DeepSpeed", "Hugging Face guide", "Light
 
 @dataclass(frozen=True)
 class Published:
-    """One published figure.
+    """One published value.
 
     Attributes:
         source: the article.
         what: the configuration.
-        hardware: the machine, a name of :func:`machine_of`.
-        workload: makes the trained model and its micro-batch.
+        hardware: the machine, a name for :func:`machine_of`.
+        workload: function that creates the trained model and its micro-batch.
         flags: arguments of :func:`plan_from_flags`.
         published_mib: the value in MiB; None if the article states only whether the model fits.
         meter: ``"allocated"`` or ``"occupied"``.
@@ -143,7 +143,7 @@ _A100S = "a100-40gb:8"
 
 
 def published() -> Iterator[Published]:
-    """Yield all figures, in the order of the articles."""
+    """Yield all published values, in the order of the articles."""
     ddp, zero3 = {**_FP16, "strategy": "ddp"}, {**_FP16, "strategy": "zero3"}
     large = mingpt(16, 8192)
     yield Published(_MINGPT, "1.7B, ddp, fp16", _A100S, mingpt(15, 3072), ddp, 36148.55, "allocated", _TWO_COPIES)
@@ -196,7 +196,7 @@ def _bert_ladder() -> Iterator[Published]:
 
 
 def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
-    """Return the row of a figure. The forecast uses the closed form, or a dry run if ``runs_dry`` is True."""
+    """Return the row of a published value. The forecast uses the closed form, or a dry run if ``runs_dry`` is True."""
     row: dict[str, Any] = {
         "source": each.source,
         "what": each.what,
@@ -229,7 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Forecast all figures."""
+    """Forecast all published values."""
     rows = [row_of(each, runs_dry=options.dry_run) for each in published() if options.only in each.what]
     if not rows:
         raise RoomierError("--only", options.only, "no row contains this text", "Leave it out to see all rows")
@@ -237,7 +237,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each figure."""
+    """Return one line for each published value."""
     shown = Table("configuration", "published MiB", "forecast MiB", "ratio", "fits", "why")
     for row in result["rows"]:
         numbers = [row["published_mib"], row["forecast_mib"]]

@@ -1,8 +1,8 @@
 """Forecast and measured seconds of a step, on CPU ranks: ``python -m roomier.bench.step_time``.
 
 Each plan of a model is built one time, and the plans alternate, so that load affects all of them equally. The result
-compares orders: whether the plan with the fastest forecast is the fastest, and the rank correlation of all plans
-(Spearman).
+compares the orders of the plans: whether the plan with the fastest forecast is the fastest in the measurement, and
+Spearman's rank correlation over all plans.
 """
 
 from __future__ import annotations

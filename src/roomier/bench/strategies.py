@@ -20,7 +20,7 @@ PEER = "torch_ddp"
 _WORKER = "roomier.bench.strategy_ranks"
 STRATEGIES = (PEER, "ddp", "zero1", "zero2", "zero3", "hsdp")
 MODELS = ("mingpt", *SIZES)
-_NUM_COPIES = 2  # copies of the model with hsdp
+_NUM_COPIES = 2  # replicas of the model with hsdp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all figures: bytes of the rank with the largest peak, and seconds per step."""
+    """Return all values: bytes of the rank with the largest peak, and seconds per step."""
     facts = circumstances()
     settings = {
         "model": _known("--model", options.model, MODELS),
@@ -62,7 +62,7 @@ def config_of(settings: Mapping[str, Any]) -> GPTConfig:
 
 
 def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
-    """Return the plan of a strategy. The plan of :data:`PEER` has the figures of ``ddp``."""
+    """Return the plan of a strategy. The plan of :data:`PEER` is the plan of ``ddp``."""
     parallel: dict[str, Any] = {"strategy": "ddp" if name == PEER else name, "accelerator": "cpu"}
     if name == "hsdp":
         parallel["shard_size"] = settings["shard_size"]

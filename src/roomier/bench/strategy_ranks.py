@@ -195,7 +195,7 @@ class Strategy:
                 loop.step(self._batch, _ignore)
         self._loop = loop if self._keeps else None
         yield loop
-        gc.collect()  # no strategy spends time on the garbage of the previous strategy
+        gc.collect()  # no strategy spends time on collecting the garbage of the previous one
 
 
 def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import torch
 class Cost:
     """The time of one step in microseconds.
 
-    A user waits for the wall time. The processor time excludes the time of other processes. On a quiet machine and on a
-    CPU, both are equal.
+    The wall time is the time that a user waits. The processor time excludes the time of other processes. On a quiet
+    machine and on a CPU, both times are equal.
 
     Attributes:
         wall_us: wall time.
@@ -31,7 +31,8 @@ class Cost:
 
 
 def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> dict[str, list[Cost]]:
-    """Run each block ``num_repeats`` times in alternation. Every second round runs backwards, so that a drift cancels.
+    """Run each block ``num_repeats`` times in alternation. Every second round runs in reverse order, so that drift
+    cancels out.
 
     Args:
         blocks: mapping of names to functions that run one measurement and return its cost.
@@ -44,7 +45,7 @@ def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> di
     for index in range(num_repeats):
         names = list(blocks)
         for name in reversed(names) if index % 2 else names:
-            gc.collect()  # no block spends time on the garbage of the previous block
+            gc.collect()  # no block spends time on collecting the garbage of the previous block
             found[name].append(blocks[name]())
     return found
 

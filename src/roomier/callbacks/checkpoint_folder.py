@@ -35,7 +35,8 @@ def choose_name(
         foreign: known names of other runs.
 
     Returns:
-        ``name`` or the first free ``name-v1``, ``name-v2``, ...; and all names of other runs.
+        A tuple: ``name`` or the first free ``name-v1``, ``name-v2``, ..., and the names of all checkpoints of other
+            runs.
     """
     complete = {each for each in names_in(folder) if each not in own and (folder / each / RECORD_NAME).is_file()}
     others = names_being_written(folder).union(complete).difference(own, kept).union(foreign)

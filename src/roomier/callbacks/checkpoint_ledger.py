@@ -1,4 +1,4 @@
-"""Ledger of the checkpoints of a run: which are kept, and which is the best. Does not access files."""
+"""Ledger of the kept checkpoints of a run and their scores. This module does not access files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class Ledger:
     def enters(self, score: float | None, keep: Keep) -> bool:
         """Return True if a checkpoint with this score would be among the top-k.
 
-        NaN is among the top-k only if all checkpoints are kept. A checkpoint whose monitored score is None never is.
+        NaN is among the top-k only if all checkpoints are kept. If a metric is monitored, a checkpoint without a score
+        never is.
         """
         if keep.top_k == 0 or (keep.monitored and score is None):
             return False

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(Callback):
     """Logs the allocator statistics of a CUDA device and the load of the host.
 
-    The names equal Lightning's: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current`` (bytes, from
-    ``torch.cuda.memory_stats``), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. They are
-    logged before and after each step of a log row, and after each evaluation. The values are from the first rank.
-    Reading them does not synchronize the device.
+    The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
+    (bytes, from ``torch.cuda.memory_stats``), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``.
+    They are logged at log steps, before and after the step, and after each evaluation. The values are from the first
+    rank. Reading them does not synchronize the device.
 
     Args:
-        cpu_stats: log the load of the host; None logs it if training runs on the CPU.
+        cpu_stats: log the load of the host; None logs it only if training runs on the CPU.
 
     Raises:
         RoomierError: a fit starts without a logger.
@@ -83,7 +83,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def cpu_stats() -> dict[str, float]:
-    """Return the load of the host in percent: of the processors since the last call, of memory and swap now."""
+    """Return the load of the host in percent: CPU usage since the last call, and current memory and swap usage."""
     return {
         "cpu_percent": psutil.cpu_percent(),
         "cpu_vm_percent": psutil.virtual_memory().percent,

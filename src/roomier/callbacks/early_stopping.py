@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
         monitor: the logged metric.
         min_delta: smallest change that counts as an improvement.
         patience: number of consecutive checks without an improvement after which the run stops.
-        verbose: print each improvement, and the reason of the stop, to standard error.
+        verbose: print each improvement, and the reason for the stop, to standard error.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
         strict: raise an error if the metric was not logged; otherwise skip that check.
         check_finite: stop the run if the metric is NaN or infinite.
@@ -55,11 +55,11 @@ class EarlyStopping(Callback):
         best_score: best value so far (0-dim tensor); infinite before the first check.
         wait_count: number of checks since the last improvement.
         stopped_epoch: epoch in which the callback stopped the run; 0 if it did not.
-        stopping_reason: reason of the stop as an :class:`EarlyStoppingReason`.
-        stopping_reason_message: reason of the stop as text; None if the callback did not stop the run.
+        stopping_reason: reason for the stop as an :class:`EarlyStoppingReason`.
+        stopping_reason_message: reason for the stop as text; None if the callback did not stop the run.
 
     Raises:
-        RoomierError: an argument is invalid; with ``strict``, also at a check if the metric was not logged.
+        RoomierError: an argument is invalid. With ``strict``, also raised at a check if the metric was not logged.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
@@ -171,8 +171,8 @@ class EarlyStopping(Callback):
         """Compare ``current`` with the best value and return whether to stop, with a message to print.
 
         Args:
-            dtype: dtype of the metric. Rounded to float32, 0.35 is less than 0.35, but it is not better than a
-                threshold of 0.35.
+            dtype: dtype of the metric, to which thresholds are also rounded. Otherwise a float32 metric of 0.35, which
+                is slightly less than the Python float 0.35, would be better than a threshold of 0.35.
         """
 
         def rounded(value: float) -> float:

@@ -26,11 +26,11 @@ Modules = nn.Module | Iterable[Any]
 class BaseFinetuning(Callback):
     """Base class of callbacks that freeze parameters before the optimizers are created and unfreeze them later.
 
-    Override :meth:`freeze_before_training` and :meth:`finetune_function`. The names equal Lightning's. The module's
-    ``configure_optimizers`` must pass only parameters with ``requires_grad`` to the optimizer.
+    Override :meth:`freeze_before_training` and :meth:`finetune_function`. The method names are the same as in
+    Lightning. The module's ``configure_optimizers`` must pass only parameters with ``requires_grad`` to the optimizer.
 
-    A resumed run restores the parameter groups and the frozen parts of the saved run. Unfrozen parameters are also
-    trained under ``ddp`` and with sharded parameters.
+    A resumed run restores the parameter groups and the frozen parts of the saved run. Unfreezing is also supported
+    under ``ddp`` and with sharded parameters.
 
     Example:
         >>> class UnfreezeEncoder(BaseFinetuning):
@@ -69,7 +69,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return all modules inside ``modules`` that have no children, or have parameters outside their children."""
+        """Return all modules inside ``modules`` that have no children or that directly own parameters."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
@@ -106,7 +106,8 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters of ``module`` without its children. A BatchNorm stops updating its statistics."""
+        """Freeze the parameters that ``module`` directly owns, but not those of its children. A BatchNorm stops
+        updating its statistics."""
         if isinstance(module, BATCH_NORMS):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -195,8 +196,8 @@ class BaseFinetuning(Callback):
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Restore the parameter groups of the saved run. Groups that were added later are removed.
 
-        A run that goes back to an earlier checkpoint therefore unfreezes them again. Returns an empty dict, because
-        this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
+        A run that returns to an earlier checkpoint therefore unfreezes these parameters again. Returns an empty dict,
+        because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
         """
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
         if not state or "trained" not in state or trainer is None:
@@ -226,7 +227,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _extend_schedulers(trainer: TrainerView) -> None:
-        # A scheduler stores an initial rate, and LambdaLR a function, for each group that existed when it was created.
+        # A scheduler stores an initial rate (and LambdaLR a function) for each group that existed at its creation.
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
             groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
@@ -271,7 +272,7 @@ def multiplicative(epoch: int) -> float:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains ``pl_module.backbone`` from a given epoch on, with a learning rate that grows to the rate of the rest.
+    """Trains ``pl_module.backbone`` from a given epoch on, with a learning rate that grows to the first group's rate.
 
     Args:
         unfreeze_backbone_at_epoch: epoch in which training of the backbone starts, counted from 0.

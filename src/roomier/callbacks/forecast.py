@@ -27,19 +27,20 @@ class MemoryForecast(Callback):
     """Tracks one of the first steps and prints its forecast and measured peak memory in one line.
 
     The callback writes both to ``forecast.json`` in the run folder, for ``roomier report RUN``. It logs
-    ``memory/forecast_bytes`` and ``memory/measured_bytes``, in bytes of the rank with the highest peak.
+    ``memory/forecast_bytes`` and ``memory/measured_bytes`` of the rank with the highest peak.
 
     By default, the Trainer adds this callback to planned runs (``strategy="auto"``, ``memory_budget=...``) and to runs
     whose model states exceed 1 GiB. Compiled runs are excluded, because a tracked step runs uncompiled, uses more
-    memory and rounds differently. If a run was not planned, its forecast is a dry run of its plan, with the shapes of
-    the model before it was built.
+    memory and rounds differently. If a run was not planned, a dry run of its plan computes the forecast, from model
+    shapes that were recorded before the model was built.
 
-    The tracked step and the step before it are several times slower but compute the same values. If nothing is
+    The tracked step and the step before it are several times slower but compute the same values. If the model is not
     compiled, the weights equal the weights of a run without this callback.
 
     Args:
         at_step: number of the tracked step, at least 2. None uses the step of a :class:`MemoryAnatomy` in the same
-            Trainer, otherwise 2, or 4 with an activation budget, which measures in the steps before.
+            Trainer, otherwise 2, or 4 with an activation budget, because the budget takes measurements in the first
+            steps.
 
     Attributes:
         record: forecast and measurement; None before the tracked step ends.
@@ -165,7 +166,7 @@ class MemoryForecast(Callback):
 
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
-    """Return the measurement of each rank: the full timeline of the rank with the highest peak, otherwise the peak."""
+    """Return the measurement of each rank, with the full timeline only for the rank with the highest peak."""
     from roomier.planner.measured.record import Measured  # late: loads torch's sharding
 
     rank = trainer.ranks.world.rank
@@ -177,7 +178,8 @@ def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any,
 
 
 def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast | None, str]:
-    """Return the planned forecast, otherwise a dry run of the current plan, or None and the reason."""
+    """Return the planned forecast or the result of a dry run of the current plan. If neither exists, return None and
+    the reason."""
     planned = None if trainer.choice is None else trainer.choice.chosen
     if planned is not None and planned.plan == trainer.plan:
         return planned, ""

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Accumulates gradients over a number of micro-batches that depends on the epoch.
 
-    The gradient of a step is the gradient of its whole batch. The number of steps of the run
-    (``trainer.estimated_stepping_batches``) and the schedules that a Plan names use the scheduled step sizes.
+    The gradient of a step is the gradient of its full batch. The number of steps of the run
+    (``trainer.estimated_stepping_batches``) and the learning rate schedules of a Plan take the scheduled numbers into
+    account.
 
     Args:
-        scheduling: number of micro-batches per step by epoch, counted from 0. A number holds until the next epoch in
-            the dict. It is 1 before the first epoch in the dict.
+        scheduling: number of micro-batches per step by epoch, counted from 0. A number applies until the next epoch in
+            the dict. Before the first epoch in the dict, the number is 1.
 
     Raises:
         RoomierError: ``scheduling`` is empty or invalid. When a fit starts: ``accumulate_grad_batches`` is also set, or

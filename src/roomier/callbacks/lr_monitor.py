@@ -20,11 +20,11 @@ _INTERVALS = (None, "step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of each optimizer, as used in the logged step or epoch.
+    """Logs the learning rate that each optimizer uses in the logged step or epoch.
 
-    The names equal Lightning's:
+    The metric names are the same as in Lightning:
 
-    - ``lr-AdamW`` is the rate of an AdamW optimizer, ``lr-AdamW-1`` of the second optimizer of the class.
+    - ``lr-AdamW`` is the rate of an AdamW optimizer, and ``lr-AdamW-1`` is the rate of the second AdamW optimizer.
     - ``lr-AdamW/pg1`` and ``lr-AdamW/pg2`` are the rates of several parameter groups. If a group has the key ``name``,
       its metric is ``lr-AdamW/<name>``.
     - The ``name`` of a scheduler replaces ``lr-AdamW``.
@@ -71,7 +71,7 @@ class LearningRateMonitor(Callback):
             raise RoomierError(
                 "callbacks", type(self).__name__, "requires a logger", "Remove this callback, or use logger=True"
             )
-        # With manual optimization, a batch may step each optimizer, and each of these counts as a step.
+        # With manual optimization, one batch may step several optimizers, and each optimizer step is counted.
         self._log_every_n_steps = trainer.log_every_n_steps
         self._max_steps_per_batch = max(1, len(trainer.optimizers))
         # A run that resumes within an epoch does not call on_train_epoch_start, so the current rate is read here.

@@ -1,4 +1,4 @@
-"""MemoryAnatomy: measures the memory of one training step by kind."""
+"""MemoryAnatomy: measures the memory of one training step by kind of tensor."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class MemoryAnatomy(KeepsPeak, Callback):
-    """Tracks the memory of one training step by kind, prints a table to standard error, and logs the peak.
+    """Tracks the memory of one training step by kind of tensor, prints a table to standard error, and logs the peak.
 
-    The metrics are ``anatomy/peak/activations`` and so on, in bytes of the rank with the highest peak. The tracked step
-    and the step before it, which identifies the kind of each tensor, are several times slower but compute the same
+    The metrics are ``anatomy/peak/activations`` and so on, in bytes, for the rank with the highest peak. The tracked
+    step and the step before it, which identifies the kind of each tensor, are several times slower but compute the same
     values. Other steps are not affected.
 
     Args:
-        at_step: number of the tracked step, at least 2, because the optimizer has no states before. None uses 2, or 4
-            with an activation budget, because blocks save the least until the third step.
-        every_n_steps: track again after each ``every_n_steps`` steps; None tracks one time.
+        at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. None uses 2,
+            or 4 with an activation budget, because blocks save as little as possible for backward until the third step.
+        every_n_steps: track again after each ``every_n_steps`` steps; None tracks only one step.
 
     Attributes:
-        anatomy: memory of the last tracked step; None before.
+        anatomy: memory of the last tracked step; None before the first one ends.
 
     Raises:
-        RoomierError: a number is too small. With an activation budget, this is raised when training starts.
+        RoomierError: a number is too small. With an activation budget, the error is raised when training starts.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[MemoryAnatomy(at_step=10)])
@@ -85,7 +85,7 @@ class MemoryAnatomy(KeepsPeak, Callback):
             notice(f"MemoryAnatomy: training ended before step {self._next_step}, which should be tracked")
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._pause()  # a skipped epoch ends without the end of its batch
+        self._pause()  # if the epoch is skipped, on_train_batch_end is not called
 
     def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         self._pause()

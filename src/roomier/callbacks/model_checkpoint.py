@@ -55,24 +55,25 @@ class ModelCheckpoint(Callback):
     Args:
         dirpath: folder of the checkpoints; by default ``checkpoints`` in the run folder.
         filename: template of the checkpoint's name with ``{epoch}``, ``{step}`` and logged metrics, and formats as in
-            ``str.format``. The default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. A metric is ``none`` before its
-            first validation. A metric that is not logged then raises an error.
-        monitor: logged metric that ranks checkpoints; by default newer is better. A NaN is not ranked.
+            ``str.format``. The default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. A metric is written as ``none``
+            before the first validation. A metric that was not logged by then raises an error.
+        monitor: logged metric that ranks checkpoints; by default, newer checkpoints are better. NaN is not ranked.
         verbose: print each save to standard error.
         save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` has the same meaning.
         save_top_k: number of best checkpoints to keep; -1 keeps all, 0 none. Without ``monitor``, use -1, 0 or 1.
-        save_weights_only: omit the state that only a resumed run needs.
+        save_weights_only: omit the state that is required only to resume a run.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
         auto_insert_metric_name: write ``step=100`` for ``{step}``, not ``100``.
-        every_n_train_steps: number of optimizer steps between saves. Set at most one of this, ``train_time_interval``
-            and ``every_n_epochs``. The default is ``every_n_epochs=1``.
+        every_n_train_steps: number of optimizer steps between saves. Set at most one of this argument,
+            ``train_time_interval`` and ``every_n_epochs``. The default is ``every_n_epochs=1``.
         train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.
         every_n_epochs: number of epochs between saves.
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
-            host memory, which requires as much memory again. Uncommitted checkpoints are not listed in attributes.
-        enable_version_counter: append ``-v1``, ... if a checkpoint that must be kept has the name, or replace it.
+            host memory, which must have space for the copy. The attributes list only committed checkpoints.
+        enable_version_counter: append ``-v1``, ... if a checkpoint that must be kept has the same name; if False,
+            replace that checkpoint.
 
     Raises:
         RoomierError: an argument is invalid.
@@ -82,8 +83,8 @@ class ModelCheckpoint(Callback):
 
     [Note: names that are taken]
     A resumed run repeats steps that a killed run saved after the checkpoint from which it resumes. These folders are
-    bitwise equal to the new checkpoints, so one rename replaces them. A name is taken if a ModelCheckpoint of this run
-    keeps it, or if another run wrote it. The names of other runs are part of the state.
+    bitwise equal to the new checkpoints, so each one is replaced with a rename. A name is taken if a ModelCheckpoint of
+    this run keeps it, or if another run wrote it. The names of other runs are part of the state.
 
     [Note: ledger before the save]
     A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. So the ledger is
@@ -255,8 +256,8 @@ class ModelCheckpoint(Callback):
             self._save_at_the_end(trainer)
 
     def _save_at_the_end(self, trainer: TrainerView) -> None:
-        """Save after the last step if it was not due, unless earlier checkpoints suffice. This save is not ranked,
-        because its metrics are from an earlier step."""
+        """Save after the last step if no save was due at that step, unless an existing checkpoint suffices. This save
+        is not ranked, because its metrics are from an earlier step."""
         keep = self._keep if self._newest_ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
         is_partial_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_partial_epoch and not keep.monitored):
@@ -321,7 +322,7 @@ class ModelCheckpoint(Callback):
             raise
 
     def _committed(self, trainer: TrainerView, ledger: Ledger) -> None:
-        """Use ``ledger`` as the ledger, because its checkpoint is committed."""
+        """Replace the ledger with ``ledger``, whose checkpoint is committed."""
         self._ledger = ledger
         if self._uncommitted is ledger:
             self._uncommitted = None
@@ -337,7 +338,8 @@ class ModelCheckpoint(Callback):
         self._remove_superseded(paths_of_others)
 
     def _finish_last_save(self, paths_of_others: set[str]) -> None:
-        """Complete the work of a run that was killed after a save. First the link, whose target may be removed."""
+        """Complete the work of a run that was killed after a save. The link is updated first, because its target may be
+        removed."""
         last = self._ledger.last
         if self._keep.last and last and os.path.dirname(last) == self.dirpath:
             self._point_last_to(last)
@@ -350,7 +352,7 @@ class ModelCheckpoint(Callback):
         return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
 
     def _score(self, trainer: TrainerView) -> float | None:
-        """Return the value of ``monitor``; None without a monitor or before its first validation."""
+        """Return the value of ``monitor``; None without a monitor or before the first validation."""
         score = None if self._monitored is None else self._monitored.read(trainer)
         if score is not None and math.isnan(score):
             self._print_once(f"{self.monitor} is NaN, so this checkpoint is never ranked among the best")
@@ -427,7 +429,8 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ledger, in ``on_fit_start`` if ``dirpath`` is not set.
 
-        Missing checkpoints are removed from it. Checkpoints of an earlier run's folder are ranked but never removed.
+        Missing checkpoints are removed from the ledger. Checkpoints in the folder of an earlier run are ranked but
+        never removed.
         """
         if self.dirpath is None:
             self._loaded_state = state_dict

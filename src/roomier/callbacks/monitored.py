@@ -86,8 +86,8 @@ def scalar(value: Tensor | float) -> float:
 def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
     """Return True if all metrics of an epoch are available at its end.
 
-    This is the case if there is no validation, or if each epoch ends with its only validation. Otherwise, the end of a
-    validation is the time to check.
+    This is the case if there is no validation, or if each epoch ends with its only validation. Otherwise, the callback
+    checks at the end of a validation.
     """
     if sum(trainer.num_val_batches) == 0:
         return True

@@ -30,7 +30,7 @@ class PredictionWriter(Callback):
     With ``trainer.predict(..., return_predictions=False)``, no prediction stays in memory.
 
     - ``"batch"``: one file per batch, ``predictions-<loader>-<batch>.pt``, written when the batch ends. The numbers
-      refer to the whole dataset, on any number of ranks.
+      count over the whole dataset, independent of the number of ranks.
     - ``"epoch"``: one file per rank, ``predictions-rank-<rank>.pt``, with ``{"predictions": ..., "batch_indices":
       ...}``. Each rank holds its predictions in host memory until the end.
 
@@ -133,7 +133,7 @@ class PredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: TrainerView, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all ``predictions`` of this rank: one per batch, or a list of these per loader."""
+        """Write all ``predictions`` of this rank: one per batch, or one list per loader."""
         assert self.output_dir is not None
         content = {"predictions": list(predictions), "batch_indices": list(batch_indices)}
         _save(content, self.output_dir / f"predictions-rank-{trainer.global_rank}.pt")

@@ -1,4 +1,4 @@
-"""RichModelSummary: extends the table of ModelSummary by modes, FLOPs and the shapes of inputs and outputs."""
+"""RichModelSummary: adds modes, FLOPs and the shapes of inputs and outputs to the table of ModelSummary."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]]
     """Run one forward of ``model`` on ``example`` and return its measurements.
 
     Args:
-        example: the input; a tuple contains the arguments, a dict the keyword arguments.
+        example: the input; a tuple contains the positional arguments, and a dict contains the keyword arguments.
         run: function that calls a step in the precision of training.
     """
     from torch.utils.flop_counter import FlopCounterMode  # slow to import

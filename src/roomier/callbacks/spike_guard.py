@@ -51,21 +51,23 @@ Place = tuple[int, int]
 class SpikeGuard(Callback):
     """Checks the loss and the gradient norm (before clipping) of each step.
 
-    A step is bad if a value is NaN or infinite, or more than ``factor`` times the median of the steps before it. The
-    values are those of the global batch over all ranks, so all ranks decide identically.
+    A step is bad if a value is NaN or infinite, or more than ``factor`` times the median of the previous steps. The
+    values are computed over the global batch of all ranks, so all ranks make the same decision.
 
-    A notice reports each bad step with the indices of its samples, or its micro-batches if roomier does not determine
-    the order of the data. With a loss scale (``16-mixed``), the loss scaler handles non-finite gradients as long as the
-    loss is finite. See the notes in ``callbacks/spike_guard.py`` about synchronization and the state after a skip.
+    A notice reports each bad step with the indices of its samples, or of its micro-batches if roomier does not
+    determine the order of the data. With a loss scale (``16-mixed``), the loss scaler handles non-finite gradients as
+    long as the loss is finite. See the notes in ``callbacks/spike_guard.py`` about synchronization and the state after
+    a skip.
 
     Args:
         action: ``"skip"`` skips the update of a bad step, but synchronizes with the device in each step.
             ``"rollback"`` resumes from the last checkpoint of this run without the bad steps. ``"stop"`` ends the run
-            with an error. The latter two do not synchronize in each step.
+            with an error. The last two actions do not synchronize in each step.
         factor: multiple of the median above which a value is a spike; None checks only for non-finite values.
         window: number of good steps over which the median is computed.
         warmup: number of good steps before spikes are detected.
-        max_skips: maximum number of bad steps among the last ``window`` steps; more end the run with an error.
+        max_skips: maximum number of bad steps among the last ``window`` steps; if there are more, the run ends with an
+            error.
         monitor: values to check: ``"loss"``, ``"grad_norm"``, or both.
 
     Attributes:
@@ -221,7 +223,7 @@ class SpikeGuard(Callback):
             self._undo.end_epoch()
 
     def _judge_pending(self, trainer: TrainerView) -> None:
-        """Judge the pending steps. Every rank must call this."""
+        """Judge the pending steps. Every rank must call this method."""
         bad: list[str] = []
         for place, size, figures in self._read(trainer):
             problem = self._judge(trainer, figures)
@@ -244,7 +246,7 @@ class SpikeGuard(Callback):
             return []
         figures = [torch.stack([loss, loss if norm is None else norm.to(loss.device)]) for *_, loss, norm in pending]
         own = torch.stack(figures).cpu().double()  # on the CPU, because some devices do not support float64
-        rows = trainer.ranks.sum(own).tolist()  # each rank has a part of the loss, but the norm of all ranks
+        rows = trainer.ranks.sum(own).tolist()  # the loss is per rank, the norm is over all ranks
         size_of_world = trainer.world_size
         return [
             (place, size, {"loss": loss, "grad_norm": norm / size_of_world})
@@ -252,7 +254,7 @@ class SpikeGuard(Callback):
         ]
 
     def _judge(self, trainer: TrainerView, figures: dict[str, float]) -> str | None:
-        """Return the problem of a bad step. A good step is added to the statistics."""
+        """Return the problem if the step is bad. Otherwise add the step to the statistics and return None."""
         self._num_judged += 1
         is_left_to_scaler = False
         for name in self.monitor:

@@ -40,9 +40,9 @@ class StochasticWeightAveraging(Callback):
     recomputed with one pass over the training data of all ranks, without updates and without hooks. A run that ends
     before ``max_epochs`` keeps its trained weights.
 
-    Arguments, epochs and weights are those of Lightning's callback, with two differences. Sharded parameters are
-    supported: each rank averages its shard. In Lightning, the pass for BatchNorm is an additional epoch, at whose end
-    the average is updated one more time.
+    The arguments, the averaged epochs and the resulting weights are the same as in Lightning, with two differences.
+    Sharded parameters are supported: each rank averages its shard. In Lightning, the pass for BatchNorm is an
+    additional epoch, at whose end the average is updated one more time.
 
     A checkpoint of a run contains the trained weights and the average. After ``fit``, ``save_checkpoint`` saves the
     average as the weights of the model. The average requires the memory of a second copy of the weights. Plans include
@@ -106,7 +106,7 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def num_averaged(self) -> int:
-        """Number of weights in the average."""
+        """Number of weight snapshots in the average."""
         return 0 if self._average is None else self._average.num_averaged
 
     def held_weights(self) -> list[Tensor]:

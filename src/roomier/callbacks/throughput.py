@@ -34,7 +34,7 @@ class Throughput(Callback):
 
     - ``samples_per_s`` and ``tokens_per_s`` count the batches of all ranks. The number of tokens is the number of
       elements of ``input_ids``, or of the first integer tensor with two dimensions.
-    - ``model_flops_per_s`` counts the operations of the model. Recomputation does not count. If the module defines
+    - ``model_flops_per_s`` counts the operations of the model, without recomputation. If the module defines
       ``num_flops(batch)``, that method is used. Otherwise the value is :func:`flops_per_token` times the number of
       tokens, and is not logged if there are no tokens.
     - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak of all devices. It is logged if the peak is known.

@@ -20,10 +20,11 @@ STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 
 class Timer(Callback):
-    """Measures the time of each stage and stops training after ``duration``. Arguments have the meaning of Lightning's.
+    """Measures the time of each stage and stops training after ``duration``.
 
-    Unlike ``Trainer(max_time=...)``, a resumed run includes the training time before the checkpoint. With several
-    ranks, the first rank whose time is over stops training on all ranks at the same step.
+    The arguments are the same as in Lightning. Unlike ``Trainer(max_time=...)``, a resumed run includes the training
+    time before the checkpoint. With several ranks, the first rank whose time is over stops training on all ranks at the
+    same step.
 
     Args:
         duration: maximum training time as ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments; None only

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FIRST_STEP = 2
 """During the first step, the optimizer has no states."""
 FIRST_STEP_OF_A_BUDGET = 4
-"""Until the third step, an activation budget measures and blocks save the least for backward."""
+"""Until the third step, an activation budget takes measurements, and blocks save as little as possible for backward."""
 
 _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
 
@@ -90,7 +90,7 @@ class TrackedStep:
         return self.tracker
 
     def pause(self) -> None:
-        """Stop recording if it is active. A skipped epoch or an error ends without the end of its batch."""
+        """Stop recording if it is active. After a skipped epoch or an error, :meth:`end_batch` is not called."""
         inside, self._inside = self._inside, None
         if inside is None or self._looking is None:
             return

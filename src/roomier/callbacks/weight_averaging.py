@@ -25,16 +25,17 @@ CURRENT, WIDE = "current_model_state", "averaged_weights"
 class WeightAveraging(Callback):
     """Averages the weights over training: by default, all iterates with equal weight (Polyak and Juditsky 1992).
 
-    Validation uses the average. A checkpoint contains it as the weights of the model, and after ``fit`` the model
-    contains it. Training itself does not change. Before the first update, the trained weights are used instead.
+    Validation uses the average. A checkpoint contains the average as the weights of the model, and the model contains
+    the average after ``fit``. Training itself does not change. Before the first update, the trained weights are used
+    instead.
 
-    The arguments are those of Lightning's callback. The average includes trained parameters and floating-point buffers.
-    If parameters are sharded, each rank averages its shard. The average requires the memory of a second copy of the
-    weights (in float32), which forecasts and plans include. With ``device="cpu"``, it is in host memory, and each
-    update copies the weights there.
+    The arguments are the same as in Lightning. The average includes trained parameters and floating-point buffers. If
+    parameters are sharded, each rank averages its shard. The average requires the memory of a second copy of the
+    weights (in float32), which forecasts and plans include. With ``device="cpu"``, the average is in host memory, and
+    each update copies the weights to the host.
 
     In a checkpoint, the average is stored at ``"module"``, where evaluation and export read it, and the trained weights
-    at ``"current_model_state"``. A resume is exact and requires this callback.
+    at ``"current_model_state"``. Resuming is exact and requires this callback.
 
     Args:
         device: device of the average; by default the device of the weights.
@@ -199,8 +200,8 @@ class WeightAveraging(Callback):
         return places
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Restore the average. The model already contains the weights at ``"module"``: the average, if there was
-        one."""
+        """Restore the average. The model already contains the weights at ``"module"``, which are the average if one was
+        saved."""
         self._average = None
         if CURRENT not in checkpoint:
             if not self._stored:
@@ -230,7 +231,7 @@ class WeightAveraging(Callback):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """Return the averaged tensors by name: parameters as they are between steps, and persistent buffers.
+        """Return the averaged tensors by name: parameters in their form between steps, and persistent buffers.
 
         Args:
             names: names from a checkpoint; None selects the tensors that are trained now.
@@ -257,8 +258,8 @@ class WeightAveraging(Callback):
             trainer.engine.settle()
 
     def _share_buffers(self, trainer: TrainerView) -> None:
-        """Replace the averaged running statistics of this rank by those of rank 0, so that all ranks evaluate one
-        model."""
+        """Replace the averaged running statistics of this rank with those of rank 0, so that all ranks evaluate the
+        same model."""
         average = self._average
         if trainer.ranks.is_alone or average is None or not self._use_buffers:
             return

@@ -26,8 +26,8 @@ class BackgroundSaver:
     With several ranks, the threads communicate in a separate process group. If two threads used the same group, the
     order of their collectives could differ between ranks. Every rank must make the same calls.
 
-    Host memory: one copy of the data that this rank writes, which is reused for the next save. It is pinned for tensors
-    on a CUDA device.
+    The saver requires host memory for one copy of the data that this rank writes, and reuses it for the next save. The
+    memory is pinned for tensors on a CUDA device.
 
     Args:
         ranks: ranks that save together. None means the ranks of the default process group, or this process alone.

@@ -1,4 +1,4 @@
-"""Atomic commit: a checkpoint folder appears complete by a single rename, or does not appear.
+"""Atomic commit: a single rename makes the complete checkpoint folder appear.
 
 [Note: state after a kill]
 A folder is filled under the name ``.tmp-<name>@<owner>`` next to its target, flushed, and renamed. A folder cannot be
@@ -35,7 +35,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes
 
-# It is not possible to check if a process on another machine is alive.
+# It is not possible to check whether a process on another machine is alive.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
 # Errors of file systems that do not support fsync on folders (network shares, FUSE). They can be ignored.
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
@@ -44,7 +44,7 @@ _ASIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<target>.+)@(?P<host>[0-9a-f]{8})-(
 
 @dataclass(frozen=True)
 class _Aside:
-    """Folder next to its target: one that is being written or deleted (tmp), or a replaced one (old)."""
+    """Folder next to its target. It is being written or deleted (tmp), or was replaced (old)."""
 
     path: Path
     kind: str
@@ -217,7 +217,7 @@ def names_being_written(folder: Path) -> set[str]:
 
 
 def clear_stale(folder: Path) -> None:
-    """Clear leftovers of dead processes in ``folder``, and rename old checkpoints without a successor back.
+    """Clear leftovers of dead processes in ``folder``, and restore the name of each old checkpoint without a successor.
 
     Raises:
         OSError: the folder cannot be read or changed.
@@ -236,7 +236,7 @@ def clear_stale(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete ``folder`` as far as possible, starting with its record. A later save clears the rest."""
+    """Delete ``folder`` as far as possible, starting with its record. A later save deletes the remaining files."""
     with suppress(OSError):
         if os.path.islink(folder):
             os.unlink(folder)

@@ -22,7 +22,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 
 Check: TypeAlias = Callable[[Path, dict[str, Any]], None]
-"""Raises a CheckpointError if the state of the checkpoint at the path, as ``peek`` returns it, cannot be used."""
+"""Function that raises a CheckpointError if the state of the checkpoint, as returned by ``peek``, cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class _Complete:
     def age_key(self) -> tuple[int, int, int, int, str]:
         """Orders checkpoints from old to new.
 
-        Without commit numbers, clocks order folders and steps order the checkpoints in a folder, because the clock may
-        have been set back within a run.
+        Without commit numbers, folders are ordered by time and the checkpoints in a folder by step, because the clock
+        may have been set back within a run.
         """
         record = self.record
         group_ns = 0 if record.commit_number else self.group_ns
@@ -172,7 +172,7 @@ def _candidates(folder: Path) -> list[Path]:
     try:
         named = [path for path in sorted(folder.iterdir()) if _may_be_checkpoint(path)]
         return [*named, *replaced_in(folder)]
-    except OSError:  # it does not exist, or may not be listed
+    except OSError:  # the folder does not exist, or cannot be listed
         return []
 
 

@@ -10,7 +10,7 @@ Lightning writes into the files of ordinary runs, and those that users often pas
 - NumPy scalars and their dtypes, for example scores and learning rates: read as numbers. The bytes in the file are
   decoded for boolean, integer and floating-point dtypes only.
 - ``DictConfig`` and ``ListConfig`` of OmegaConf, which Hydra passes: read as a dict with attribute access, and as a
-  list. Values that refer to another value (``"${a.b}"``) or are missing (``"???"``) are read as text, as
+  list. Values that refer to another value (``"${a.b}"``) or are missing (``"???"``) are read as text of class
   :class:`Unresolved`.
 - ``collections.defaultdict``: read as a dict.
 - ``EarlyStoppingReason``, an enum that the state of Lightning's EarlyStopping contains in some versions: read as its

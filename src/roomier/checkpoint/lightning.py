@@ -143,7 +143,7 @@ class LightningFile:
 
     @property
     def scaler(self) -> dict[str, Any] | None:
-        """State of the loss scale; None if there is none."""
+        """State of the loss scale; None if the file contains none."""
         return next((dict(self.content[name]) for name in SCALERS if self.content.get(name)), None)
 
     def position(self) -> Position:
@@ -262,7 +262,7 @@ class LightningFile:
 def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the state of Lightning's ModelCheckpoint to the state of roomier's ModelCheckpoint.
 
-    The files stay in the ranking, but are never removed.
+    Lightning's files stay in the ranking, but are never removed.
     """
     best = {str(path): float(score) for path, score in (state.get("best_k_models") or {}).items()}
     unranked = [str(state["best_model_path"])] if state.get("best_model_path") and not state.get("monitor") else []
@@ -283,7 +283,7 @@ def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     again = "Pass a checkpoint folder, or a .ckpt file that Lightning saved. If it is one, copy it again"
     try:
-        is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be memory-mapped
+        is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not zip files, and cannot be memory-mapped
         if not is_zip and _first_byte(path) != _PICKLE:
             raise ValueError("torch did not write it, or it is truncated")
         with harmless_types(), warnings.catch_warnings():
@@ -291,7 +291,7 @@ def _read(path: Path) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
-    except Exception as error:  # the reader can meet arbitrary bytes
+    except Exception as error:  # the file can contain arbitrary bytes
         problem = f"cannot be read ({' '.join(str(error).split())[:200] or type(error).__name__})"
         raise CheckpointError("checkpoint", str(path), problem, again) from error
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):

@@ -109,7 +109,7 @@ def make_module(
 
 
 def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:
-    """Load the weights after ``on_load_checkpoint``, which gets the entries of hooks and of the model."""
+    """Load the weights after ``on_load_checkpoint``, which receives the entries of hooks and of the model."""
     only = described.keys() - (OWN_ENTRIES - {"module", "hyperparameters", "progress"})
     shown = ShownCheckpoint(load(path, only=only))
     module.on_load_checkpoint(shown)
@@ -123,7 +123,7 @@ def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *
 
 def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
     if hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(file.content)  # as in Lightning, where it can change the names
+        module.on_load_checkpoint(file.content)  # as in Lightning, where this hook can change names
     if strict and file.state_dict.keys() != module.state_dict().keys():
         differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
         problem = f"does not match {type(module).__name__}. Only one of the two has {differing[:5]}"

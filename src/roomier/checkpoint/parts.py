@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Box of a tensor that this rank has.
+    """Box of a tensor on this rank.
 
     Attributes:
         name: name of the full tensor.
@@ -37,7 +37,7 @@ class Part:
 def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[Part]:
     """Return the parts of ``tensors`` that this rank writes. No tensor is copied.
 
-    Of a sharded tensor, each rank writes its shard. If several ranks have the same shard (HSDP), they take turns from
+    Each rank writes its shard of a sharded tensor. If several ranks have the same shard (HSDP), they take turns from
     one tensor to the next. Empty shards are skipped.
 
     Args:

@@ -57,7 +57,7 @@ def read_pieces(folder: Path, files: Iterable[StoredFile]) -> Pieces:
     """Return the boxes in ``files``, from their headers.
 
     Raises:
-        CheckpointError: a header cannot be read, is malformed, or has other tensors than the record.
+        CheckpointError: a header cannot be read, is malformed, or lists other tensors than the record.
     """
     pieces: dict[str, list[Piece]] = {}
     for file in files:
@@ -120,7 +120,7 @@ class _Read:
 
 
 class TensorReader:
-    """Reader of tensors of the checkpoint ``folder``, first into ``empty``, then into ``filled``.
+    """Reads tensors of the checkpoint ``folder``, first into ``empty``, then into ``filled``.
 
     Args:
         folder: checkpoint folder.
@@ -166,7 +166,7 @@ class TensorReader:
             self._read(name, reads)
 
     def _share(self, ranks: Ranks) -> list[StoredFile]:
-        """Return the files that this rank verifies: those that it reads most of, balanced by size across ranks."""
+        """Return the files that this rank verifies: files of which it reads the most, balanced by size across ranks."""
         own = {name: sum(each.target.nbytes for each in self._of_empty.get(name, [])) for name in self._files}
         by_rank = ranks.gather([(file, own[file.name]) for file in self._files.values()])
         wanted = [{file.name: num_bytes for file, num_bytes in of_rank} for of_rank in by_rank]
@@ -185,7 +185,7 @@ class TensorReader:
         position, left = 0, []
         with summed(self._folder, file) as opened:
             for read in reads:
-                if read.begin < position:  # of a tied tensor, which is stored one time
+                if read.begin < position:  # the read belongs to a tied tensor, which is stored one time
                     left.append(read)
                     continue
                 read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)
@@ -212,7 +212,7 @@ def _reads_by_file(pieces: Pieces, targets: Iterable[tuple[str, Tensor]]) -> dic
 
 
 def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the part of ``target`` that this rank holds, and where it begins in the full tensor."""
+    """Return the part of ``target`` that this rank holds, and its offsets in the full tensor."""
     if not is_sharded(target):
         return target, (0,) * target.dim()
     own = target.to_local()
@@ -220,7 +220,7 @@ def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _Read | None:
-    """Return the read of the elements that are in both ``piece`` and ``own``; None if there are none."""
+    """Return the read of the elements that are in both ``piece`` and ``own``; None if there are no such elements."""
     box, part = [], []
     for begin, size, own_begin, own_size in zip(piece.offsets, piece.shape, origin, own.shape, strict=True):
         first, last = max(begin, own_begin), min(begin + size, own_begin + own_size)

@@ -7,9 +7,9 @@ regular files only.
 
 [Note: commit numbers]
 The clock of a machine can be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
-larger than the number of every checkpoint that is found with it (:func:`roomier.checkpoint.find.find_last`). Two
-processes that commit at the same moment, and copies of a folder, have equal numbers. The step breaks the tie. The
-format before commit numbers (2) has the number 0.
+larger than the number of every checkpoint with which it can be compared (:func:`roomier.checkpoint.find.find_last`).
+Two processes that commit at the same moment, and copies of a folder, have equal numbers. The step breaks the tie.
+Checkpoints of format 2, which has no commit numbers, have the number 0.
 """
 
 import errno

@@ -3,8 +3,8 @@
 [Note: all ranks or none]
 Rank 0 creates a folder next to the target and broadcasts its path. Every rank writes its files into the folder and
 flushes them. The names and checksums are gathered. Rank 0 writes the record and renames the folder. After each of these
-steps, all ranks exchange if the step succeeded everywhere. If not, rank 0 removes the folder, and all ranks raise the
-same error. If a rank dies, the other ranks detect the broken connection, and nothing was renamed.
+steps, all ranks exchange whether the step succeeded. If it failed on any rank, rank 0 removes the folder, and all ranks
+raise the same error. If a rank dies, the other ranks detect the broken connection, and nothing is renamed.
 """
 
 import importlib.metadata

@@ -3,11 +3,11 @@
 [Note: the files]
 Each rank writes its own files, ``shard-<rank>-model-<file>-of-<files>.safetensors``, in the layout of DCP's
 ``HuggingFaceStorageWriter``: boxes of tensors under the names of the full tensors, and the offsets of each box in the
-header. ``reading.py`` assembles them for any other layout, and so does DCP's reader in other programs.
-DCP's writer is not used: it builds the bytes of each file in memory twice, communicates with the other ranks in
-separate calls, and has no checksum. Here bytes are written directly to the file. Beyond the state, saving needs the
-memory of one tensor that is not contiguous, or 4 MiB of a tensor on a device. DCP's reader is not used because it does
-not check the headers.
+header. ``reading.py`` assembles them for any other layout, and so does DCP's reader in other programs. DCP's writer is
+not used: it builds the bytes of each file in memory twice, communicates with the other ranks in separate calls, and has
+no checksum. Here bytes are written directly to the file. In addition to the state, saving requires memory for one
+tensor if it is not contiguous, or for 4 MiB of a tensor on a device. DCP's reader is not used because it does not check
+the headers.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Read the tensors of a checkpoint in chunks of a few MiB, independent of the number of files of each tensor."""
+"""Read the tensors of a checkpoint in chunks of a few MiB, independent of the number of files that contain each
+tensor."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class TensorFile:
         metadata: entries of ``__metadata__``.
 
     Attributes:
-        names: names of the tensors in the order of the file. Tensors of the widest dtype come first, so that all are
-            aligned.
+        names: names of the tensors in the order of the file. Tensors of the widest dtype come first, so that all
+            tensors are aligned.
         size_bytes: size of the complete file.
         crc32: CRC-32 of the bytes that were written.
     """
@@ -204,7 +204,7 @@ class SummedFile:
                 raise OSError(errno.EIO, "The file ends before its tensors")
 
     def readinto(self, view: memoryview) -> int:
-        """Fill ``view`` or its beginning, and return the number of bytes, which is 0 at the end. Raises OSError."""
+        """Fill ``view`` or a part of it, and return the number of bytes, which is 0 at the end. Raises OSError."""
         num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0
         self.crc32 = zlib.crc32(view[:num_read], self.crc32)
         self._position += num_read

@@ -32,7 +32,7 @@ from roomier.core.untrusted import MAX_DEPTH, check_depth
 Path: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = Any
 
-# The dtypes that safetensors can write and torch can read from it, without complex128 and float8_e8m0fnu.
+# The dtypes that safetensors can write and torch can read back, without complex128 and float8_e8m0fnu.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -319,7 +319,7 @@ def leaves(node: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def fill(node: Any, value_of: Callable[[StoredTensor], Any]) -> Any:
-    """Return a copy of a result of :func:`join` with ``value_of(stored)`` for each stored tensor."""
+    """Return a copy of a result of :func:`join` in which each stored tensor is replaced by ``value_of(stored)``."""
     if isinstance(node, StoredTensor):
         return value_of(node)
     if isinstance(node, dict):
@@ -332,7 +332,8 @@ def fill(node: Any, value_of: Callable[[StoredTensor], Any]) -> Any:
 
 
 def fill_by_path(node: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return a copy of a result of :func:`join` with the value at its path in ``values`` for each stored tensor."""
+    """Return a copy of a result of :func:`join` in which each stored tensor is replaced by the value at its path in
+    ``values``."""
     if isinstance(node, StoredTensor):
         return values[path]
     if isinstance(node, dict):

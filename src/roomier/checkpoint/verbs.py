@@ -47,7 +47,8 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
     With several ranks, every rank must call this function, and ``path`` must be on a shared file system. Each rank
     writes its shards of DTensors. Rank 0 writes all other values.
 
-    Memory in addition to ``state``: the size of one tensor that is not contiguous, or 4 MiB of a tensor on a device.
+    In addition to ``state``, saving requires memory for one tensor if it is not contiguous, or for 4 MiB of a tensor on
+    a device.
 
     Args:
         path: checkpoint folder. Missing parent folders are created.
@@ -72,7 +73,7 @@ def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
 
     Args:
         path: checkpoint folder.
-        check_files: also check that every file exists in its full size, so that the tensors fit into the files.
+        check_files: also check that every file exists and has its full size, so that the tensors fit into the files.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.
@@ -114,8 +115,8 @@ def load(
             read, for which the result contains None. Other stored tensors are allocated on the CPU. Values in ``into``
             that are not tensors are ignored.
         only: top-level keys to read. The result contains only these, and files of other entries are not read.
-        ranks: ranks that load together and share the verification. Each of them calls this function, and an error
-            on one rank is raised on all. None loads on this process alone.
+        ranks: ranks that load together and share the verification. Each of these ranks calls this function, and an
+            error on one rank is raised on all ranks. None loads on this process alone.
         empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged, they can be filled in
             part, which avoids reading their files a second time.
         check: function that is called with the state before tensors of ``into`` that have values are filled. If it

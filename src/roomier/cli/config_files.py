@@ -19,7 +19,7 @@ _INIT_ARGS = "init_args"
 
 
 class _UniqueKeys(BoundedLoader):
-    """BoundedLoader that rejects duplicate keys, of which PyYAML drops the first."""
+    """BoundedLoader that rejects duplicate keys. PyYAML would keep only the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[Any] = []

@@ -23,7 +23,7 @@ from roomier.export.plain import fill, plain_model
 _ARGUMENT = "--model."
 _MAX_CONFIG_BYTES = 2**24
 _HIGHEST_NUMBER = 2
-"""Upper bound of integers in generated inputs, which may be token ids or classes. Few models have fewer."""
+"""Upper bound of integers in generated inputs, which may be token ids or classes. Few models have fewer of them."""
 
 
 def model_to_export(

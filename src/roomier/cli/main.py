@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         SystemExit: a signal ended a run after it was saved. The code is 128 + the number of the signal.
-        Exception: raised by the user's code, with its traceback.
+        Exception: any exception of the user's code, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
@@ -100,7 +100,7 @@ def help_text() -> str:
 
 
 def _is_first_report(error: RoomierError) -> bool:
-    """Return True if no other rank has reported this error. Runs without ranks never load the module."""
+    """Return True if no other rank has reported this error. Runs on a single rank never load the module."""
     group = sys.modules.get("roomier.launch.group")
     return group is None or bool(group.should_report(error))
 

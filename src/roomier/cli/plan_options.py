@@ -107,7 +107,7 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
     """Check that the options describe exactly one model.
 
     Raises:
-        RoomierError: there is no model, there are two, or an option is not supported with the kind of model.
+        RoomierError: no model or two models are given, or an option is not supported with this kind of model.
     """
     has_class = gpt is None and config.get("model") is not None
     ways = [*(["--hf"] if config.hf is not None else []), *(["--model"] if has_class or gpt is not None else [])]
@@ -181,7 +181,7 @@ def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machin
 
 
 def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
-    """Return the number of nodes; None if it is not given, which means one or the value in the file of a machine."""
+    """Return the number of nodes; None if it is not given, so that 1 or the value in a machine file applies."""
     own, asked = config.trainer.num_nodes, config.nodes
     is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
     if asked is not None and "num_nodes" in given and own != asked:
@@ -224,7 +224,7 @@ def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
 
 
 def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:
-    """Return the Plan of the Trainer's keywords on ``machine``, with all strategies or the selected one.
+    """Return the Plan that the Trainer's keywords describe on ``machine``, with all strategies or the selected one.
 
     Args:
         optimizes_itself: the model configures its optimizer. Otherwise, the default optimizer is AdamW.

@@ -61,7 +61,7 @@ def _warn_about_unused_predictions(trainer: Trainer, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def current_folder_importable() -> Iterator[None]:
-    """Add the current folder to ``sys.path``, where only ``python -m`` and scripts have it."""
+    """Add the current folder to ``sys.path``, as Python does for ``python -m``."""
     folder = os.getcwd()
     if folder in sys.path or "" in sys.path:
         yield

@@ -101,7 +101,7 @@ def class_request(
     Args:
         config: all options, including ``model`` and ``data``.
         inputs: shapes of a batch, see :func:`batch_of`; None takes a batch from the data.
-        stand_in: Trainer for the model and its data to access.
+        stand_in: Trainer that the model and its data can access.
 
     Raises:
         RoomierError: there is no data, or it cannot be read.

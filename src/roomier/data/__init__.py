@@ -1,4 +1,4 @@
-"""Data loading: resumable sample order, a position for every kind of loader, several loaders together, token files."""
+"""Data loading: resumable sample order, positions for all kinds of loaders, combined loaders and token files."""
 
 from roomier.data.combined import CombinedLoader
 from roomier.data.sampler import OrderedSampler

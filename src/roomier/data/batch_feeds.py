@@ -75,8 +75,8 @@ class BatchFeed(Feed):
         share: batches of this rank.
         ranks: ranks that gather their positions if the loader shards itself.
         seed: seed of the random numbers that must be identical on all ranks.
-        draws_apart: run the loader's code with separate random states, so that its draws do not depend on other code
-            that draws, such as another loader.
+        draws_apart: run the loader's code with separate random states, so that its random numbers do not depend on
+            other code, such as another loader.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class BatchFeed(Feed):
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws() if share.divides or draws_apart else None
-        self._num_before = 0  # batches of all ranks that were done before reading of the running epoch began,
-        self._first = 0  # and the same for this rank
+        self._num_before = 0  # batches of all ranks that were done when this feed started the epoch
+        self._first = 0  # batches of this rank that were done at that time
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -108,7 +108,7 @@ class BatchFeed(Feed):
         num_ranks, length = self._share.world.size, length_of(self._loader)
         if self._share.divided_by is not None or math.isinf(length):
             self._first = num_before // num_ranks
-        else:  # count from the end, because a loop waits for the end
+        else:  # count back from the end, because a loop ends after num_batches
             self._first = int(self.num_batches - self._share.count(length - num_before))
         if self._draws is not None:
             by_rank = self._share.divided_by is not None
@@ -182,7 +182,7 @@ class WalkedFeed(BatchFeed):
     """Feed for a DataLoader with a custom sampler. It resumes by drawing the same indices again, without loading data.
 
     The walk starts from the random states at the start of the epoch. If a sampler draws from the global generators for
-    every index instead of one time per epoch, the resume is exact only without workers.
+    every index instead of one time per epoch, resuming is exact only without workers.
 
     Args:
         loader: DataLoader that reads the indices of ``sampler``.
@@ -428,8 +428,8 @@ class StatefulFeed(BatchFeed):
     def _goes_on(self) -> bool:
         """Return True if a new iterator continues after the last batch instead of starting an epoch.
 
-        A stream without an end can behave like this. Loaders do not report it, so read a few batches and compare
-        states.
+        A stream without an end can behave like this. Loaders do not report this behavior, so this method reads a few
+        batches and compares states.
         """
         first = self._state_behind_a_batch()
         second = self._state_behind_a_batch()

@@ -25,7 +25,7 @@ from roomier.data.workers import OutlivesSignals
 
 @dataclass(frozen=True)
 class LoaderPlace:
-    """Place of one loader among several that are read together, which gives each loader a different seed.
+    """Place of one loader among several that are read together. Loaders at different places have different seeds.
 
     Attributes:
         number: index of the loader.
@@ -57,7 +57,7 @@ def training_feed(
         place: place of ``loader`` among several loaders that are read together; None for a single loader.
 
     Raises:
-        DataError: ``loader`` yields no batches, or is several loaders without a CombinedLoader.
+        DataError: ``loader`` yields no batches, or is a collection of loaders without a CombinedLoader.
     """
     if isinstance(loader, CombinedLoader):
         return _combined(loader, name, seed, ranks, shuffle_allowed, pin_memory)
@@ -74,7 +74,7 @@ def training_feed(
     if not isinstance(loader, DataLoader):
         return _with_notice(ReplayedFeed(loader, **common), common["share"])
     if isinstance(loader.dataset, IterableDataset):
-        # Workers read ahead in copies of the dataset, so the state of the dataset in this process is not theirs.
+        # Workers read ahead in copies of the dataset, so the dataset in this process does not have their state.
         if not loader.num_workers and speaks_state(loader.dataset):
             return _with_notice(StatefulFeed(loader, loader.dataset, **common), common["share"])
         return _with_notice(ReplayedFeed(in_own_processes(loader, pin_memory), **common), common["share"])
@@ -117,7 +117,8 @@ def _combined(
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
-    """Reject a generator that two loaders draw from in turns, because a walk along one loader cannot restore it."""
+    """Reject a generator that two loaders draw from in turns, because walking along one loader cannot restore its
+    state."""
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):
         others = [one for other in loader.flattened[:number] for one in generators_of(other)]
@@ -177,7 +178,7 @@ def check_is_one_loader(loader: Any, name: str) -> None:
     """Check that ``loader`` is a single loader or a list of batches.
 
     Raises:
-        DataError: ``loader`` is several loaders, or yields no batches.
+        DataError: ``loader`` is a collection of loaders, or yields no batches.
     """
     if is_loader_collection(loader):
         raise DataError(
@@ -231,7 +232,7 @@ def _ordered(
         if draws_order and place is None:
             drawn = DrawnOrder(own_sampler.generator, ranks)
         if own_sampler.generator is not None:
-            # A user who passed a generator selects the order with its seed.
+            # If the user passed a generator, its seed determines the order.
             seed = ranks.from_zero(own_sampler.generator.initial_seed())
             if place is not None and place.shares_generator:
                 seed = place.own(seed)

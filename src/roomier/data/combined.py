@@ -14,13 +14,15 @@ from roomier.data.loaders import check_gives_batches, is_combined, is_loader_col
 
 
 class CombinedLoader(Iterable[Any]):
-    """Several loaders that are read together, with the meaning of Lightning's CombinedLoader.
+    """Reads several loaders together, like Lightning's CombinedLoader.
 
     A Trainer accepts this class and Lightning's class. The modes are:
 
     - ``"min_size"``: one batch of each loader per step, until the shortest loader ends.
-    - ``"max_size_cycle"``: until the longest loader ends. Shorter loaders restart, with a new shuffle.
-    - ``"max_size"``: until the longest loader ends. The batch of a loader that has ended is None.
+    - ``"max_size_cycle"``: one batch of each loader per step, until the longest loader ends. Shorter loaders restart,
+      with a new shuffle.
+    - ``"max_size"``: one batch of each loader per step, until the longest loader ends. The batch of a loader that has
+      ended is None.
     - ``"sequential"``: one loader after another, one batch per step.
 
     A batch has the structure of ``iterables``: a dict of loaders yields dicts of batches. If you pass several loaders
@@ -103,7 +105,7 @@ class CombinedLoader(Iterable[Any]):
         return map_tensors(each.batches.__getitem__, self._form, lambda leaf: isinstance(leaf, int))
 
     def mapped(self, function: Callable[[Any], Any]) -> CombinedLoader:
-        """Return a CombinedLoader in which ``function`` has replaced each loader."""
+        """Return a CombinedLoader of the results of ``function`` for each loader."""
         return CombinedLoader(map_loaders(function, self.iterables), self.mode)
 
     def __repr__(self) -> str:
@@ -147,7 +149,7 @@ def as_combined(obj: Any, name: str) -> CombinedLoader:
     """
     if isinstance(obj, CombinedLoader):
         return obj
-    loaders_in(obj.iterables, name)  # raises an error with the name that the user knows
+    loaders_in(obj.iterables, name)  # raises an error with the name of the user's argument
     return CombinedLoader(obj.iterables, obj._mode)
 
 
@@ -179,7 +181,7 @@ def as_loaders(obj: Any, name: str) -> list[Any]:
 def training_loader(obj: Any, name: str) -> Any:
     """Return the loader that a fit trains on: ``obj`` if it is one loader, otherwise a CombinedLoader.
 
-    Several loaders without a CombinedLoader get the mode ``"max_size_cycle"``, as in Lightning.
+    Several loaders without a CombinedLoader are read in mode ``"max_size_cycle"``, as in Lightning.
 
     Raises:
         DataError: a loader in ``obj`` yields no batches.

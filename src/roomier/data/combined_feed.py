@@ -1,9 +1,9 @@
-"""Several loaders in one training, each with its own position.
+"""Several loaders in one training run, each with its own position.
 
 [Note: passes within an epoch]
-In ``max_size_cycle``, an epoch has several passes over a short loader. If roomier creates the order, each pass counts
-as a separate epoch: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. ``set_epoch`` of a loader is
-called with ``e`` only.
+In ``max_size_cycle``, an epoch includes several passes over a short loader. If roomier creates the order, each pass
+counts as a separate epoch: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. ``set_epoch`` of a loader
+is called with ``e`` only.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class CombinedFeed(Feed):
                 part.continue_from(iterator, _reading(feed, iterator), num_read)
         if math.isinf(self.num_batches):
             num_done = position["num_batches"] // self._ranks.world.size
-        else:  # count from the end, because a loop waits for the end
+        else:  # count backward from the end, because a loop ends after num_batches
             num_done = int(self.num_batches - num_joined_left(self._parts, self.mode))
         return read_on(self._parts, self._loader), num_done
 

@@ -16,8 +16,8 @@ from roomier.data.seeding import mix_seed, seed_generators
 class CommonDraws:
     """Separate states of the CPU generators of Python, NumPy and torch, which replace this rank's states in a context.
 
-    Ranks have drawn different random numbers before, for example in dropout. A sampler that shuffles with the global
-    generators yields one order on all ranks only if the states are identical.
+    The global states of the ranks can differ, for example after dropout. A sampler that shuffles with the global
+    generators yields the same order on all ranks only if their states are identical.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,8 @@ class CommonDraws:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use the separate states in this context, and restore the states of this rank after it. It can be nested."""
+        """Use the separate states in this context, and restore the states of this rank after it. Contexts can be
+        nested."""
         if self._is_inside:
             yield
             return

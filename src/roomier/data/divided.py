@@ -1,4 +1,4 @@
-"""Find out if the user's code already shards a loader across ranks."""
+"""Determine whether the user's code already shards a loader across ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"), ("data_
 
 
 def share_of(loader: object, world: World) -> Share:
-    """Return how ``loader`` is sharded across ranks: by itself, or by roomier in full batches.
+    """Return how ``loader`` is sharded across ranks: by its own code, or by roomier, which assigns full batches.
 
     A loader shards itself if the attribute ``shards_by_rank`` of the loader, its dataset or its samplers is True. If
     the attribute is not set, a loader shards itself in these cases:
 
     - It has a ``DistributedSampler``, or a sampler that was created for this rank.
     - Hugging Face's ``split_dataset_by_node`` was applied to it.
-    - The code of a sampler or a stream contains a name of the rank, such as ``get_rank``.
+    - The code of a sampler or a stream contains a name that refers to the rank, such as ``get_rank``.
 
     Raises:
         DataError: a ``DistributedSampler`` was created for another rank or number of ranks.
@@ -85,7 +85,7 @@ def _streams(loader: object) -> Iterator[object]:
 
 
 def _reads_rank(part: object) -> bool:
-    """Return True if the code of ``part`` (its methods, or the body of a generator) contains a name of the rank."""
+    """Return True if the code of ``part`` (its methods, or the body of a generator) refers to the rank."""
     codes = [code for code in (getattr(part, "gi_code", None),) if code is not None]
     for kind in type(part).__mro__:
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing"):

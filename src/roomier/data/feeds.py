@@ -2,9 +2,9 @@
 
 This module contains the base class and the feed whose order roomier creates. All other feeds are in ``batch_feeds.py``.
 
-A feed starts an epoch, or resumes it after a position. Both create the loader's iterator immediately, so that the
-loader draws from the global generators at the start of the epoch. Neither reads a batch before the loop requests one,
-except that a replay reads the batches that are done.
+A feed starts an epoch, or resumes it after a position. In both cases, it creates the loader's iterator immediately, so
+that the loader draws from the global generators at the start of the epoch. It reads no batch before the loop requests
+one, except that a replay reads the batches that are done.
 """
 
 import math
@@ -37,7 +37,7 @@ class Feed(ABC):
     """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers."""
 
     reading: Iterator[Any] | None = None
-    """Iterator of the loader, if :meth:`start` returned another iterator around it."""
+    """Iterator of the loader, if :meth:`start` wrapped it in another iterator."""
 
     continues: bool = False
     """True if the saved run read an earlier epoch."""
@@ -119,8 +119,8 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
 
     Args:
         loader: loader to iterate.
-        had_workers: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a
-            seed when it starts workers, and none when workers persist. So this function draws no seed in that case.
+        had_workers: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a seed
+            only when it starts workers, so in this case, the function draws no seed.
     """
     if not (had_workers and isinstance(loader, DataLoader) and loader.persistent_workers):
         return iter(loader)
@@ -134,7 +134,7 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
 
 
 class OwnGenerators:
-    """Generators of torch that are attributes of a loader, its dataset and its samplers.
+    """Torch generators that are attributes of a loader, its dataset and its samplers.
 
     They belong to the user, so a checkpoint of the global generators does not contain them.
     """
@@ -158,7 +158,7 @@ class OwnGenerators:
 
 
 class OrderedFeed(Feed):
-    """Feed for a DataLoader with an :class:`OrderedSampler`. It resumes at a sample, immediately, with any batch size.
+    """Feed for a DataLoader with an :class:`OrderedSampler`. It resumes directly at a sample, with any batch size.
 
     Args:
         loader: DataLoader that groups the samples of ``sampler`` into batches.
@@ -184,8 +184,8 @@ class OrderedFeed(Feed):
         self._batch_size = sampler.batch_size
         self._own_generators = own_generators
         self._epoch_seed = epoch_seed
-        self._first_sample = 0  # where reading of the running epoch began, in samples of the global order,
-        self._first_batch = 0  # and in batches of the present size
+        self._first_sample = 0  # start of this feed in the running epoch, in samples of the global order
+        self._first_batch = 0  # the same start, in batches of the present size
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -204,8 +204,8 @@ class OrderedFeed(Feed):
 
     def _start_at(self, epoch: int, num_samples_done: int, of_order: dict[str, Any] | None = None) -> Iterator[Any]:
         self._first_sample = num_samples_done
-        # Count from the end, because a loop waits for the end. With another batch size, the samples that are done need
-        # not fill complete batches.
+        # Count backward from the end, because a loop ends after num_batches. With another batch size, the samples that
+        # are done may not fill complete batches.
         self._first_batch = self.num_batches - self._num_batches_after(num_samples_done)
         self._sampler.set_position(epoch, num_samples_done, of_order)
         if self._epoch_seed is not None:

@@ -1,10 +1,10 @@
 """Read the first batch of a loader before a run, without changing the batches that the run reads.
 
 [Note: the first batch without side effects]
-A run draws random numbers, and a loader can have a state. A loader that can be iterated again is iterated one
-additional time. Afterwards every generator, and every attribute of the loader, its dataset and its samplers, is
-restored. An object that can be iterated only once, such as a generator, is read ahead, and its first batch is yielded
-again to the run.
+Reading a batch can draw random numbers and change the state of the loader. A loader that can be iterated again is
+iterated one additional time. Afterwards every generator, and every attribute of the loader, its dataset and its
+samplers, is restored. An object that can be iterated only once, such as a generator, is read ahead, and its first batch
+is yielded again to the run.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def check_is_repeatable(
 
 
 def _of_data_loader(loader: DataLoader[Any]) -> Any:
-    if loader.num_workers:  # a worker has copies of all objects, and can have access to data that this process has not
+    if loader.num_workers:  # a worker has copies of all objects, and can access data that this process cannot access
         changes: dict[str, Any] = {"num_workers": 1, "persistent_workers": False, "pin_memory": False}
         batches = iter(rebuilt(loader, **changes, **_copied_samplers(loader)))
         try:
@@ -170,7 +170,8 @@ def _copied_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class ReadAhead(Iterator[Any]):
-    """Iterator that yields the batches in ``read`` and then the rest of ``inner``, with the attributes of ``inner``.
+    """Iterator that yields the batches in ``read`` and then the remaining batches of ``inner``. It has the attributes
+    of ``inner``.
 
     Args:
         read: batches that were already read from ``inner``.

@@ -3,10 +3,11 @@
 [Note: several loaders, or a list of batches]
 A list of batches is one loader, but a list of loaders is several loaders. Their elements decide:
 
-- A list, tuple or dict that contains a DataLoader or a CombinedLoader, at any depth, is several loaders, because a
-  DataLoader is never a batch. All other elements must be loaders or lists of batches.
-- Without a DataLoader, a list or tuple is several loaders if each element is a loader (:func:`is_loader`). A dict is
-  several loaders if each value is a loader, several loaders or a list of batches, and not all values are lists.
+- A list, tuple or dict that contains a DataLoader or a CombinedLoader, at any depth, is a collection of loaders,
+  because a DataLoader is never a batch. All other elements must be loaders or lists of batches.
+- Without a DataLoader, a list or tuple is a collection of loaders if each element is a loader (:func:`is_loader`). A
+  dict is a collection of loaders if each value is a loader, a collection of loaders or a list of batches, and not all
+  values are lists.
 - Any other list or tuple is a list of batches.
 
 ``CombinedLoader(loaders, mode)`` always contains several loaders.
@@ -52,7 +53,7 @@ def is_combined(obj: object) -> bool:
 
 
 def is_loader_collection(obj: object) -> bool:
-    """Return True if ``obj`` is several loaders; see [Note: several loaders, or a list of batches]."""
+    """Return True if ``obj`` is a collection of loaders; see [Note: several loaders, or a list of batches]."""
     if not isinstance(obj, (Mapping, list, tuple)) or not obj:
         return False
     if _holds_data_loader(obj):

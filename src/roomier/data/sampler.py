@@ -1,4 +1,4 @@
-"""Samplers with a position: an order that depends on (seed, epoch) or is drawn, and a walk along a custom sampler."""
+"""Samplers with a position: one that creates the order of the samples, and one that walks along a custom sampler."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,15 +59,16 @@ class DrawnOrder:
 
 
 class OrderedSampler(Sampler[int]):
-    """Sampler of the indices ``0 .. num_samples - 1`` whose order depends on ``(seed, epoch)`` only, or is drawn.
+    """Sampler of the indices ``0 .. num_samples - 1`` whose order depends on ``(seed, epoch)`` only, or is drawn by
+    ``drawn``.
 
     The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` takes every ``N``-th
     sample after the position. So a run can resume with another batch size or number of ranks, and no sample is repeated
     or skipped.
 
-    All ranks take the same number of batches. The last batch can have one sample less on some ranks. If fewer samples
-    than ranks remain for the last batch, these samples are dropped. With shuffling, other samples are dropped in each
-    epoch.
+    All ranks take the same number of batches. The last batch can have one sample fewer on some ranks. If fewer samples
+    than ranks remain for the last batch, these samples are dropped. With shuffling, different samples are dropped in
+    each epoch.
 
     The sampler does not use the global generators, unless ``drawn`` uses them.
 
@@ -213,7 +214,7 @@ class WalkedSampler(Sampler[Any]):
         self._walked = None
 
     def walk(self) -> None:
-        """Draw the order and skip the batches that are done now instead of at the start of the next iteration."""
+        """Draw the order and skip completed batches immediately, not at the start of the next iteration."""
         self._walked = self._at_position()
 
     def _at_position(self) -> Iterator[Any]:

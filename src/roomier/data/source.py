@@ -49,7 +49,7 @@ class Source:
     The position depends on the loader:
 
     - List or tuple of batches: an index.
-    - DataLoader that torch batches, in order or with ``shuffle=True``: a sample of the global order.
+    - DataLoader with torch's own batching, in order or with ``shuffle=True``: a sample of the global order.
       :class:`OrderedSampler` replaces its sampler. It resumes immediately with any batch size. In worker processes, the
       random numbers of each sample depend on (seed, epoch, index) only.
     - DataLoader with another sampler: a number of batches. A resume walks along the sampler without loading data.
@@ -60,12 +60,12 @@ class Source:
       loaders draw from separate random states instead of the global generators.
 
     At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
-    this method. In evaluation, the epoch is 0, and the method of the dataset is not called.
+    this method. In evaluation, the epoch is 0, and ``set_epoch`` of the dataset is not called.
 
-    On several ranks, all ranks share one global order. Of a DataLoader that torch batches, each rank takes its samples
-    (:class:`OrderedSampler`). Of any other loader, each rank takes every ``N``-th batch, unless the loader shards
-    itself (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and positions are valid
-    for another number of ranks.
+    On several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank takes its
+    samples of this order (:class:`OrderedSampler`). For any other loader, each rank takes every ``N``-th batch, unless
+    the loader shards itself (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and
+    positions are valid for another number of ranks.
 
     Args:
         loader: loader that the user passed.
@@ -74,9 +74,9 @@ class Source:
         ranks: ranks that share the data; a single rank by default.
         draws_order: with ``shuffle=True``, use the order that torch's sampler draws on rank 0 at the start of each
             epoch, instead of an order that depends on (seed, epoch) only. Loaders in a :class:`CombinedLoader` ignore
-            it.
-        shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, as overfitting on a few
-            batches requires.
+            this argument.
+        shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, for overfitting on a few
+            batches.
         training: True for a training loop. In evaluation, the user's sampler is not replaced.
         pin_memory: make a DataLoader yield batches in pinned memory, for a run on a CUDA device.
 
@@ -229,7 +229,8 @@ class Source:
 
     @property
     def _agrees_on_ends(self) -> bool:
-        """True if the loop gathers from all ranks if they have a batch, and so detects the ranks that have none."""
+        """True if the loop gathers from all ranks whether they have a batch, and so detects the ranks without a
+        batch."""
         return self._is_training and self.may_end_apart and not self._ranks.is_alone
 
     def end_epoch(self) -> None:
@@ -314,7 +315,7 @@ class Source:
     def position_behind(self, epoch: int, num_batches: int) -> dict[str, Any]:
         """Return a position as :meth:`state_dict` does, for a run that saved none.
 
-        The random draws at the start of the epoch are those of the present random state.
+        The random draws at the start of the epoch use the present random state.
 
         Args:
             epoch: epoch of the position.

@@ -1,4 +1,5 @@
-"""Token files: the text of a language model as one long array of integers on disk, which is read without loading it.
+"""Token files: training text of a language model, stored as one long array of integers that is read from disk on
+demand.
 
 File layout: a header of 64 bytes (:class:`_Header`, little endian, padded with zeros), then the tokens as little-endian
 uint16, or uint32 if the vocabulary requires it.
@@ -124,7 +125,8 @@ def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
 
 
 class _WriteAside:
-    """Temporary file next to ``path`` that replaces ``path`` on :meth:`commit`, and is deleted without a commit."""
+    """Temporary file next to ``path`` that replaces ``path`` on :meth:`commit`, and is deleted if it is not
+    committed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -157,7 +159,7 @@ class _WriteAside:
 
     @contextmanager
     def _as_data_error(self) -> Iterator[None]:
-        # Only around writes of this class, because an OSError of the documents' reader is not about this path.
+        # Use this only around writes of this class, because an OSError of the documents' reader is not about this path.
         try:
             yield
         except OSError as error:

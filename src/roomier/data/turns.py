@@ -2,8 +2,8 @@
 
 [Note: turns]
 Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks all-gather the parameters of a sharded model
-together, so every rank runs the same number of forwards. In the last round, some ranks may have no batch left. They run
-the last batch of all ranks again, and this result does not count.
+together, so every rank runs the same number of forwards. In the last round, some ranks may have no batch left. These
+ranks run the last of all batches again, and the result is not counted.
 """
 
 from __future__ import annotations

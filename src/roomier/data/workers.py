@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Longer than a step and a save. A worker whose training process is gone exits after this time.
+# Longer than a step and a save. A worker whose training process has exited exits after this time.
 _GRACE_S = 300
 
 
@@ -25,7 +25,7 @@ def _is_running() -> Tensor:
 def workers_outlive_signals() -> Iterator[None]:
     """Keep workers alive after a SIGTERM in this context.
 
-    After the context, the loader ends its workers. If an error ends the training process, this process ends them and
+    After the context, the loader ends its workers. If an error ends the training process, it first ends the workers and
     waits for them.
     """
     is_running = _is_running()

@@ -67,7 +67,7 @@ def export_adapter_of(
     Args:
         output: new folder.
         adapter: adapter settings of the Plan of the trained run.
-        prefix: prefix in the module of the model that peft adapts.
+        prefix: prefix, within the module, of the model that peft adapts.
         dtype: dtype of the written tensors; None keeps the stored dtypes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Compares the outputs of an exported model with the outputs of the model."""
+"""Compares the outputs of an exported model with the outputs of the original model."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Example:
         return found
 
     def others(self) -> list[Example]:
-        """Return an input with other values, and one that also has another batch size."""
+        """Return an example with other values, and an example that also has another batch size."""
         changed = self.mapped(_other_values)
         return [changed, changed.repeated(3)]
 

@@ -43,8 +43,8 @@ def export_hugging_face(
 
     The folder contains the files that ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` for
     generative models, and the weights under their names on the hub. (``roomier.export.safetensors`` uses their names in
-    memory.) Tensors are read, converted and written one by one, so the size of the model and the number of ranks do not
-    matter. Of tensors that are fused in memory, one group is held at a time.
+    memory.) Tensors are read, converted and written one by one, so the export supports models of any size and
+    checkpoints of any number of ranks. If tensors are fused in memory, one group is held at a time.
 
     Args:
         path: checkpoint folder.
@@ -106,7 +106,7 @@ def _tensors(stored: MergedTensors, found: Mapping[str, Any], dtype: str | None)
 
 @dataclass
 class _Group:
-    """Tensors of files that one conversion creates. They are held from the first read to the last."""
+    """Tensors of files that one conversion creates. The tensors are kept in memory from the first read to the last."""
 
     stored: MergedTensors
     keys: Mapping[str, str]
@@ -130,7 +130,7 @@ class _Group:
 def _without_memory(config: Mapping[str, Any]) -> Any:
     """Return the model of ``config`` on ``meta``, for the names of its weights in files.
 
-    Returns None if transformers does not have its class.
+    Returns None if transformers does not have the class of the model.
     """
     try:
         import transformers

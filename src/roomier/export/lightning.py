@@ -123,7 +123,7 @@ def _validates(described: Mapping[str, Any]) -> bool:
 
 
 def _place(progress: Mapping[str, Any], is_validated: bool) -> dict[str, Any]:
-    """Return the state of Lightning's loops: at the end of an epoch, as after a fit, or after a batch."""
+    """Return the state of Lightning's loops, either at the end of an epoch, as after a fit, or after a batch."""
     epoch, step = progress.get("epoch", 0), progress.get("global_step", 0)
     num_done, num_batches = progress.get("batch_idx", 0), progress.get("num_batches", 0)
     is_in_epoch = num_done > 0

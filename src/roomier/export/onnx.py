@@ -115,7 +115,7 @@ def _session(model: nn.Module, path: Path) -> Any:
     settings.intra_op_num_threads = torch.get_num_threads()
     try:
         session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its errors have no common base class
+    except Exception as error:  # errors of onnxruntime have no common base class
         problem = f"was exported, but onnxruntime cannot run it on the CPU ({' '.join(str(error).split())[:300]})"
         action = "Export a copy in float32 with model.float(). torch-export supports all dtypes"
         raise RoomierError("to onnx", type(model).__name__, problem, action) from error

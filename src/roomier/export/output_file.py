@@ -29,7 +29,7 @@ def new_file(output: str | Path) -> Path:
 
 @contextmanager
 def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[Path]:
-    """Yield a path in a temporary folder, with the name of ``output``, to write to.
+    """Yield a path to write to, in a temporary folder and with the name of ``output``.
 
     At the end of the block, all files of the temporary folder are moved to the folder of ``output``; ``output`` itself
     is moved last.
@@ -86,7 +86,7 @@ class _FailsLate(io.RawIOBase):
 
 @contextmanager
 def for_torch(path: Path) -> Iterator[Any]:
-    """Open the new file ``path`` for torch's writer, and raise errors of writing at the end of the block.
+    """Open the new file ``path`` for torch's writer, and raise write errors at the end of the block.
 
     torch's writer terminates the process if a write raises. So the errors are held back until it has finished.
 

@@ -1,4 +1,4 @@
-"""Loads the plain model of a checkpoint, for any strategy, adapters and number of ranks of the training."""
+"""Loads the plain model of a checkpoint that was trained with any strategy, adapters and number of ranks."""
 
 from __future__ import annotations
 

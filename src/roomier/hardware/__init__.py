@@ -1,1 +1,1 @@
-"""Devices and machines as values: memory, speed and links."""
+"""Descriptions of devices and machines: memory, speed and links."""

@@ -19,7 +19,8 @@ _VERSION = 1
 
 
 def cache_file() -> Path:
-    """Path in the cache folder of the system: ``XDG_CACHE_HOME``, ``~/Library/Caches`` or ``LOCALAPPDATA``."""
+    """Return the path in the cache folder of the system: ``XDG_CACHE_HOME``, ``~/Library/Caches`` or
+    ``LOCALAPPDATA``."""
     if sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -35,7 +36,8 @@ def read(section: str) -> Any:
 
 
 def write(section: str, value: Any) -> bool:
-    """Store ``value``, plain data, as ``section``. Returns False, after a notice, if the file cannot be written."""
+    """Store ``value``, which must be plain data, as ``section``. Returns False, after a notice, if the file cannot be
+    written."""
     content = {**_read_all(), "version": _VERSION, section: value}
     target = cache_file()
     aside = None

@@ -1,4 +1,4 @@
-"""Common GPUs: memory, speed, and the usual node. All values come from data sheets and were not measured.
+"""Common GPUs: memory, speed, and typical node. All values come from data sheets and were not measured.
 
 [Note: sources of the values]
 *Rates* are dense peaks (without structured sparsity) in FLOP/s. 16-bit and tf32 products accumulate in fp32. If a data
@@ -8,28 +8,28 @@ edition, February 2022), A40 and RTX A6000 (2021), L4 and L40S (2023), RTX 6000 
 H200 (November 2024), HGX B200 and HGX B300 (2025, an eighth of the platform's value). GeForce: white papers "NVIDIA
 Ampere GA102" (2021), "NVIDIA Ada" (2022), "NVIDIA RTX Blackwell" (2025), rates with fp32 accumulation. AMD: data sheets
 of the Instinct MI250X (2021, half of the module, because torch sees each of its two dies as a device), MI300X (2023)
-and MI325X (2024). H20: values of resellers, because no public data sheet exists. The values of H100 SXM, H200, B200,
+and MI325X (2024). H20: values from resellers, because no public data sheet exists. The values of H100 SXM, H200, B200,
 MI325X, RTX 4090 and RTX 5090 were compared with public copies (bandwidth of B200: bus width and clock as reported by
-its driver, pytorch/ao#4002). The other values were written from memory of the data sheets, and public copies for B300
-disagree with each other.
+its driver, pytorch/ao#4002). The other values were entered from memory and not compared with the data sheets. Public
+copies for B300 disagree with each other.
 
 *Memory* is the total that CUDA reports, which is the maximum for a run. It is 1 to 4 % less than the GiB in the name,
-because the driver and error correction reserve some. If drivers differ, the table contains the smallest total. Sources:
-public out-of-memory messages ("GPU 0 has a total capacity of ...") for A100, H100, H100 NVL, H200, B300, A10G, A40,
-L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and unslothai/unsloth-zoo#1053 (RTX 6000 Ada); otherwise
-from memory.
+because the driver and error correction reserve some of it. If drivers differ, the table contains the smallest total.
+Sources: public out-of-memory messages ("GPU 0 has a total capacity of ...") for A100, H100, H100 NVL, H200, B300, A10G,
+A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The
+other totals were entered without a source.
 
 *Share* is the fraction of the peak that matrix products of a model reach. Published values for large products: A100
 0.74, V100 0.76, A6000 0.63, RTX 3090 Ti 0.5 (github.com/fanghostt/transformers-benchmarks). The other values are
 assumptions based on these, lower for cards that reduce their clock to limit power (T4, L4) and for AMD. Full steps
 reach less: 52 to 58 % of the peak of 64 A100 (torchtitan, docs/performance.md of 2024, Llama 3 8B and 70B), 38 to 43 %
-of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4), 46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1). Their
-other operations and collectives are counted separately here.
+of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4), 46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1).
+roomier's forecasts count other operations and collectives separately.
 
 *Links* are in one direction. Data sheets list both directions together without overhead, so the table contains
 ``LINK_EFFICIENCY`` times half of their values: NCCL's maintainers report 350 GB/s for H100 (data sheet: 900), and 12
-GB/s for PCIe 3.0 (16) (NVIDIA/nccl#864, #986). Latencies are those of one step of a ring in RCCL's table (``hwLat``,
-protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
+GB/s for PCIe 3.0 (16) (NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring in RCCL's table
+(``hwLat``, protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
 with one network card per device unless the comment above the table states otherwise. For workstation cards the table
@@ -67,7 +67,7 @@ class Sheet:
         capability: major version of CUDA's compute capability; 0 for devices of other vendors.
         num_links: NVLinks per device; 0 if the devices of a node are connected by PCIe.
         in_node, host, network: rate of each link in one direction in bytes/s, from the data sheet.
-        node_memory_bytes: host memory of a usual node.
+        node_memory_bytes: host memory of a typical node.
     """
 
     device: Device
@@ -207,7 +207,8 @@ SHEETS = _sheets()
 
 
 def plain_name(text: str) -> str:
-    """``"NVIDIA A100-SXM4-40GB"`` -> ``"a100sxm440gb"``: lower case, without vendor names and separators."""
+    """Return ``text`` in lower case without vendor names and separators: ``"NVIDIA A100-SXM4-40GB"`` ->
+    ``"a100sxm440gb"``."""
     return re.sub(r"nvidia|tesla|geforce|amd|instinct|[^a-z0-9]", "", text.lower())
 
 
@@ -223,7 +224,7 @@ def known_names() -> dict[str, Sheet]:
 
 
 def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
-    """Peak rate of matrix products in FLOP/s for ``precision`` (``"16"``, ``"tf32"`` or ``"32"``).
+    """Return the peak rate of matrix products in FLOP/s for ``precision`` (``"16"``, ``"tf32"`` or ``"32"``).
 
     Returns None if the table does not contain the device. It contains no CPUs, because their peak depends on clocks
     under load.

@@ -13,12 +13,12 @@ import psutil
 
 
 def host_name() -> str:
-    """Network name of this machine."""
+    """Return the network name of this machine."""
     return socket.gethostname()
 
 
 def cpu_model() -> str:
-    """Model name that the processor reports."""
+    """Return the model name that the processor reports."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -27,38 +27,40 @@ def cpu_model() -> str:
 
 
 def num_cores() -> int:
-    """Number of cores that this process can use."""
+    """Return the number of cores that this process can use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def load() -> float:
-    """Average number of busy or requested cores in the last minute; 0 if the system does not report it."""
+    """Return the average number of busy or requested cores in the last minute; 0 if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def threads_of_rank(num_ranks: int) -> int:
-    """Threads per process if ``num_ranks`` processes share the cores. ``OMP_NUM_THREADS`` overrides it."""
+    """Return the number of threads per process if ``num_ranks`` processes share the cores. ``OMP_NUM_THREADS``
+    overrides this number."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(requested) if requested.isdigit() and int(requested) > 0 else max(1, num_cores() // num_ranks)
 
 
 def total_memory_bytes() -> int:
-    """Memory of the host in bytes, or the limit of the container if it is smaller."""
+    """Return the memory of the host in bytes, or the limit of the container if it is smaller."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in container_limits())])
 
 
 def available_memory_bytes() -> int:
-    """Bytes that processes can allocate without swapping, within the limit of the container."""
+    """Return the bytes that processes can allocate without swapping, within the limit of the container."""
     return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in container_limits())]))
 
 
 def container_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yield limit and use in bytes of this process's control group (v2) and of each parent group that has a limit.
+    """Yield the limit and the usage in bytes of this process's control group (v2) and of each parent group with a
+    limit.
 
-    The use excludes file pages that were not accessed lately (``inactive_file``), because the kernel reclaims them on
-    demand (Linux, Documentation/admin-guide/cgroup-v2.rst).
+    The usage excludes file pages that were not accessed recently (``inactive_file``), because the kernel reclaims them
+    on demand (Linux, Documentation/admin-guide/cgroup-v2.rst).
     """
     try:
         lines = [line for line in own.read_text().splitlines() if line.startswith("0::")]

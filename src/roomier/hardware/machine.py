@@ -1,4 +1,4 @@
-"""A machine as a value: memory and speed of its devices, and the links between them."""
+"""Description of a machine: memory and speed of its devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Link:
     latency_s: float = 0.0
 
     def time_s(self, num_bytes: float) -> float:
-        """Seconds to send ``num_bytes``."""
+        """Return the seconds to send ``num_bytes``."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -28,7 +28,7 @@ class Device:
     """Device of one rank.
 
     Attributes:
-        name: such as ``"a100-40gb"``; for the CPU of this machine its model name.
+        name: name such as ``"a100-40gb"``; for the CPU of this machine, its model name.
         kind: ``"cuda"``, ``"mps"`` or ``"cpu"``.
         memory_bytes: memory of the device; for a CPU, memory of the host.
         flops_per_s: rates of matrix products, by ``"fp64"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``.
@@ -60,7 +60,7 @@ class Machine:
         in_node: link from one device to the others in its node while all of them send, as in an all-gather.
         between_nodes: link between two nodes, per device.
         to_host: link between a device and the memory of its host, in each direction at the same time.
-        disk_read, disk_write: links between the host and its disk, shared by all its devices.
+        disk_read, disk_write: links between the host and its disk, shared by all devices of the node.
         host_memory_bytes: host memory of one node.
         source: origin of the values: ``"data sheets"``, or time and method of the measurement.
         in_node_reduce: as ``in_node``, for a reduce-scatter including the sum; None if it is not known separately.

@@ -1,7 +1,7 @@
 """Measurements of this machine in one process: matrix products, memory, copies, disk, operations, updates.
 
-Each measurement takes about the given number of seconds and returns the second best of its repetitions: other programs
-slow down some repetitions, and a changed clock can make one appear too fast.
+Each measurement takes about the given number of seconds and returns the second best of its repetitions, because other
+programs slow down some repetitions, and a clock change can make a repetition appear too fast.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
 def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = None) -> float:
     """Return the bytes per second that a copy of ``num_bytes`` reads and writes together.
 
-    By default, a copy has 128 MiB, and 16 MiB on a CPU: the data of models that train on a CPU is mostly in its caches
+    By default, a copy has 128 MiB, or 16 MiB on a CPU. The data of models that train on a CPU is mostly in its caches
     (a core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB), and on busy cores a long
     copy is interrupted.
     """
@@ -106,8 +106,8 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[fl
     """Return the bytes per second written to and read from a temporary file in ``folder``.
 
     Written data is flushed to the disk (``fsync``) before the clock stops, and dropped from the page cache
-    (``posix_fadvise``, if the system supports it) before it is read, so that memory is not measured instead. A folder
-    in memory (tmpfs) has the rate of memory, as in a run.
+    (``posix_fadvise``, if the system supports it) before it is read, so that the read is from the disk, not from
+    memory. A folder in memory (tmpfs) has the rate of memory, as in a run.
 
     Raises:
         RoomierError: the folder is not writable.
@@ -167,7 +167,7 @@ def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: f
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one ``run``, until ``device`` has finished it."""
+    """Return the seconds of one ``run``, until ``device`` has finished it."""
     synchronize(device)
     start = time.perf_counter()
     run()

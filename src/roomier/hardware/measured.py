@@ -1,4 +1,4 @@
-"""Measurements of this machine as a value, and their storage."""
+"""Results of measurements of this machine, and their storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECTION = "measured"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Conditions of a measurement. It is valid for equal conditions only.
+    """Conditions of a measurement. The measurement is valid for equal conditions only.
 
     Attributes:
         host: network name of the machine.
@@ -70,7 +70,7 @@ class Measured:
 
 
 def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
-    """Conditions of ``num_ranks`` processes on this machine, now."""
+    """Return the current conditions of ``num_ranks`` processes on this machine."""
     model = cpu_model()
     return Circumstances(
         host=host_name(),
@@ -84,7 +84,7 @@ def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
 
 
 def now() -> str:
-    """Current time in ISO format, UTC."""
+    """Return the current time in ISO format, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

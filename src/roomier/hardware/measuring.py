@@ -21,7 +21,7 @@ from roomier.hardware.host import num_cores
 from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.hardware.measured import Measured, circumstances_of, now
 
-_PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine they take a twentieth of it
+_PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine, they take a twentieth of this time
 
 
 def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
@@ -105,7 +105,7 @@ def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
 
 
 def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Return bytes that a rank sends per second and seconds of a small collective; None for one rank.
+    """Return the bytes per second that a rank sends and the seconds of a small collective; None for one rank.
 
     A collective ends when the slowest rank has finished. The fastest repetition counts.
     """
@@ -122,8 +122,8 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
 def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     keep_on_loopback(environ)
-    # Spinning threads take cores from the threads that they wait for if other programs run as well. A product then
-    # took a hundred times as long.
+    # If other programs run as well, spinning threads take cores from the threads that they wait for. A matrix product
+    # then took a hundred times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")
     common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
     results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]

@@ -74,7 +74,8 @@ def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Measure large and small collectives: seconds of each repetition, and the bytes that a rank sends in one."""
+    """Measure large and small collectives: seconds of each repetition, and the bytes that a rank sends in one
+    collective."""
     exchange = Exchange()
     result: dict[str, Any] = {}
     for size, num_bytes in (("large", _WHOLE_BYTES), ("small", _SMALL_BYTES)):
@@ -86,7 +87,7 @@ def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Sum over the ranks of the row with this rank's index, computed as in the engine on this kind of device."""
+    """Return the sum over the ranks of the row with this rank's index, computed as in the engine."""
     if rows.is_cuda:
         result = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(result, rows)

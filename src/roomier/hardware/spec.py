@@ -31,9 +31,10 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
     Args:
         spec: any name of a GPU in the table (``devices.py``), case-insensitive, including the names that ``torch.cuda``
             reports, followed by ``:`` and the number of devices per node (default 1), or preceded by this number and
-            ``x``. ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` its processor with 2. A path that
-            ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`, see :func:`machine_of_dict`.
-        num_nodes: number of nodes; None is the value of the file, or 1.
+            ``x``. ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A
+            path that ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`, see
+            :func:`machine_of_dict`.
+        num_nodes: number of nodes; None uses the value of the file, or 1.
 
     Raises:
         RoomierError: the device, the count or the file is invalid.
@@ -78,11 +79,11 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
 
 
 def machine_of_dict(content: Mapping[str, Any]) -> Machine:
-    """Return the machine of plain data, the inverse of :func:`machine_as_dict`.
+    """Return the machine that plain data describes, the inverse of :func:`machine_as_dict`.
 
-    The device is a name of the table, or a mapping of the fields of :class:`Device`. A link is a number (bytes per
+    The device is a name in the table, or a mapping of the fields of :class:`Device`. A link is a number (bytes per
     second), or a mapping with ``bytes_per_s`` and ``latency_s``. Bytes are numbers or strings such as ``"40GiB"``. If
-    the device is a name of the table, missing fields have the values of its usual node.
+    the device is a name in the table, missing fields have the values of its typical node.
 
     Raises:
         RoomierError: a field is missing, unknown or invalid.

@@ -1,4 +1,4 @@
-"""The current machine as a value: from stored measurements of ``roomier hardware``, otherwise from a quick one."""
+"""Description of the current machine, from stored measurements of ``roomier hardware`` or a quick measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.measured import Circumstances, Measured, circumstances_of
 from roomier.hardware.measuring import measure_quickly
 
-# Values without a measurement: loopback between processes of one host, and one drive of a usual server. Assumed.
+# Assumed values without a measurement: loopback between processes of one host, and one drive of a typical server.
 _EXCHANGE = Link(2e9, 2e-4)
 _NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; links between machines are never measured
 _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
@@ -25,9 +25,9 @@ def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto"
     """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
     The rates are stored measurements of ``roomier hardware`` for this host with the same processor, version of torch,
-    number of ranks and threads per rank. Otherwise, GPUs of the table have the rates of their data sheets, and other
-    values come from a quick measurement of about a second, one time per process. ``source`` states the origin. The
-    memory is the memory that is available now.
+    number of ranks and threads per rank. Otherwise, the rates of GPUs in the table come from their data sheets, and
+    other values come from a quick measurement of about a second, one time per process. ``source`` states the origin.
+    The memory is the currently available memory.
 
     Args:
         devices: ranks per node.
@@ -71,7 +71,7 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
 
 
 def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
-    """Return the stored measurement for ``num_ranks``, otherwise a quick one; None if a data sheet is more accurate.
+    """Return the stored measurement for ``num_ranks``, otherwise a quick one; None if a data sheet is used instead.
 
     Disk and collectives of a quick measurement come from another measurement of this host if one exists.
     """
@@ -110,7 +110,7 @@ def _is_alike(one: Measured, other: Measured) -> bool:
 
 def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -> Device:
     rates = dict(measured.flops_per_s)
-    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: the same fraction of its peak as bf16
+    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: assume bf16's share of the peak
         reached = rates["bf16"] / gpu.device.flops_per_s["bf16"]
         rates["fp8"] = gpu.device.flops_per_s["fp8"] * reached
     return Device(
@@ -139,7 +139,7 @@ def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
 
 
 def _memory_bytes(device: torch.device, devices: int) -> int:
-    """Memory of one rank: the memory of a GPU, or its share of the available host memory on a CPU."""
+    """Return the memory of one rank: the memory of a GPU, or its share of the available host memory on a CPU."""
     if device.type == "cuda":
         # mem_get_info returns the same total, but creates a context of 400 MiB (unslothai/unsloth-zoo#1053).
         return int(torch.cuda.get_device_properties(device).total_memory)

@@ -14,7 +14,7 @@ _MODES = (None, "get_or_create", "get", "create")
 
 
 class CometLogger(ServiceLogger):
-    """Logs to Comet. The arguments equal Lightning's.
+    """Logs to Comet. The arguments are the same as in Lightning.
 
     Comet's automatic logging of torch is disabled. After a fit, the experiment stays open until the process ends or
     ``logger.experiment.end()`` is called.
@@ -25,8 +25,8 @@ class CometLogger(ServiceLogger):
         project: name of the project; None uses ``COMET_PROJECT_NAME``, otherwise ``"lightning_logs"``.
         experiment_key: key of an experiment to resume or to create.
         mode: ``"get_or_create"`` (default), ``"get"`` or ``"create"``.
-        online: False writes only archives, for a later ``comet upload``, to ``offline_directory`` or the run folder.
-            The network is not used.
+        online: False writes only archives, for a later ``comet upload``, to ``offline_directory`` or the run folder,
+            without network access.
         prefix: prefix of each metric's name, separated by ``-``.
         kwargs: arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
 
@@ -59,7 +59,8 @@ class CometLogger(ServiceLogger):
             raise RoomierError("offline", kwargs["offline"], "was replaced by online", "Use online=False")
         if mode not in _MODES:
             raise RoomierError("mode", mode, "is unknown", "Use 'get_or_create', 'get' or 'create'")
-        # comet_ml reads both at import. Otherwise it replaces functions of torch and requests news from its server.
+        # comet_ml reads both variables at import. Otherwise it replaces functions of torch and requests news from its
+        # server.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         if online is False:
             os.environ.setdefault("COMET_DISABLE_ANNOUNCEMENT", "1")

@@ -69,7 +69,7 @@ class CSVLogger(FileLogger):
             return
         with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
             lines = file.readlines()
-        # A line without line end was interrupted while it was written, even if it looks complete.
+        # A line without a newline is incomplete, even if it looks complete, because its write was interrupted.
         complete = [line for line in lines if line.endswith("\n")]
         self._columns, *rows = csv.reader(complete or ["step,time"])
         kept = [row for row in rows if len(row) == len(self._columns) and _step_of(row) is not None]

@@ -8,7 +8,7 @@ from typing import Any
 from roomier.api.logger import Logger
 
 _METHODS = ("log_metrics", "log_hyperparams", "finalize")
-_STATUSES = {"interrupted": "failed"}  # the values of Lightning, which services accept
+_STATUSES = {"interrupted": "failed"}  # Lightning's values, which tracking services accept
 
 
 def is_logger(obj: object) -> bool:

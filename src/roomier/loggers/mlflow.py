@@ -19,7 +19,7 @@ _MAX_PARAMS = 100  # maximum number per request
 
 
 class MLFlowLogger(ServiceLogger):
-    """Logs to MLflow. The arguments equal Lightning's. The package ``mlflow-skinny`` suffices.
+    """Logs to MLflow. The arguments are the same as in Lightning. The package ``mlflow-skinny`` is sufficient.
 
     Args:
         experiment_name: name of the experiment that contains the run.

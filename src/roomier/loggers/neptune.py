@@ -1,4 +1,4 @@
-"""NeptuneLogger: raises an error, because the service of Neptune was closed."""
+"""NeptuneLogger: raises an error, because the Neptune service was shut down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def service_closed() -> PlanError:
 
 
 class NeptuneLogger:
-    """Placeholder for the logger of Neptune, whose service was closed.
+    """Placeholder for a Neptune logger. The Neptune service was shut down.
 
     Raises:
         PlanError: always, with a list of the other loggers.

@@ -1,4 +1,4 @@
-"""Ids and folders of a run's logs, stored in ``loggers.json`` of the run folder for a resumed run."""
+"""Ids and folders of a run's logs, stored in ``loggers.json`` in the run folder, where a resumed run finds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE_NAME = "loggers.json"
 
 
 def read_id(run_dir: Path, key: str) -> str | None:
-    """Return the id of the logger ``key`` in this run; None if there is none."""
+    """Return the id of the logger ``key`` in this run; None if no id is stored."""
     found = _read(run_dir).get(key)
     return None if found is None else str(found)
 

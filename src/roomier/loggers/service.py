@@ -55,7 +55,7 @@ class ServiceLogger(GuardedLogger):
         return self._project
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open the run: the run with the given id, otherwise the stored id, otherwise the current or a new run."""
+        """Open the run with the given id, otherwise with the stored id, otherwise the current run or a new run."""
         key = f"{self.name} {self._project}"
         kept = read_id(run_dir, key)
         if self._given_id is None and kept is not None and kept != self._id:

@@ -97,7 +97,7 @@ class TensorBoardLogger(GuardedLogger):
         if self._writer is not None and self._place is not None:  # opened before the run, so it belongs to this run
             self._place.keep(run_dir, cast("Path", self._folder))
             return
-        self.finalize("success")  # it may have been used after the previous run
+        self.finalize("success")  # the logger may have been used after the previous run
         folder = run_dir if self._place is None else self._place.find(run_dir)
         self._open(folder, purge_step=None if resumed_step is None else resumed_step + 1)
 
@@ -115,7 +115,8 @@ class TensorBoardLogger(GuardedLogger):
             self.experiment.add_scalar(name, value, step)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write the hyperparameters. Nested names are joined as ``outer/inner``; other values are written as text."""
+        """Write the hyperparameters. Nested names are joined as ``outer/inner``. Values other than numbers are written
+        as text."""
         from torch.utils.tensorboard.summary import hparams
 
         # SummaryWriter.add_hparams would create another run in a separate folder.

@@ -12,10 +12,10 @@ from roomier.loggers.service import ServiceLogger, missing_package
 
 
 class TrackioLogger(ServiceLogger):
-    """Logs to trackio with ``trackio.init``, and ``log`` and ``finish`` of the returned run.
+    """Logs to trackio with ``trackio.init`` and with the methods ``log`` and ``finish`` of the returned run.
 
-    The name identifies a run in trackio, which accepts hyperparameters only at the start. So the first row or the
-    hyperparameters open the run.
+    trackio identifies a run by its name and accepts hyperparameters only at the start. So the run is opened when the
+    first row or the hyperparameters are logged.
 
     Args:
         project: name of the project; None uses ``TRACKIO_PROJECT``, otherwise ``"lightning_logs"``.

@@ -16,7 +16,7 @@ _STEP = "trainer/global_step"
 
 
 class WandbLogger(ServiceLogger):
-    """Logs to Weights & Biases over ``trainer/global_step``. The arguments equal Lightning's.
+    """Logs to Weights & Biases, with ``trainer/global_step`` as the x-axis. The arguments are the same as in Lightning.
 
     After a fit, the run stays open, for example for ``wandb.log`` or ``logger.experiment``. It ends when the process
     ends, when ``wandb.finish()`` is called, or when another WandbLogger opens a run.
@@ -25,7 +25,7 @@ class WandbLogger(ServiceLogger):
         name: name of the run.
         save_dir: folder of wandb's files; None uses the run folder.
         version: id of a run to resume.
-        offline: write only files, for a later ``wandb sync``. The network is not used.
+        offline: write only files, for a later ``wandb sync``, without network access.
         dir: same as ``save_dir``.
         id: same as ``version``.
         anonymous: must be None, because wandb removed it.
@@ -88,7 +88,7 @@ class WandbLogger(ServiceLogger):
     ) -> None:
         """Call ``wandb.watch``, which logs histograms of gradients and waits for the device every ``log_freq`` steps.
 
-        It registers hooks on the current parameters, which ``zero1`` and higher strategies replace.
+        ``wandb.watch`` registers hooks on the current parameters, which ``zero1`` and higher strategies replace.
         """
         self._guard("watch", lambda: self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph))
 
@@ -99,7 +99,7 @@ class WandbLogger(ServiceLogger):
         owner = None if running is None else _owners.get(running.id)
         if running is not None and running.id != run_id and owner is not None:
             if owner._is_in_run:
-                options["reinit"] = "create_new"  # in addition to the running one
+                options["reinit"] = "create_new"  # in addition to the active run
             else:
                 running.finish()
             running = None

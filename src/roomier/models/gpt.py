@@ -182,7 +182,7 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits ``[B, T, V]``; with targets, also the mean cross-entropy in nats per target token.
 
-        The names of the arguments equal the keys of the items of :class:`roomier.data.tokens.TokenDataset`.
+        The argument names are the keys of the items of :class:`roomier.data.tokens.TokenDataset`.
 
         Args:
             input_ids: tokens ``[B, T]``, with ``T`` at most ``config.context``.

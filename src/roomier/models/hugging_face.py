@@ -1,8 +1,9 @@
 """Finds a Hugging Face model in a module and converts the names of its weights between files and memory.
 
 transformers 5 stores some weights differently in memory than in files: for example, the experts of a layer are one
-tensor, or a layer was renamed. It converts weights when it loads and saves. This file applies the same rules tensor by
-tensor, so that the full model is never in memory. transformers is imported only if the user has already imported it.
+tensor, or a layer has another name. transformers converts weights when it loads and saves them. This file applies the
+same rules tensor by tensor, so that the full model is never in memory. transformers is imported only if the user has
+already imported it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def find_pretrained(module: nn.Module) -> tuple[str, Any] | None:
     """Return the first Hugging Face model in ``module`` and the prefix of its weights, such as ``"model."`` or ``""``.
 
-    Returns None if there is none.
+    Returns None if there is no such model.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:

@@ -48,10 +48,11 @@ UpdateBlocks = Callable[..., None]
 class BlockwiseAdamW(Optimizer):
     """AdamW with moments of ``state_bits`` bits, see [Note: a step on codes].
 
-    Parameters can be sharded by rows (``fully_shard``). Each rank updates its shard, and the result equals a single
-    process. Tensors with one dimension, with fewer than 4096 elements, or with rows of fewer than 80 elements have
-    32-bit moments. With ``state_bits=32`` the bits equal ``torch.optim.AdamW(foreach=False)``, and bfloat16 weights
-    with ``weight_rounding="split"`` behave like float32 weights.
+    Parameters can be sharded by rows (``fully_shard``). Each rank updates its shard, and the result equals the result
+    of a single process. Tensors with one dimension, with fewer than 4096 elements, or with rows of fewer than 80
+    elements have 32-bit moments. With ``state_bits=32``, the results are bitwise equal to
+    ``torch.optim.AdamW(foreach=False)``, and bfloat16 weights with ``weight_rounding="split"`` behave like float32
+    weights.
 
     Args:
         params: as for any optimizer; a group can override ``state_bits`` and ``weight_rounding``.
@@ -62,13 +63,13 @@ class BlockwiseAdamW(Optimizer):
         state_bits: 4, 8 or 32 bits per moment.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
-        compiled: whether to compile the update of codes, which takes seconds in the first step and makes it 4 times as
-            fast. None compiles if it saves time and a compiler is available. Both paths round equally except for the
-            last bit of float32, which occasionally selects the adjacent code.
+        compiled: whether to compile the update of codes, which takes seconds in the first step and makes the update 4
+            times as fast. None compiles if this saves time and a compiler is available. Both paths round identically
+            except for the last bit of float32, which occasionally selects the adjacent code.
 
     Raises:
-        PlanError: an option is invalid; ``compiled=True`` without a compiler; or moments of 4 or 8 bits are requested
-            for weights that are neither float32 nor bfloat16, or that are not sharded by rows.
+        PlanError: an option is invalid; ``compiled=True`` is set but there is no compiler; or moments of 4 or 8 bits
+            are requested for weights that are neither float32 nor bfloat16, or that are not sharded by rows.
 
     Example:
         >>> optimizer = BlockwiseAdamW(model.parameters(), lr=3e-4, state_bits=8)
@@ -141,7 +142,7 @@ class BlockwiseAdamW(Optimizer):
         self._update_codes = other._update_codes or other._choose_update()
 
     def _choose_update(self) -> UpdateBlocks:
-        # Unsharded sizes: the decision does not depend on the number of ranks.
+        # Use unsharded sizes, so that the decision does not depend on the number of ranks.
         pays = sum(parameter.numel() for parameter in self._coded) >= _WORTH_COMPILING
         self._update_codes = update_blocks
         if self._coded and (pays if self.compiled is None else self.compiled):
@@ -236,7 +237,7 @@ def _update_full(
 
 
 def adamw_(value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, values: StepValues) -> None:
-    """One step of AdamW, in place except for ``gradient``, with torch's operations in torch's order."""
+    """Run one step of AdamW, in place except for ``gradient``, with torch's operations in torch's order."""
     if values.shrinks != 1:
         value.mul_(values.shrinks)
     exp_avg.lerp_(gradient, 1 - values.beta1)
@@ -257,7 +258,7 @@ def _update_rows(
     first: int,
     update: UpdateBlocks,
 ) -> None:
-    """Process some rows at a time: blocks are within rows, and each weight is read and written one time."""
+    """Update some rows at a time. A block never spans rows, and each weight is read and written one time."""
     names = ("root_codes", "ratio_codes") if "root_codes" in state else ("codes",)
     # If the memory order of a tensor differs, its rows are a copy.
     weights, gradients, low_bits = _rows(weight), _rows(gradient), state.get("low_bits")
@@ -297,7 +298,7 @@ def update_blocks(
     dither: Tensor,
     numbers: Tensor,
 ) -> None:
-    """Apply [Note: a step on codes] to blocks of one size, in place of ``codes``, ``scales`` and ``weight``.
+    """Apply [Note: a step on codes] to blocks of one size, and update ``codes``, ``scales`` and ``weight`` in place.
 
     Args:
         codes, scales: arguments of :func:`roomier.optim.block_codes.decode`.
@@ -322,7 +323,7 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 
 def _skip_update(*arguments: Any) -> None:
-    """Substitute for a compiled update if tensors have no memory."""
+    """Do nothing, in place of a compiled update, if tensors have no memory."""
 
 
 @cache
@@ -370,7 +371,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def uses_codes(shape: Sequence[int], state_bits: int) -> bool:
-    """Whether moments of a parameter with this unsharded shape are quantized if ``state_bits`` are requested."""
+    """Return True if moments of a parameter with this unsharded shape are quantized for ``state_bits``."""
     return state_bits < 32 and block_codes.can_be_coded(shape)
 
 
@@ -384,7 +385,7 @@ def blockwise_adamw_bytes(
         state_bits: bits per moment.
         dtype: dtype of the parameter.
         weight_rounding: storage of bfloat16 weights.
-        num_rows: number of its rows on this rank; None for all.
+        num_rows: number of rows of the parameter on this rank; None for all rows.
     """
     part = [shape[0] if num_rows is None else num_rows, *shape[1:]] if shape else []
     num_elements = math.prod(part)

@@ -1,7 +1,7 @@
-"""Averages of weights over training steps, for ordinary tensors and for shards.
+"""Average weights over training steps, for ordinary tensors and for shards.
 
 Averages are elementwise, so each rank averages its shard without communication. 16-bit weights are averaged in float32,
-because bfloat16 cannot add 0.001 of a difference.
+because an update by 0.001 of a difference is lost in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
 ``torch.optim.swa_utils.AveragedModel``."""
 
 AverageAll = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
-"""The same for lists, in place, as ``multi_avg_fn``."""
+"""The same function for lists, in place, as ``multi_avg_fn``."""
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: 
     own: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for average, tensor in zip(averages, tensors, strict=True):
         part, goal = local(average), local(tensor)
-        if goal.device != part.device or goal.dtype != part.dtype:  # one at a time, to avoid a second copy of all
+        if goal.device != part.device or goal.dtype != part.dtype:  # one at a time, to avoid copying all tensors
             part.lerp_(goal.to(part), weight)
             continue
         parts, goals = own.setdefault((part.device, part.dtype), ([], []))
@@ -78,8 +78,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors. The average of a new tensor starts with its current value. A known name can refer to a new
-        object."""
+        """Add tensors. The average of a new tensor starts with its current value. For a known name, the new object
+        replaces the previous one."""
         for name, tensor in tensors.items():
             self._tensors[name] = tensor
             if name not in self.averages:
@@ -121,7 +121,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Load these averages, unsharded or sharded like the tensors."""
+        """Load the averages from ``values``, which are unsharded or sharded like the tensors."""
         for name, average in self.averages.items():
             if name in values:
                 average.copy_(part_like(self._tensors[name], values[name]))
@@ -130,7 +130,8 @@ class WeightAverage:
     def swap(self) -> None:
         """Exchange the values of the tensors and of the average, bit for bit. A second call undoes the first.
 
-        One tensor at a time exists twice. For 16-bit weights, whose average is wider, a copy of the weights is kept.
+        Only one tensor at a time is duplicated. For 16-bit weights, whose average is wider, a copy of the weights is
+        kept.
         """
         for name, average in self.averages.items():
             tensor = local(self._tensors[name])
@@ -152,14 +153,14 @@ class WeightAverage:
         return {name: _full_tensor_of(self._tensors[name], self._rounded(name)) for name in self.averages}
 
     def current(self) -> dict[str, Tensor]:
-        """Return the trained weights in the same form."""
+        """Return the trained weights in the same form as :meth:`averaged`."""
         if not self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
         held = {**self.averages, **self._kept}
         return {name: _full_tensor_of(self._tensors[name], value) for name, value in held.items()}
 
     def wide(self) -> dict[str, Tensor]:
-        """Return the averages that have more bits than their tensors, in the same form."""
+        """Return the averages that have more bits than their tensors, in the form of :meth:`averaged`."""
         return {
             name: _full_tensor_of(self._tensors[name], each)
             for name, each in self.averages.items()
@@ -167,7 +168,7 @@ class WeightAverage:
         }
 
     def is_wide(self, name: str) -> bool:
-        """Whether the average has more bits than its tensor."""
+        """Return True if the average has more bits than its tensor."""
         return self.averages[name].dtype != self._tensors[name].dtype
 
     def _rounded(self, name: str) -> Tensor:

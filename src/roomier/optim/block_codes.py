@@ -2,8 +2,8 @@
 
 [Note: meaning of the codes]
 For each element, roomier stores the root ``r`` of the second moment, and the first moment ``m`` as a *ratio* ``q = m /
-(r + e)``, where ``e`` is Adam's eps in that step. The ratio is the step of the weight, except for the learning rate. In
-a block with the largest root ``R`` and the largest ratio ``Q``, a code of ``b`` bits represents::
+(r + e)``, where ``e`` is Adam's eps in that step. Apart from the learning rate, the ratio is the update of the weight.
+In a block with the largest root ``R`` and the largest ratio ``Q``, a code of ``b`` bits represents::
 
     r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small roots keep precision
     q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1
@@ -17,12 +17,13 @@ gradient.
 Rounding is arithmetic (a root and a product, without a table), so it is as fast as the rest of a step.
 
 [Note: dither]
-A second moment changes by 1 part in 1000 per step (``beta2 = 0.999``), and a code by 1 in 100 or in 4. With rounding to
-nearest, codes would never change. Therefore a number is rounded up with a frequency equal to its distance from the code
-below: ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over the steps. ``u`` consists of multiples of the
-golden ratio, shifted from column to column (a Kronecker sequence; see Niederreiter, "Random Number Generation and
-Quasi-Monte Carlo Methods", 1992, chapter 3). It depends only on step and column, so a resumed run and any number of
-ranks round identically. Numbers that equal a code, such as zero and the maximum of a block, do not change.
+A second moment changes by 1 part in 1000 per step (``beta2 = 0.999``), but adjacent codes differ by 1 part in 100 (8
+bits) or in 4 (4 bits). With rounding to nearest, codes would never change. Therefore a number is rounded up with a
+frequency equal to its distance from the code below: ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over
+the steps. ``u`` consists of multiples of the golden ratio, shifted from column to column (a Kronecker sequence; see
+Niederreiter, "Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3). It depends only on step and
+column, so a resumed run and any number of ranks round identically. Numbers that equal a code, such as zero and the
+maximum of a block, do not change.
 
 [Note: blocks]
 A block is part of one row (dimension 0), with about 256 elements (8 bits) or 128 (4 bits). Parameters are sharded by
@@ -47,24 +48,24 @@ _MARGIN = 1 / 64  # prevents the maximum of a block from being rounded beyond th
 
 
 def can_be_coded(shape: Sequence[int]) -> bool:
-    """Whether a parameter with this unsharded shape has enough elements and long enough rows for blocks."""
+    """Return True if a parameter with this unsharded shape has enough elements and long enough rows for blocks."""
     return len(shape) > 1 and math.prod(shape) >= MIN_ELEMENTS and math.prod(shape[1:]) >= MIN_BLOCK
 
 
 def block_size(num_columns: int, bits: int) -> int:
-    """Number of elements of a block in a row of ``num_columns``. The last block can be shorter."""
+    """Return the number of elements of a block in a row of ``num_columns``. The last block can be shorter."""
     return math.ceil(num_columns / max(1, round(num_columns / _BLOCK[bits])))
 
 
 def num_blocks(shape: Sequence[int], bits: int) -> int:
-    """Number of blocks per row."""
+    """Return the number of blocks per row."""
     num_columns = math.prod(shape[1:])
     return math.ceil(num_columns / block_size(num_columns, bits))
 
 
 def state_bytes(shape: Sequence[int], bits: int) -> int:
-    """Bytes of codes and scales for a parameter or shard of this shape: about 2.03 (8 bits) or 1.06 (4 bits) per
-    element."""
+    """Return the bytes of codes and scales for a parameter or shard of this shape: about 2.03 (8 bits) or 1.06 (4 bits)
+    per element."""
     return math.prod(shape) * bits // 4 + shape[0] * num_blocks(shape, bits) * 2 * 4
 
 
@@ -98,7 +99,7 @@ class Region:
     size: int
 
     def cut(self, rows: Tensor) -> Tensor:
-        """Return its part of ``[rows, columns]`` as ``[rows, blocks, size]``."""
+        """Return this region of ``[rows, columns]`` as ``[rows, blocks, size]``."""
         part = rows[:, self.columns]
         return part.view(part.shape[0], part.shape[1] // self.size, self.size)
 
@@ -141,7 +142,7 @@ def encode(codes: Sequence[Tensor], scales: Sequence[Tensor], root: Tensor, rati
     """
     bits = _bits(codes)
     largest_root, largest_ratio = root.amax(2, keepdim=True), ratio.abs().amax(2, keepdim=True)
-    # Between -1 for a small root and the last code. The cast truncates, so the first code is 0.
+    # The number is between -1 (a small root) and the last code. The cast truncates, so the first code is 0.
     number = (root * (4**bits / largest_root.clamp_min(_LEAST_SCALE))).sqrt() + dither
     ratio = (ratio * (_largest_ratio_code(bits) / largest_ratio.clamp_min(_LEAST_SCALE)) - dither).floor()
     if bits == 8:

@@ -49,9 +49,10 @@ def make_optimizer(
     """Create the optimizer ``name`` for the parameters of ``network`` that require gradients.
 
     Weights with two dimensions or more have weight decay. Biases and the scales of norms do not. AdamW, Adam and SGD
-    (SGD only for unsharded parameters) use torch's fused kernels, which read memory one time and do not wait for the
-    device under a loss scale. Low-bit states are for large matrices. Embeddings (and tied output layers), biases, norms
-    and small tensors have float32 states. ``"muon"`` updates the matrices of blocks, and AdamW updates the rest.
+    (SGD only for unsharded parameters) use torch's fused kernels, which read memory one time and, with a loss scale, do
+    not wait for the device. Low-bit states are used only for large matrices. Embeddings (and tied output layers),
+    biases, norms and small tensors have float32 states. ``"muon"`` updates the matrices of blocks, and AdamW updates
+    all other parameters.
 
     Args:
         name: key of ``OPTIMIZERS``.
@@ -61,10 +62,11 @@ def make_optimizer(
         options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
         weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"``, ``"nearest"``;
             None is ``"split"``. Optimizers other than AdamW and Lion always round to nearest.
-        blocks: the blocks of ``network``, whose matrices ``"muon"`` updates. None searches them.
+        blocks: the blocks of ``network``, whose matrices ``"muon"`` updates. None searches for blocks.
 
     Raises:
-        PlanError: no parameter requires a gradient, the class does not have an option, or Muon finds no matrix.
+        PlanError: no parameter requires a gradient, the class does not have one of ``options``, or Muon finds no
+            matrix.
 
     Example:
         >>> optimizer = make_optimizer("adamw", model, lr=3e-4, options={"betas": (0.9, 0.95)})
@@ -95,7 +97,7 @@ def make_optimizer(
 
 
 def keeps_updates(optimizer: Optimizer) -> bool:
-    """Whether bfloat16 weights keep the small updates of ``optimizer``, as far as roomier can determine."""
+    """Return True if bfloat16 weights keep the small updates of ``optimizer``, as far as roomier can determine."""
     if isinstance(optimizer, (BlockwiseAdamW, Lion)):
         return True
     return not any(each.dtype is torch.bfloat16 for group in optimizer.param_groups for each in group["params"])
@@ -110,7 +112,7 @@ def _class_of(name: str, weight_rounding: str | None) -> type[Optimizer]:
 def _groups(
     name: str, kind: type[Optimizer], trained: Sequence[tuple[nn.Parameter, Trait]], decay: float
 ) -> list[dict[str, Any]]:
-    """Return parameter groups, groups with weight decay first. The model summary prints ``"holds"`` of each."""
+    """Return parameter groups, groups with weight decay first. The model summary prints ``"holds"`` of each group."""
     groups: dict[str, dict[str, Any]] = {}
     settings: dict[str, Any]
     for parameter, trait in sorted(trained, key=lambda each: _rank(name, each[1])):

@@ -1,4 +1,4 @@
-"""Conversion of the values that ``configure_optimizers`` can return to one form."""
+"""Convert the values that ``configure_optimizers`` can return to a common form."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class LRSchedulerConfig:
         frequency: number of intervals per step of the scheduler.
         reduce_on_plateau: whether ``step`` takes the value of ``monitor``.
         monitor: name of the logged metric.
-        strict: whether a missing ``monitor`` is an error instead of a notice.
+        strict: whether a missing ``monitor`` raises an error instead of printing a notice.
         name: name in LearningRateMonitor.
     """
 
@@ -89,14 +89,14 @@ def read_configured(returned: Any) -> Configured:
 
 
 def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
-    """Reject an optimizer of other parameters, and a scheduler of another optimizer, which would not train the model.
+    """Reject an optimizer of other parameters and a scheduler of another optimizer. Neither would affect the model.
 
     Args:
         configured: optimizers and schedulers of the module.
         parameters: all parameters of the model.
 
     Raises:
-        RoomierError: contains the optimizer or scheduler.
+        RoomierError: an optimizer or scheduler does not belong to the model. The error contains it.
     """
     own = {id(parameter) for parameter in parameters}
     groups = [group for optimizer in configured.optimizers for group in optimizer.param_groups]
@@ -128,7 +128,7 @@ def check_sharded_parameters(optimizers: Iterable[Optimizer]) -> None:
     """Reject an optimizer whose first step would fail on sharded parameters.
 
     Raises:
-        RoomierError: contains the optimizer.
+        RoomierError: an optimizer does not support sharded parameters. The error contains it.
     """
     for optimizer in optimizers:
         cut_groups = [group for group in optimizer.param_groups if any(map(is_sharded, group["params"]))]

@@ -19,7 +19,7 @@ class Trait:
     """Classification of one parameter.
 
     Attributes:
-        decays: whether weight decay applies: it is a weight, not a bias or the scale of a norm.
+        decays: whether weight decay applies to the parameter. It does not apply to biases and the scales of norms.
         is_looked_up: whether it is an embedding, or tied to one.
         is_large_matrix: whether it is a large weight that is not looked up, for low-bit states.
         is_hidden: whether it is a matrix of a block.
@@ -37,7 +37,7 @@ def trained_parameters(
     """Return the parameters that require gradients in the order of the network. Tied parameters appear one time.
 
     Args:
-        blocks: the blocks of ``network``. None searches them.
+        blocks: the blocks of ``network``. None searches for blocks.
     """
     norms = {p for part in network.modules() if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
     looked_up = {p for part in network.modules() if isinstance(part, _LOOKUPS) for p in part.parameters(recurse=False)}

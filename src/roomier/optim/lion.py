@@ -35,7 +35,7 @@ class Lion(Optimizer):
         betas: decay rates of the mean whose sign is used, and of the stored momentum.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
-            ``rounding.py``). Their momentum is float32.
+            ``rounding.py``). The momentum of these weights is float32.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Lion(Optimizer):
 def lion_(
     value: Tensor, gradient: Tensor, momentum: Tensor, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> None:
-    """Apply one step in place of ``value`` and ``momentum``, which have the same dtype."""
+    """Update ``value`` and ``momentum``, which have the same dtype, in place."""
     gradient = gradient.to(value.dtype)
     direction = momentum.lerp(gradient, 1 - betas[0]).sign_()
     if weight_decay:

@@ -1,6 +1,6 @@
 """This rank's shard of a tensor, for elementwise optimizers.
 
-An elementwise update needs no other rank. It runs on ordinary tensors and does not depend on the sharding.
+An elementwise update requires no communication. It runs on ordinary tensors and does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether ``tensor`` is a DTensor."""
+    """Return True if ``tensor`` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor  # slow to import, and already imported if a tensor is sharded

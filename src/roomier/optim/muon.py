@@ -3,15 +3,15 @@
 [Note: Muon]
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is the momentum ``B`` of a
 matrix, transformed such that all singular values are near 1, by ``ns_steps`` rounds of a Newton-Schulz iteration in
-bfloat16. Arithmetic, defaults and option names equal ``torch.optim.Muon``, bit for bit. The update has singular values
-near 1 for any gradient, so its learning rate has a different scale than AdamW's. The default
-``adjust_lr_fn="match_rms_adamw"`` scales updates to the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
-Training", section 2.2), so that one learning rate and schedule serve both.
+bfloat16. Option names and defaults (except ``adjust_lr_fn``) are the same as in ``torch.optim.Muon``, and results are
+bitwise equal. The update has singular values near 1 for any gradient, so its learning rate has a different scale than
+AdamW's. The default ``adjust_lr_fn="match_rms_adamw"`` scales updates to the size of AdamW's (Liu et al. 2025, "Muon is
+Scalable for LLM Training", section 2.2), so that both can use one learning rate and schedule.
 
 [Note: sharded matrices]
-The iteration requires the full matrix. The momentum stays sharded. The update of each matrix in turn is gathered in the
-dtype of the gradient, and every rank runs the iteration on the full update and keeps its rows. The result equals one
-rank. The iteration takes the same time as with replicas (ddp), and the traffic doubles.
+The iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one matrix at a time,
+in the dtype of the gradient. Every rank runs the iteration on the full update and keeps its rows. The result equals the
+result of a single rank. The iteration takes the same time as with replicas (ddp), and the traffic doubles.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
 
 
 def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
-    """Factor of the learning rate for a matrix of this shape."""
+    """Return the factor of the learning rate for a matrix of this shape."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1, shape[0] / shape[1]))

@@ -2,8 +2,9 @@
 
 [Note: 1-bit Adam]
 Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (arXiv
-2102.02888), Algorithm 1. For ``freeze_step`` steps it is Adam on gradients that are averaged in full precision. Then
-the variance ``v`` is frozen, and rank ``i`` with its local gradient ``g_i`` sends only the momentum, as signs ``C[.]``:
+2102.02888), Algorithm 1. For ``freeze_step`` steps, the algorithm is Adam on gradients that are averaged in full
+precision. Then the variance ``v`` is frozen, and rank ``i`` with its local gradient ``g_i`` sends only the momentum, as
+signs ``C[.]``:
 
     m_i = beta1 * m + (1 - beta1) * g_i
     c_i = C[m_i + e_i];                  e_i = m_i + e_i - c_i         each rank, with its error e_i
@@ -52,8 +53,8 @@ _BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32, averaged together before the freeze
 class OneBitAdam(Optimizer):
     """Adam that sends one bit per parameter after its first ``freeze_step`` steps; see [Note: 1-bit Adam].
 
-    It averages over all ranks of the default process group itself. Gradients must be local to each rank, and every rank
-    must call :meth:`step` equally often.
+    The optimizer itself averages over all ranks of the default process group. Gradients must be local to each rank, and
+    every rank must call :meth:`step` the same number of times.
 
     Args:
         params: as for any optimizer; all on one device.
@@ -87,7 +88,7 @@ class OneBitAdam(Optimizer):
         self._entries = [(p, group) for group in self.param_groups for p in group["params"] if p.numel()]
         self._pieces = [Pieces(p.numel(), self._exchange.num_ranks) for p, _ in self._entries]
         self._code: SignCode | None = None
-        self._momentum: Tensor | None = None  # the code of m, once the variance is frozen
+        self._momentum: Tensor | None = None  # the code of m, after the variance is frozen
 
     @property
     def is_frozen(self) -> bool:
@@ -105,7 +106,7 @@ class OneBitAdam(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters. All ranks must call it together."""
+        """Update all parameters. All ranks must call this method together."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -181,7 +182,7 @@ class OneBitAdam(Optimizer):
             variance.clamp_(min=variance.mean() * LEAST_VARIANCE)
             correction = 1 - group["betas"][1] ** self._num_steps
             self._hold_denominator(parameter, variance.div_(correction).sqrt_().add_(group["eps"]))
-            # The first compressed momentum starts from the exact one, which is in the error while the code is 0.
+            # The first compressed momentum starts from the exact one, which is stored in the error while the code is 0.
             momentum = self._gather(index, state.pop("exp_avg"))
             state["server_error"] = torch.zeros_like(self._own(index, momentum))
             state["worker_error"] = momentum.mul_(group["betas"][0])
@@ -290,7 +291,7 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. Tensors can be unsharded or sharded. Every rank must call it.
+        """Load the result of :meth:`state_dict`. Tensors can be unsharded or sharded. Every rank must call this method.
 
         If the number of ranks differs, errors of several ranks are merged, or some ranks start with a zero error. The
         mean of the errors, which is the part missing from the average over the ranks, does not change.
@@ -335,7 +336,7 @@ class OneBitAdam(Optimizer):
         rank, num_ranks = self._exchange.rank, self._exchange.num_ranks
         momentum, error = (saved[name].to(device, dtype) for name in ("exp_avg", "server_error"))
         self._hold_denominator(parameter, self._gather(index, saved["denominator"].to(device, dtype)))
-        # With other shards, blocks no longer have one size. The rounding of the code is added to the error.
+        # If the shards differ, blocks no longer have one size. The rounding of the code is added to the error.
         row = self._momentum[rank]
         coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=num_ranks == num_ranks_then)
         error = error.add(momentum - coded, alpha=beta1)

@@ -42,8 +42,8 @@ def chunks(num_elements: int, size: int = CHUNK) -> Iterator[slice]:
 
 
 def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, list[Any]]]:
-    """Yield ``weight`` and the tensors of its elements in flat chunks of an efficient size: the position of the first
-    element, and the chunks. Tensors that are not contiguous are yielded in full."""
+    """Yield flat chunks of ``weight`` and ``others``, which have the same elements, each with the position of its first
+    element. Tensors that are not contiguous are yielded in full."""
     tensors = [weight, *others]
     if not all(each is None or each.is_contiguous() for each in tensors):
         yield 0, tensors
@@ -62,7 +62,7 @@ def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
     """Return the float32 number of each element of an ordinary tensor (any shape).
 
     Args:
-        weight: bfloat16 tensor; a tensor of another dtype is returned itself, and :func:`write` then does no work.
+        weight: bfloat16 tensor; a tensor of another dtype is returned unchanged, and :func:`write` then has no effect.
         low_bits: result of :func:`empty_low_bits`, as updated by :func:`write`.
     """
     if weight.dtype is not torch.bfloat16:
@@ -93,7 +93,7 @@ def write(
     if low_bits is None and key is None:
         weight.copy_(value)
         return
-    # Some codes of NaN would carry into the sign, so all become the usual code.
+    # Rounding some codes of NaN would change the sign bit, so all are replaced by the default code of NaN.
     bits = value.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
     upper = bits + _HALF
     if low_bits is not None:
@@ -127,7 +127,7 @@ def noise(key: int, first: int, num_elements: int, device: torch.device | None =
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Logical right shift. The shift of int32 is arithmetic."""
+    """Return the logical right shift. The shift of int32 is arithmetic."""
     return (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
 
 

@@ -71,8 +71,9 @@ def make_schedule(
 def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
     """Resume a ``schedule`` of :func:`make_schedule`, which a Plan selected, at the step of ``saved``.
 
-    Only the step is read from the state. Shape and length belong to the new run, and peak rates to its optimizer
-    (``initial_lr``), whose state must be loaded already. If none of them changed, the learning rate keeps all bits.
+    Only the step is read from the state. The shape and the length of the schedule come from the new run, and the peak
+    rates from its optimizer (``initial_lr``), whose state must be loaded already. If none of them changed, the learning
+    rate is bitwise equal to the learning rate of a run without interruption.
 
     Args:
         schedule: scheduler of the new run.

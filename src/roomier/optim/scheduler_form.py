@@ -1,4 +1,4 @@
-"""Check that the stored state of a learning-rate scheduler is a state that it can continue with, before it is loaded.
+"""Check that a learning-rate scheduler can continue from a stored state, before the state is loaded.
 
 ``load_state_dict`` of torch writes every key of the state into the scheduler's ``__dict__``. A key such as ``get_lr``
 would replace a method.
@@ -32,7 +32,7 @@ from roomier.optim.schedule import SCHEDULES, Factor
 
 _FACTOR = fields({"name": one_of(*SCHEDULES), "num_steps": count, "warmup_steps": count, "min_lr_ratio": finite})
 _PARTS = "_schedulers"  # of SequentialLR and ChainedScheduler
-_FUNCTIONS = "lr_lambdas"  # objects with a state, or functions, which have none
+_FUNCTIONS = "lr_lambdas"  # objects with a state, or functions without a state
 
 
 def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:
@@ -40,7 +40,7 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
 
     Args:
         groups: the stored parameter groups of its optimizer.
-        place: of ``saved``, for the error.
+        place: path of ``saved``, for the error.
 
     Raises:
         FormError: a value is malformed, or a key names an attribute of the class.
@@ -83,7 +83,7 @@ def _check_function(function: Any, saved: Any, place: str) -> None:
 
 
 def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:
-    """Let a copy of a scheduler of torch compute the rate of its next step; at the end of a schedule, of this step."""
+    """Compute the next rate with a copy of a torch scheduler, or the current rate at the end of a schedule."""
     is_known = type(scheduler).__module__ == LRScheduler.__module__ and type(scheduler).get_lr is not LRScheduler.get_lr
     if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # these call functions of the user
         return None
@@ -95,7 +95,7 @@ def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict
     for copied.last_epoch in (last_epoch + 1, last_epoch):
         try:
             return list_of(number)(list(map(float, copied.get_lr())), place)
-        except Exception as error:  # it may fail in any way
+        except Exception as error:  # a malformed state can raise any error
             failed = error
     shown = {key: value for key, value in saved.items() if not key.startswith("_")}
     raise FormError(place, shown, f"a state of {type(scheduler).__name__} ({failed})") from failed

@@ -1,15 +1,16 @@
 """Tensors as their signs: one bit per element and one scale per block, in rows of bytes that ranks exchange.
 
 [Note: which scale]
-A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs this scale has the
-least error, and the error never exceeds the block, which keeps error feedback bounded (Karimireddy et al. 2019, arXiv
-1901.09847, lemma 8). The root mean square, which preserves the norm, can have an error of up to twice the block. Blocks
-never span two tensors, because one scale for the model would give norms and embeddings the size of its matrices.
+A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale has the
+least error, and the norm of the error never exceeds the norm of the block, which keeps error feedback bounded
+(Karimireddy et al. 2019, arXiv 1901.09847, lemma 8). The root mean square, which preserves the norm, can have a squared
+error of up to twice the squared norm of the block. Blocks never span two tensors, because one scale for the model would
+give norms and embeddings the size of its matrices.
 
 [Note: shards]
-A tensor of ``n`` elements is divided for ``N`` ranks like ``Shard(0)`` of a DTensor: into shards of ``ceil(n / N)``
-elements, of which the last ones can be short or empty. Row ``r`` contains shard ``r`` of every tensor: first the bits
-of all tensors, then the scales of all. In the code, a shard is padded to full blocks.
+A tensor of ``n`` elements is divided among ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
+elements. The last shards can be shorter or empty. Row ``r`` contains shard ``r`` of every tensor: first the bits of all
+tensors, then the scales of all tensors. In the code, a shard is padded to full blocks.
 """
 
 from __future__ import annotations
