@@ -163,14 +163,16 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks(tmp_path: Path, on_r
 
 
 def save_in_background_until_killed(folder: Path, victim: int, after_s: float) -> None:
-    if dist.get_rank() == victim:
-        threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     saver = BackgroundSaver(all_ranks())
     for step in range(1, 10_000):
         saver.start(folder / "last", sharded_state(step))
         saver.wait()
         if dist.get_rank() == 0:
             (folder / "reported").write_text(str(step))
+        if step == 1:
+            dist.barrier()  # the first save is reported before the kill
+            if dist.get_rank() == victim:
+                threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
