@@ -98,8 +98,7 @@ class Callback:
         """Called after the gradients of a step are computed, before clipping and the update."""
 
     def on_save_point(self, trainer: Any, pl_module: Module) -> None:
-        """Called at the end of an optimizer step, after its hooks, its validation and the hooks at the end of the
-        epoch.
+        """Called at the end of an optimizer step, after its hooks, its validation and the end-of-epoch hooks.
 
         ``trainer.save_checkpoint(path)`` writes immediately in this hook. In other hooks of a running fit, the
         checkpoint is written at the next save point.

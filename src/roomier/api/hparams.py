@@ -36,8 +36,7 @@ def is_plain(value: object) -> bool:
 
 
 def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
-    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` outwards; None if there are
-    none.
+    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` outwards, or None.
 
     If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both, and arguments of
     the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to ``__post_init__`` of a

@@ -10,8 +10,7 @@ _BASES = ("Callback", "Checkpoint", "BasePredictionWriter")  # base classes for 
 
 
 def builtin_class(obj: object) -> type | None:
-    """Return the built-in callback class of Lightning of which ``obj`` is an instance; None if it is not an instance of
-    one."""
+    """Return the built-in callback class of Lightning of which ``obj`` is an instance, or None."""
     for cls in type(obj).__mro__:
         if cls.__module__.startswith(_FOLDERS):
             return None if cls.__name__ in _BASES else cls

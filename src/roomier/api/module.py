@@ -134,8 +134,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
-        """Return the number of terms over which the loss of ``batch`` is averaged. It is the weight of this
-        micro-batch.
+        """Return the number of terms over which the loss is averaged, which is the weight of this micro-batch.
 
         If each micro-batch is weighted by its number of terms, accumulated gradients equal the gradients of the full
         batch. By default, integer targets other than -100 are counted (``labels``, ``targets``, ``target``, ``label``

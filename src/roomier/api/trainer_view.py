@@ -44,8 +44,7 @@ class TrainerView(Protocol):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Number of optimizer steps in the full run, also available in ``configure_optimizers``. Infinite if
-        unknown."""
+        """Optimizer steps in the full run. Can be read in ``configure_optimizers``. Infinite if unknown."""
 
     @property
     def is_last_batch(self) -> bool:

@@ -18,7 +18,7 @@ _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
     """Return ``flags`` with numbers for ``devices="auto"`` and ``num_nodes="auto"``.
 
-    The numbers are those of the launcher. Without a launcher, a strategy for several ranks uses all CUDA devices of the
+    The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all CUDA devices of the
     machine.
 
     Raises:
