@@ -13,8 +13,7 @@ from typing import ClassVar, get_args, get_type_hints
 from roomier.plan.choices import canonical
 
 MIN_BUDGET_BYTES = 2**20
-"""Smallest memory budget that is accepted for a device. A smaller number is probably a mistake, such as a missing
-unit."""
+"""Smallest memory budget that is accepted for a device. A smaller number probably lacks its unit, such as GiB."""
 
 
 class Options(Mapping[str, object]):

@@ -112,8 +112,7 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
 
 
 def go_back(run: Run, error: GoBackError) -> bool:
-    """Restore the newest checkpoint of the run in the same way as a resumed run. Return True if training ends at this
-    checkpoint.
+    """Restore the newest checkpoint of the run, like a resumed run. Return True if training ends at this checkpoint.
 
     Raises:
         TrainingError: the run has no checkpoint.

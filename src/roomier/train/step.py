@@ -21,7 +21,8 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# They run after on_train_batch_end and before the next window. Lightning frees gradients only in the next window.
+# These hooks run after on_train_batch_end and before the next window. Lightning frees gradients only in the next
+# window.
 _HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of the epoch, as in Lightning
 
@@ -186,7 +187,8 @@ def transfer_to(
 def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
     """Return the function that computes the gradients of one window.
 
-    It calls the engine's ``forward_backward``, ``training_step`` for manual optimization, or an update with a closure.
+    The function is the engine's ``forward_backward``, a call of ``training_step`` for manual optimization, or an update
+    with a closure.
     """
     if not run.module.automatic_optimization:
         return _manual_step(run)

@@ -29,8 +29,7 @@ def report_evaluation_mode(module: Module) -> None:
 
 
 def report_batch_statistics(module: Module, gradients: str) -> None:
-    """Print a notice about BatchNorm modules if a batch is split, because only gradients are corrected for the
-    split."""
+    """Print a notice about BatchNorm modules if a batch is split, because only gradients account for the split."""
     found = [
         name or type(each).__name__
         for name, each in network_of(module).named_modules()

@@ -29,8 +29,7 @@ _RECORD_OF_CHECKPOINT = "run.json"
 
 @dataclass(frozen=True)
 class PlainCheckpoint:
-    """Weights of a checkpoint without adapters, for a model with adapters. The weights are read before they are
-    quantized.
+    """Weights of a checkpoint without adapters, for a model with adapters. They are read before quantization.
 
     Args:
         path: the checkpoint.

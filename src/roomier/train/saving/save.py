@@ -123,8 +123,7 @@ def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
 
 
 def settle_background_save(run: Run) -> None:
-    """Wait for a checkpoint that is written in the background, and run its callback. Every rank must call this
-    function.
+    """Wait for a background checkpoint and run its callback. Every rank must call this function.
 
     Raises:
         CheckpointError: the checkpoint cannot be written.
