@@ -50,8 +50,7 @@ class Exchange:
         return received
 
     def all_gather(self, rows: Tensor) -> None:
-        """Fill ``rows`` (``[num_ranks, n]``, contiguous) with the rows of all ranks. Each rank first sets its own
-        row."""
+        """All-gather ``rows`` (``[num_ranks, n]``, contiguous) in place. Each rank first sets its own row."""
         if self.num_ranks == 1:
             return
         self._count(rows)

@@ -96,7 +96,7 @@ class RunLoaders:
 
     @property
     def train_source(self) -> Source:
-        """The training data as a source. It is created once."""
+        """The training data as a source. The source is created one time."""
         if self._train is None:
             self._train = Source(
                 self.train_loader,

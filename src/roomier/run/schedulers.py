@@ -94,7 +94,7 @@ class Schedulers:
 
         Args:
             states: values of :meth:`state`.
-            optimizers: stored states of the optimizers. Their tensors need not be loaded.
+            optimizers: stored states of the optimizers. It is not necessary to load their tensors.
 
         Raises:
             CheckpointError: the states belong to other schedulers.

@@ -165,7 +165,7 @@ class _PlanningTrainer:
 
 @contextmanager
 def _alone(module: Module) -> Iterator[None]:
-    """Give ``module`` a Trainer that needs no other rank, and restore the random state afterwards."""
+    """Give ``module`` a Trainer that requires no other rank, and restore the random state afterwards."""
     attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
     state = rng_state()
     for part, trainer in attached:
