@@ -114,8 +114,7 @@ class Trainer(LastCall):
         min_steps: minimum number of optimizer steps.
         max_time: maximum training time: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with its keywords.
         limit_train_batches: batches per epoch on each rank, as a number (int) or as a fraction (float).
-        limit_val_batches: number or fraction of batches of a validation, over all ranks. 0 disables
-            validation.
+        limit_val_batches: number or fraction of batches of a validation, over all ranks. 0 disables validation.
         limit_test_batches: batches of a test, as in ``limit_val_batches``.
         limit_predict_batches: batches of a prediction, as in ``limit_val_batches``.
         overfit_batches: train and validate on this number (int) or fraction (float) of the training batches, in a fixed
