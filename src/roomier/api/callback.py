@@ -17,7 +17,7 @@ class Callback:
 
     Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
     micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. It is the only
-    point of a step at which a checkpoint resumes bit for bit.
+    point of a step at which a saved checkpoint resumes bit for bit.
 
     Example:
         >>> class PrintLoss(roomier.Callback):
@@ -35,7 +35,7 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints: tensors, numbers, strings, and lists and dicts of them."""
+        """Return the state for checkpoints: tensors, numbers, strings, and lists and dicts of these values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ class ChecksState(Protocol):
 
 @runtime_checkable
 class PlacesTensors(Protocol):
-    """A callback that saves tensors of the size of the model in ``on_save_checkpoint``.
+    """A callback that saves tensors as large as the model in ``on_save_checkpoint``.
 
     It provides the tensors into which the saved tensors are loaded, so that each rank reads only its shards.
     """

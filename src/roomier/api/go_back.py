@@ -1,4 +1,4 @@
-"""Exception with which a callback returns a fit to its last checkpoint."""
+"""Exception that a callback raises to return a fit to its last checkpoint."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def is_plain(value: object) -> bool:
 
 
 def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
-    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` outwards, or None.
+    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` to its callers, or None.
 
     If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both, and arguments of
     the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to ``__post_init__`` of a
@@ -83,7 +83,7 @@ class HasHyperParameters:
                 arguments.
             ignore: names to exclude, even if a base class stored them.
             frame: frame of the ``__init__`` whose arguments are stored. Default: the frame of the caller.
-            logger: send the hyperparameters to the loggers.
+            logger: True to send the hyperparameters to the loggers.
 
         Raises:
             RoomierError: a name is not an argument of ``__init__``, an argument has no named items, or this method was

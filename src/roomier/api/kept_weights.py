@@ -15,7 +15,7 @@ class KeptWeights:
     """A copy of the trained parameters in float32 or higher precision, sharded like the parameters.
 
     Args:
-        with_buffers: the copy includes the floating-point buffers that are saved.
+        with_buffers: True if the copy includes the floating-point buffers that are saved.
         device: device of the copy; None for the device of the weights.
     """
 

@@ -25,7 +25,7 @@ class Ranks:
     Args:
         world: the place of this process among the ranks. Several ranks require an initialized ``torch.distributed``
             with a backend for the CPU (gloo).
-        group: another process group of the same ranks, for calls from another thread; None is the default group.
+        group: another process group of the same ranks, for calls from another thread. None means the default group.
     """
 
     def __init__(self, world: World | None = None, group: dist.ProcessGroup | None = None) -> None:

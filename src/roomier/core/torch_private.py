@@ -57,7 +57,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often ``tensor`` or a view of it was modified in place."""
+    """Return how many times ``tensor`` or a view of it was modified in place."""
     return int(tensor._version)
 
 

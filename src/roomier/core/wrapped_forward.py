@@ -16,8 +16,8 @@ class WrappedForward:
 
     Attributes:
         forward: the original forward.
-        reads_weights_later: True if parameters of the module are also read after its forward. They must then not be
-            freed before its backward.
+        reads_weights_later: True if parameters of the module are also read after its forward. These parameters must not
+            be freed before its backward.
     """
 
     reads_weights_later = False

@@ -9,7 +9,7 @@ MAX_VALUES_OF_ALIASES = 100_000
 
 
 class ExpansionError(ComposerError):
-    """YAML with too many values, with too deep nesting, or with a value that contains itself."""
+    """YAML with too many values, with excessive nesting, or with a value that contains itself."""
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -34,7 +34,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def check_aliases(text: str) -> None:
-    """Reject the texts that :class:`BoundedLoader` rejects. Use this for a text that another loader reads.
+    """Reject the texts that :class:`BoundedLoader` rejects. Use this function for a text that another loader reads.
 
     Texts that are not YAML pass this check.
 

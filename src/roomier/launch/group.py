@@ -93,7 +93,7 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
     """Reject an exit of this rank with code 0 inside the context if the other ranks do not exit, too.
 
     Args:
-        where: returns the place in the run, for messages.
+        where: function that returns the place in the run, for messages.
 
     Raises:
         TrainingError: this rank exits with code 0, and other ranks do not.

@@ -34,7 +34,7 @@ _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
     """Remove the variables of a rank from ``environ`` if this process only inherited them from a rank.
 
-    A rank starts to watch the process that started it.
+    If this process is a rank, start to watch the process that started it.
 
     Raises:
         SystemExit: the process that started this rank has ended.
@@ -113,7 +113,7 @@ def _given_address(world: World) -> tuple[str, int]:
 
 
 def _share_cores(num_ranks: int) -> int:
-    """Return the number of threads of each rank, and set this number in this process unless the user set a number."""
+    """Return the number of threads per rank, and apply it to this process unless the user set a number."""
     num_threads = max(1, _num_cores() // num_ranks)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
         torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))

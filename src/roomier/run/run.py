@@ -71,7 +71,7 @@ class Run:
         progress: the counters that checkpoints store.
         now: the state of the current step. It is not stored.
         saves: checkpoints, written and pending.
-        looks: functions that are called on every rank before a loss that is not finite would end the run.
+        looks: functions that are called on every rank before the run ends because of a loss that is not finite.
         profiler: stepped after each optimizer step; None without a profiler.
     """
 
@@ -168,7 +168,8 @@ class Run:
         See [Note: ranks end together] in ``docs/design/train.md``.
 
         Args:
-            waits: wait for the other ranks, so that the outcome applies now. Otherwise it applies at the next vote.
+            waits: wait for the other ranks, so that the outcome applies now. If False, the outcome applies at the next
+                vote.
 
         Raises:
             TrainingError: the ranks did not run the same units of a sharded model.

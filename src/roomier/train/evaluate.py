@@ -80,7 +80,7 @@ def evaluate(
 def take_statistics_of_rank_zero(run: Run) -> None:
     """Copy the floating-point buffers of rank 0 to all ranks, such as the running statistics of BatchNorm.
 
-    Each rank updates the statistics with its own batches. A checkpoint stores the buffers of rank 0. With these
+    Each rank updates the statistics with its batches. A checkpoint stores the buffers of rank 0. With these
     buffers, all ranks evaluate the same model.
     """
     if run.ranks.is_alone:

@@ -89,7 +89,7 @@ class TrainingStep:
         self._loss = loss
 
     def end(self, index: int = -1) -> None:
-        """Call the hooks after a micro-batch. For the last micro-batch of a window, they run after the optimizer."""
+        """Call the hooks after a micro-batch. For the last one of a window, they run after the optimizer step."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:

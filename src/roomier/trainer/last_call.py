@@ -78,7 +78,7 @@ class LastCall(Settings):
         manual_optimizers: the optimizers as ``Module.optimizers()`` returns them.
         estimate_steps, count_training_batches: functions that compute the attributes of the running fit that hooks may
             read before the loop starts.
-        loaders_of_calls: the loaders of the last call of each method, the newest last.
+        loaders_of_calls: the loaders of the last call of each method, in the order of the calls.
         num_batches_of: number of batches of each evaluation loader, by the method that was called.
         given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
         copied_progress: if this Trainer is a copy, the progress of the original Trainer.

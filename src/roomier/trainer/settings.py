@@ -188,17 +188,17 @@ class Settings:
 
     @property
     def global_rank(self) -> int:
-        """Number of this rank, counted over all machines."""
+        """Rank of this process among all processes."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank on its machine."""
+        """Rank of this process on its machine."""
         return self.world.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of this machine."""
+        """Index of this machine."""
         return self.world.node_rank
 
     @property

@@ -99,7 +99,7 @@ class Trainer(LastCall):
         memory_budget: upper limit for the peak memory of a device, such as ``"22GiB"``. None uses all memory of the
             device (``ChoicePlan``).
         accumulate_grad_batches: micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: upper limit for the norm, or for the values, of gradients. None and 0 disable clipping
+        gradient_clip_val: upper limit for the norm or for the values of gradients. None and 0 disable clipping
             (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
         auto_lr_find: before a fit, search for a learning rate on a copy of the model. A string is the name of the
@@ -136,7 +136,7 @@ class Trainer(LastCall):
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
         detect_anomaly: raise an error in the operation that produces NaN in backward. This is slow.
         inference_mode: run evaluations under ``torch.inference_mode``. If False, use ``torch.no_grad``.
-        profiler: ``"torch"``, or a ``torch.profiler.profile``.
+        profiler: ``"torch"``, or a ``torch.profiler.profile`` object.
         hang_timeout: time after which the run ends if the ranks wait for a rank that hangs in a step, in the formats of
             ``max_time``. None disables the check.
         default_root_dir: folder that contains the run folders ``version_N``. The default is ``"runs"``.
@@ -285,7 +285,7 @@ class Trainer(LastCall):
             model: the model. None uses the model of the last fit.
             dataloaders: one loader or a list of loaders. None uses the loaders of the DataModule or of the model.
             ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``. With None, a given ``model`` keeps its
-                weights, and the model of the last fit gets the weights of its best checkpoint, as in Lightning.
+                weights, and the model of the last fit loads the weights of its best checkpoint, as in Lightning.
             verbose: print the metrics to standard error on rank 0.
             datamodule: a DataModule that provides the data, instead of loaders.
             weights_only: must be None or True, because loading a checkpoint never executes code.
@@ -404,7 +404,7 @@ class Trainer(LastCall):
             when_committed: called without arguments in this thread when the checkpoint is complete.
 
         Raises:
-            CheckpointError: this checkpoint, or the previous asynchronous one, could not be written.
+            CheckpointError: this checkpoint, or the previous asynchronous checkpoint, could not be written.
             RoomierError: this Trainer has not fitted a model, or ``storage_options`` is given.
         """
         if self.fitted is None:

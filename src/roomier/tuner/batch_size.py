@@ -46,9 +46,9 @@ def scale_batch_size(
 ) -> int | None:
     """Find the largest micro-batch that fits into memory, and use it in the next fits of ``trainer``.
 
-    The number of samples per optimizer step stays as the batch size of the loader and ``accumulate_grad_batches``
-    specify. Only sizes that divide this number are tried, and more micro-batches are accumulated. Each trial runs steps
-    of a copy on the first samples of the loader. If samples have different lengths, set a ``margin``.
+    The batch size of the loader and ``accumulate_grad_batches`` still determine the number of samples per optimizer
+    step. Only sizes that divide this number are tried, and more micro-batches are accumulated. Each trial runs steps of
+    a copy on the first samples of the loader. If samples have different lengths, set a ``margin``.
 
     Only the size of the micro-batches changes. A fit after the search is bit-identical to a fit with this size in the
     loader.

@@ -47,11 +47,11 @@ class LearningRateCurve:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the loss falls most steeply; None if it never falls or there are too few steps.
 
-        The slope at a step is the slope of a line fitted to the losses around it, an eighth of all steps to each side,
-        as a function of the logarithm of the rate (or of the rate, if it rises linearly). A shorter line would be too
-        sensitive to the noise of individual batches. Smith (arXiv:1506.01186, section 3.3) reads two rates from the
-        curve: the rate at which the loss begins to fall, and the rate at which it stops falling. The rate of the
-        steepest descent is between them.
+        The slope at a step is the slope of a line fitted to the surrounding losses (an eighth of all steps on each
+        side), as a function of the logarithm of the rate, or of the rate itself if it rises linearly. A shorter line
+        would be too sensitive to the noise of individual batches. Smith (arXiv:1506.01186, section 3.3) reads two rates
+        from the curve: the rate at which the loss begins to fall, and the rate at which it stops falling. The rate of
+        the steepest descent is between them.
 
         Args:
             skip_begin: number of steps at the beginning that are ignored.

@@ -1,4 +1,4 @@
-"""Tuner: the two searches with Lightning's names."""
+"""Tuner, which provides both searches under Lightning's names."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Results:
     """The tables of logged values, one for training and one for the running evaluation.
 
     Args:
-        ranks: the ranks over which values are reduced; None for a single rank.
+        ranks: the ranks over which values are reduced; None means one rank.
         allows_overlaps: allow two names that are written to one column, such as ``x_epoch`` and the epoch value of
             ``x``. The last value is written, and a notice is printed. Otherwise an error is raised.
 

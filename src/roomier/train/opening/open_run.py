@@ -86,7 +86,7 @@ def open_run(
         settled: the facts of the run.
         stop: the signals that end the run.
         loggers: the loggers, which receive the rows of rank 0 if the run has a folder.
-        hooked: the callbacks whose hooks are called; None for the callbacks of ``settled``.
+        hooked: the callbacks whose hooks are called; None means the callbacks of ``settled``.
         build: function that builds the engine.
 
     Raises:
@@ -158,7 +158,7 @@ def restore_run(run: Run) -> Path | None:
     """Load the first weights and the checkpoint of ``run``, and start its loggers.
 
     Returns:
-        The checkpoint that was loaded; None without a checkpoint.
+        The checkpoint that was loaded, or None.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not match the model or the optimizer.

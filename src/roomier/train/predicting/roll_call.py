@@ -35,7 +35,7 @@ _HERE, _LEFT = "here", "left"
 
 
 class RollCall:
-    """Context in which this rank takes part in a stream. If a rank exits it early, the other ranks are informed.
+    """Context in which this rank takes part in a stream. A rank that exits it early informs the other ranks.
 
     Args:
         ranks: the ranks of the stream. All ranks create a RollCall at the same place.

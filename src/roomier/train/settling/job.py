@@ -35,7 +35,7 @@ _num_fits: Counter[Path] = Counter()  # number of fits of this process, by root
 
 @dataclass(frozen=True)
 class Earlier:
-    """The latest state of the same fit before its job was restarted.
+    """The latest state of this fit before its job was restarted.
 
     Attributes:
         checkpoint: the newest complete checkpoint.

@@ -1,4 +1,4 @@
-"""Start of a call: its checkpoint, run folder, job and first weights."""
+"""Start of a call, with its checkpoint, run folder, job and initial weights."""
 
 from __future__ import annotations
 

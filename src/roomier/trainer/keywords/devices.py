@@ -40,7 +40,7 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
 
 
 def _number_of(devices: Any) -> Any:
-    """Return ``"auto"`` for -1, and the length of a list of the first devices."""
+    """Return ``"auto"`` for -1, the length of a list of the first devices, or any other value unchanged."""
     if devices in (-1, "-1"):
         return "auto"
     listed = devices

@@ -55,17 +55,17 @@ class Strategy:
 
     @property
     def global_rank(self) -> int:
-        """Number of this rank, counted over all machines."""
+        """Rank of this process among all processes."""
         return self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank on its machine."""
+        """Rank of this process on its machine."""
         return self._trainer.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of this machine."""
+        """Index of this machine."""
         return self._trainer.node_rank
 
     @property
