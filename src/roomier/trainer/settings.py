@@ -260,7 +260,7 @@ class Settings:
         """Add the callbacks that ``module.configure_callbacks()`` returns. They replace callbacks of the same type.
 
         Raises:
-            RoomierError: the method returned an object that is not a callback.
+            RoomierError: the method did not return a callback or a list of callbacks.
         """
         own = module.configure_callbacks()
         if own is not None and not (isinstance(own, (list, tuple)) or is_one(own, Callback)):

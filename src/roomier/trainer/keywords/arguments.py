@@ -214,7 +214,7 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
         enable_checkpointing: whether to add a ModelCheckpoint.
 
     Raises:
-        RoomierError: ``callbacks`` contains an object that is not a callback, or a ModelCheckpoint with
+        RoomierError: ``callbacks`` is neither a callback nor a list, or contains a ModelCheckpoint with
             ``enable_checkpointing=False``.
     """
     callbacks = given["callbacks"]
