@@ -1,4 +1,4 @@
-"""Train PyTorch models that exceed the available memory: one Trainer, one strategy flag, planned before it runs."""
+"""Train PyTorch models that exceed the available memory, with one Trainer, one strategy flag and a plan."""
 
 from importlib import import_module
 from importlib.metadata import version

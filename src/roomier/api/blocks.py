@@ -1,4 +1,4 @@
-"""The blocks of a model: units of all-gather, recomputation and offload.
+"""Blocks of a model, which are the units of all-gather, recomputation and offload.
 
 A block is a module that repeats along the depth of a model, such as a transformer layer. A model can declare its
 blocks. Hugging Face models declare them in ``_no_split_modules``. Otherwise they are inferred.
@@ -82,12 +82,12 @@ def _has_parameters(module: nn.Module) -> bool:
 def num_elements_of(network: nn.Module) -> int:
     """Return the number of elements in all parameters of ``network``.
 
-    A copy with fewer blocks returns the number of the original model, so that the same layers are considered large.
+    For a copy with fewer blocks, return the number of the original model, so that the same layers are considered large.
     """
     known: int | None = network.__dict__.get(_STANDS_FOR)
     return sum(each.numel() for each in network.parameters()) if known is None else known
 
 
 def represent_larger(network: nn.Module, num_elements: int) -> None:
-    """Let :func:`num_elements_of` return ``num_elements`` for ``network``, which represents a larger model."""
+    """Make :func:`num_elements_of` return ``num_elements`` for ``network``, which represents a larger model."""
     network.__dict__[_STANDS_FOR] = num_elements

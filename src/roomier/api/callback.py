@@ -17,7 +17,7 @@ class Callback:
 
     Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
     micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. It is the only
-    point of a step at which a checkpoint resumes bit for bit.
+    point of a step at which a saved checkpoint resumes bit for bit.
 
     Example:
         >>> class PrintLoss(roomier.Callback):
@@ -27,7 +27,7 @@ class Callback:
     """
 
     monitors: ClassVar[bool] = False
-    """True if the callback watches a logged metric, so its hooks must run after the hooks that log it."""
+    """True if the callback watches a logged metric. Its hooks then run after the hooks that log the metric."""
 
     @property
     def state_key(self) -> str:
@@ -35,14 +35,14 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints: tensors, numbers, strings, and lists and dicts of them."""
+        """Return the state for checkpoints: tensors, numbers, strings, and lists and dicts of these values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned."""
 
     def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
-        """Called in every process at the start of a call.
+        """Called in every process at the start of ``fit``, ``validate``, ``test`` or ``predict``.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -82,14 +82,14 @@ class Callback:
         """Called after a micro-batch. For the last micro-batch of a step, it is called after the update.
 
         Args:
-            outputs: dict with the output of ``training_step``, whose ``"loss"`` is the loss of the backward.
+            outputs: dict with the output of ``training_step``. Its ``"loss"`` is the loss that was backpropagated.
         """
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Module, optimizer: Optimizer) -> None:
         """Called before gradients are zeroed, after the first forward of a step."""
 
     def on_before_backward(self, trainer: Any, pl_module: Module, loss: Tensor) -> None:
-        """Called before each backward with its loss (0-dim tensor)."""
+        """Called with the loss (0-dim tensor) before each backward."""
 
     def on_after_backward(self, trainer: Any, pl_module: Module) -> None:
         """Called after each backward."""
@@ -98,7 +98,7 @@ class Callback:
         """Called after the gradients of a step are computed, before clipping and the update."""
 
     def on_save_point(self, trainer: Any, pl_module: Module) -> None:
-        """Called at the end of an optimizer step, after its hooks, its validation, and the end of the epoch if it ends.
+        """Called at the end of an optimizer step, after its hooks, its validation and the end-of-epoch hooks.
 
         ``trainer.save_checkpoint(path)`` writes immediately in this hook. In other hooks of a running fit, the
         checkpoint is written at the next save point.
@@ -189,7 +189,7 @@ class Callback:
         """Called after a prediction batch with the output of ``predict_step``."""
 
     def on_exception(self, trainer: Any, pl_module: Module, exception: BaseException) -> None:
-        """Called if a call ends with ``exception``."""
+        """Called if ``fit`` or another method of the Trainer ends with ``exception``."""
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is saved. Add tensors or plain data to ``checkpoint``."""
@@ -207,7 +207,7 @@ class ChecksState(Protocol):
 
         Args:
             state: the state.
-            place: path of ``state`` in the checkpoint, for the error.
+            place: path of ``state`` in the checkpoint, for the error message.
 
         Raises:
             FormError: ``load_state_dict`` cannot load it.
@@ -217,13 +217,13 @@ class ChecksState(Protocol):
 
 @runtime_checkable
 class PlacesTensors(Protocol):
-    """A callback that saves tensors of the size of the model in ``on_save_checkpoint``.
+    """A callback that saves tensors as large as the model in ``on_save_checkpoint``.
 
-    It provides the tensors into which they are loaded, so that each rank reads only its shards.
+    It provides the tensors into which the saved tensors are loaded, so that each rank reads only its shards.
     """
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors to fill, by key of the checkpoint.
+        """Return the tensors to fill, keyed by checkpoint entry.
 
         Args:
             weights: weights of the model, by name.

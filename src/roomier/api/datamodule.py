@@ -24,10 +24,10 @@ class DataModule(HasHyperParameters):
     Hyperparameters are logged together with the hyperparameters of the module.
 
     Attributes:
-        trainer: the last Trainer to which the DataModule was passed; None before.
-        name: name for user code; not used by roomier.
-        prepare_data_per_node: run ``prepare_data`` in one process per node, for local files. If False, it runs in one
-            process of all nodes, for shared files.
+        trainer: the last Trainer to which the DataModule was passed; None before the first one.
+        name: name that user code may use. roomier does not use it.
+        prepare_data_per_node: run ``prepare_data`` in one process per node, for files on local disks. If False, run it
+            in only one process across all nodes, for files on shared storage.
 
     Example:
         >>> class Numbers(roomier.DataModule):
@@ -74,7 +74,7 @@ class DataModule(HasHyperParameters):
     def prepare_data(self) -> None:
         """Prepare files, for example by downloading and tokenizing them. Do not set attributes here.
 
-        Called in one process per node, or in one process of all nodes (see ``prepare_data_per_node``).
+        Called in one process per node, or in only one process across all nodes (see ``prepare_data_per_node``).
         """
 
     def setup(self, stage: str) -> None:
@@ -104,18 +104,18 @@ class DataModule(HasHyperParameters):
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return ``batch`` after changes on the host.
+        """Modify ``batch`` on the host and return it.
 
         If the module also overrides this hook, only the hook of the DataModule is called.
         """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return ``batch`` on ``device``."""
+        """Move ``batch`` to ``device`` and return it."""
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return ``batch`` after changes on the device."""
+        """Modify ``batch`` on the device and return it."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 Step = Callable[[Any, int], Any]
 """Computes the loss of one micro-batch.
 
-Its arguments are the batch on the device and the index of the micro-batch in its window, which contains the
-micro-batches of one optimizer step. It returns the loss, a mapping with the key ``"loss"``, or None to skip the
-micro-batch.
+Its arguments are the batch on the device and the index of the micro-batch in its window (the micro-batches of one
+optimizer step). It returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch.
 """
 
 
@@ -31,13 +30,12 @@ class StepHooks:
         after_backward: called after each backward.
         zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward of a window, as in Lightning.
             None frees the gradients before that forward, which lowers the peak.
-        keeps_gradients: ``Engine.step`` keeps the gradients, because hooks may read them after the update. The caller
-            frees them with ``Engine.free_gradients``, or the next window does.
+        keeps_gradients: True if ``Engine.step`` keeps the gradients, because hooks may read them after the update. They
+            are freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.
         transfer: called instead of the move to the device.
         batch_start: called with each micro-batch on the device and its index in the window, before its forward.
-        batch_loss: called after the backward of each micro-batch with the loss of this backward (0-dim, detached)
-            and the index.
+        batch_loss: called after the backward of each micro-batch with its loss (0-dim, detached) and its index.
         batch_end: called with the index at the end of each micro-batch, except the last one of the window. The training
             loop ends the last micro-batch after the update.
         is_skipping: returns True if a hook requested to skip this step, on every rank.
@@ -56,7 +54,7 @@ class StepHooks:
 
 
 class LossScale(Protocol):
-    """Factor of the loss in ``"16-mixed"``. In all other precisions it is off, and the factor is 1.
+    """Factor by which the loss is multiplied with precision ``"16-mixed"``. With other precisions, the factor is 1.
 
     Attributes:
         num_skipped: number of steps skipped so far because their gradients were not finite (0-dim, on the device).
@@ -94,7 +92,7 @@ class Engine(Protocol):
 
     @property
     def scaler(self) -> LossScale:
-        """The loss scale. It is off outside ``"16-mixed"``."""
+        """The loss scale. It is off unless the precision is ``"16-mixed"``."""
         ...
 
     @property
@@ -127,9 +125,9 @@ class Engine(Protocol):
         """Compute gradients like :meth:`forward_backward`, for an update that computes the gradients in a closure.
 
         Args:
-            update: called after all micro-batches except the last have run. Its argument runs the last one with its
-                gradients and returns its weighted loss; LBFGS calls it several times per step. ``update`` is not called
-                if a hook skips the step.
+            update: called after all micro-batches except the last have run. Its argument is a closure that computes the
+                gradients of the last one and returns its weighted loss. LBFGS calls the closure several times per step.
+                ``update`` is not called if a hook skips the step.
         """
         ...
 
@@ -147,8 +145,8 @@ class Engine(Protocol):
     def settle(self) -> None:
         """Finish pending updates and free unsharded parameters.
 
-        Every rank must call this method before any code reads parameters or optimizer states: checkpoints,
-        evaluations, averages of weights, changes of ``requires_grad``.
+        Every rank must call this method before any code reads parameters or optimizer states, for example to save a
+        checkpoint, run an evaluation, average weights or change ``requires_grad``.
         """
         ...
 
@@ -167,7 +165,7 @@ class Engine(Protocol):
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        """Clip the gradients, by default as in the Plan. Return their norm before clipping (``"norm"`` only)."""
+        """Clip the gradients, by default as the Plan specifies. Return their norm before clipping (``"norm"`` only)."""
         ...
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
@@ -179,15 +177,15 @@ class Engine(Protocol):
         ...
 
     def leave_out_update(self) -> None:
-        """Skip the update of this step: called instead of :meth:`step`, and the loss scale does not change."""
+        """Skip the update of this step. Called instead of :meth:`step`. The loss scale does not change."""
         ...
 
     def trained_parameters_changed(self) -> None:
-        """React to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
+        """Handle parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
         ...
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Enter ``context`` around the next forward of training, one time."""
+        """Run the next forward of training inside ``context``, one time."""
         ...
 
     def weights(self) -> dict[str, Any]:
@@ -199,7 +197,7 @@ class Engine(Protocol):
         ...
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that the states of optimizers in ``state`` can be loaded, before their tensors are read.
+        """Check that the optimizer states in ``state`` can be loaded, before their tensors are read.
 
         Raises:
             CheckpointError: ``state`` belongs to other optimizers.
@@ -207,5 +205,5 @@ class Engine(Protocol):
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state`. Weights are copied in place."""
+        """Restore the state that :meth:`state` returned. Weights are copied in place."""
         ...

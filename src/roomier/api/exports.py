@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Exports:
     """Export methods of :class:`roomier.Module`."""
 
-    # TorchScript compiles the properties of a class. An exported model does not need these.
+    # TorchScript compiles the properties of a class. An exported model does not need these properties.
     __jit_unused_properties__: ClassVar[list[str]] = [
         *("trainer", "is_attached", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers"),
         *("on_gpu", "device", "dtype", "hparams", "logged_hparams", "hparams_initial", "fabric"),
@@ -29,11 +29,11 @@ class Exports:
             file_path: path of the file; None returns the program without a file.
             input_sample: input of ``forward``: a tensor, a tuple of the arguments, or a dict of keyword arguments.
                 Default: ``self.example_input_array``.
-            kwargs: arguments of ``torch.onnx.export``, and ``max_difference`` of the outputs relative to the largest
-                value (default 1e-4).
+            kwargs: arguments of ``torch.onnx.export``, and ``max_difference``: the largest allowed difference of the
+                outputs, relative to the largest value (default 1e-4).
 
         Returns:
-            ``ONNXProgram`` of torch.
+            The ``torch.onnx.ONNXProgram``.
 
         Raises:
             RoomierError: a package is missing (``pip install "roomier[onnx]"``), the module cannot be exported, or the

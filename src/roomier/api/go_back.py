@@ -1,13 +1,13 @@
-"""Exception with which a callback returns a fit to its last checkpoint."""
+"""Exception that a callback raises to return a fit to its last checkpoint."""
 
 from __future__ import annotations
 
 
 class GoBackError(Exception):
-    """Requests to restore the newest checkpoint of the run and to continue from it. The training loop catches it.
+    """Raised to restore the newest checkpoint of the run and to continue from it. The training loop catches it.
 
     Every rank must raise it at the same place: in ``on_train_batch_end`` of the last micro-batch of a step, or in a
-    function in ``Run.looks``. The callback must ensure that the run does not return to the checkpoint forever.
+    function in ``Run.looks``. The callback must ensure that the run does not return to the same checkpoint forever.
 
     Attributes:
         reason: text for the notice, and for the error if there is no checkpoint.

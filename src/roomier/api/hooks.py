@@ -41,10 +41,10 @@ CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point
 
 
 class HookTable:
-    """The hooks to call as attributes: ``table.on_train_batch_start`` is a tuple of functions.
+    """The hooks to call, as attributes: ``table.on_train_batch_start`` is a tuple of functions.
 
-    Hooks of callbacks precede the hook of the module. At the end of a training epoch, callbacks that watch a metric
-    follow the module, because the module may log the metric there.
+    Hooks of callbacks run before the hook of the module. At the end of a training epoch, callbacks that watch a metric
+    run after the module, because the module may log the metric there.
     """
 
     def __init__(self, trainer: TrainerView, module: Module, callbacks: Iterable[Callback]) -> None:

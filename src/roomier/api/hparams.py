@@ -36,7 +36,7 @@ def is_plain(value: object) -> bool:
 
 
 def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
-    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` outwards; None without one.
+    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` to its callers, or None.
 
     If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both, and arguments of
     the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to ``__post_init__`` of a
@@ -76,13 +76,14 @@ class HasHyperParameters:
         """Store the arguments of ``__init__`` in ``self.hparams``. Checkpoints contain the arguments of a Module.
 
         Call this method in ``__init__``. Values that are not plain data, such as a network, are available in
-        ``hparams``, but not saved in checkpoints, which a notice reports.
+        ``hparams``, but not saved in checkpoints. A notice reports them.
 
         Args:
-            args: names of arguments, to store only these; or one mapping or namespace, to store its items.
+            args: names of the arguments to store, or one mapping or namespace whose items are stored. Default: all
+                arguments.
             ignore: names to exclude, even if a base class stored them.
             frame: frame of the ``__init__`` whose arguments are stored. Default: the frame of the caller.
-            logger: send the hyperparameters to the loggers.
+            logger: True to send the hyperparameters to the loggers.
 
         Raises:
             RoomierError: a name is not an argument of ``__init__``, an argument has no named items, or this method was

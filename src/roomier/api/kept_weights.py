@@ -15,7 +15,7 @@ class KeptWeights:
     """A copy of the trained parameters in float32 or higher precision, sharded like the parameters.
 
     Args:
-        with_buffers: the copy includes the floating-point buffers that are saved.
+        with_buffers: True if the copy includes the floating-point buffers that are saved.
         device: device of the copy; None for the device of the weights.
     """
 
@@ -23,7 +23,7 @@ class KeptWeights:
     device: torch.device | None = None
 
     def is_on(self, device_type: str) -> bool:
-        """Return True if the copy uses memory of the device of type ``device_type``, on which the model computes."""
+        """Return True if the copy is stored on the device of the model, which has the type ``device_type``."""
         return self.device is None or self.device.type == device_type
 
 
@@ -53,5 +53,5 @@ def kept_by(callbacks: Iterable[object], *, now: bool = False) -> tuple[KeptWeig
 
 
 def held_by(callbacks: Iterable[object]) -> list[Tensor]:
-    """Return the tensors of these copies that exist now."""
+    """Return the tensors, among the copies that ``callbacks`` hold, that exist now."""
     return [tensor for each in callbacks if isinstance(each, KeepsWeights) for tensor in each.held_weights()]

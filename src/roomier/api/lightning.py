@@ -18,7 +18,7 @@ from roomier.api.wrapped import WrappedModule
 
 OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # entries of LightningCLI that are not hyperparameters
 
-# Methods for which a LightningModule uses its trainer. While it is attached, roomier's Module provides them.
+# Methods of a LightningModule that use its trainer. While it is attached, roomier's Module provides them.
 LENT = (
     "is_attached",
     "log",
@@ -170,8 +170,9 @@ def _public_names() -> tuple[str, ...]:
 def with_methods_of_module(module: nn.Module, trainer: TrainerView) -> Iterator[None]:
     """Let the LightningModules in ``module`` use ``trainer`` for logging, optimizers and properties in this context.
 
-    Each object gets a class between its class and Lightning's, as ``fully_shard`` does. So an overridden ``log`` that
-    calls ``super().log`` works. Lightning itself is not changed, and the class of the object is restored afterwards.
+    Like ``fully_shard``, it inserts a class between the class of each object and Lightning's class, so an overridden
+    ``log`` that calls ``super().log`` works. Lightning itself is not changed, and the class of the object is restored
+    afterwards.
     """
     parts = lend_to_lightning(module, trainer)
     try:
@@ -186,7 +187,8 @@ def with_methods_of_module(module: nn.Module, trainer: TrainerView) -> Iterator[
 def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn.Module]:
     """Attach the LightningModules in ``module`` permanently, as :func:`with_methods_of_module` does temporarily.
 
-    Use this for a copy that is discarded. Without a ``trainer``, they behave like a roomier.Module without a Trainer.
+    Use this for a copy that is discarded. Without a ``trainer``, the LightningModules behave like a roomier.Module
+    without a Trainer.
     """
     parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]
     for part in parts:

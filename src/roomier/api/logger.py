@@ -19,7 +19,7 @@ class Logger(ABC):
     Attributes:
         name: name for messages, and for ``Trainer(logger=name)`` if the logger belongs to roomier.
         run_dir: the run folder, set on every rank before ``start``; None if the run writes no files.
-        is_muted: the logger is disabled after an error.
+        is_muted: True if the logger was disabled after an error.
 
     Example:
         >>> class PrintLogger(roomier.Logger):
@@ -53,7 +53,7 @@ class Logger(ABC):
         """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the hyperparameters of the run. Called once, at its start."""
+        """Write the hyperparameters of the run. Called once, at the start of the run."""
 
     def finalize(self, status: str) -> None:
         """Close the destination.
@@ -75,7 +75,7 @@ class Logger(ABC):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder to which the logger writes; None if there is none."""
+        """The folder to which the logger writes; None if it writes to no folder."""
         return None if self.run_dir is None else str(self.run_dir)
 
     @property
@@ -89,7 +89,7 @@ class Logger(ABC):
         return None if self.log_dir is None else Path(self.log_dir).name
 
     def save(self) -> None:
-        """Flush pending data. This logger has none."""
+        """Flush pending data. By default, do nothing."""
 
 
 class Nothing:

@@ -1,10 +1,10 @@
-"""Default number of terms over which the loss of a batch averages.
+"""Default number of terms over which the loss of a batch is averaged.
 
 [Note: weighted accumulation]
-A loss that is a mean over ``n_i`` terms of micro-batch ``i`` has the gradient ``g_i``. The gradient of the full batch
-is ``sum(n_i * g_i) / sum(n_i)``. The mean of the ``g_i`` differs from it if the ``n_i`` differ. The engine weights each
-micro-batch by ``n_i / sum(n_i)`` before its backward, so the counts must be known before the first backward. They are
-computed from the batches on the host, which requires no synchronization with a device.
+Let ``g_i`` be the gradient of a loss that is a mean over the ``n_i`` terms of micro-batch ``i``. The gradient of the
+full batch is ``sum(n_i * g_i) / sum(n_i)``. The mean of the ``g_i`` differs from this gradient if the ``n_i`` differ.
+The engine weights each micro-batch by ``n_i / sum(n_i)`` before its backward, so the counts must be known before the
+first backward. They are computed from the batches on the host, which requires no synchronization with a device.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,16 @@ TARGET_KEYS = ("labels", "targets", "target", "label", "y")
 
 
 def count_loss_terms(batch: Any, *, is_shifted_inside: bool = False, ignored_label: int = IGNORE_INDEX) -> int | Tensor:
-    """Return the number of terms over which a loss of ``batch`` averages.
+    """Return the number of terms over which a loss of ``batch`` is averaged.
 
-    Integer targets count, except targets equal to ``ignored_label``. Otherwise samples count.
+    Integer targets are counted, except targets equal to ``ignored_label``. Without integer targets, samples are
+    counted.
 
     Args:
         batch: a mapping with one of the keys ``labels, targets, target, label, y``; or ``(inputs..., targets)``.
         is_shifted_inside: the model drops the first target of each row, as causal models of Hugging Face do. Targets
             under the key ``shift_labels`` are not shifted.
-        ignored_label: the target that does not count.
+        ignored_label: the target value that is not counted.
 
     Returns:
         An int if the targets are on the CPU. Otherwise a 0-dim tensor, to avoid waiting for the device.

@@ -1,4 +1,4 @@
-"""Detection of methods whose names are similar to hooks. They are never called, so they are reported."""
+"""Detection of methods whose names are similar to hooks. Such methods are never called, so they are reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMOVED = {
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
 }
-# Also removed, but a method with this name may belong to the user and be called by the user.
+# Also removed from Lightning, but users may define and call a method with this name.
 FORMER = {
     "training_step_end": "move its code to the end of training_step",
     "validation_step_end": "move its code to the end of validation_step",
@@ -40,7 +40,7 @@ def check_hook_names(obj: object, base: type) -> None:
     """Report methods of ``obj`` whose names are similar to hooks, and reject removed hooks of Lightning.
 
     Names that contain the name of a hook, such as ``on_train_epoch_end_extra`` or ``prepare_datasets``, are not
-    reported. A name is not reported either if the same class also defines the similar hook.
+    reported. A method is not reported either if its class also defines the similar hook.
 
     Args:
         obj: a Module, DataModule or Callback.

@@ -80,7 +80,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch and log metrics.
 
-        The arguments are ``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders.
+        The arguments are ``(batch, batch_idx)``, and ``dataloader_idx`` if there are several loaders.
         """
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,13 +134,13 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
-        """Return the number of terms over which the loss of ``batch`` averages: the weight of this micro-batch.
+        """Return the number of terms over which the loss is averaged, which is the weight of this micro-batch.
 
         If each micro-batch is weighted by its number of terms, accumulated gradients equal the gradients of the full
-        batch. By default, integer targets other than -100 count (``labels``, ``targets``, ``target``, ``label`` or
-        ``y`` of a mapping, or the last item of a tuple). Without integer targets, samples count. Override this method
-        if the loss averages over other terms. For example, ``cross_entropy(weight=...)`` divides by the sum of the
-        class weights of the targets, so return this sum.
+        batch. By default, integer targets other than -100 are counted (``labels``, ``targets``, ``target``, ``label``
+        or ``y`` of a mapping, or the last item of a tuple). Without integer targets, samples are counted. Override this
+        method if the loss is averaged over other terms. For example, ``cross_entropy(weight=...)`` divides by the sum
+        of the class weights of the targets, so return this sum.
 
         Args:
             batch: the batch as the loader returned it, before it is moved to the device.
@@ -167,7 +167,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Update the parameters. The closure computes the gradients, so an override must call or pass it."""
+        """Update the parameters. The closure computes the gradients, so an override must call it or pass it on."""
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -223,7 +223,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger; None if there is none."""
+        """The first logger, or None if no logger exists."""
         return self.trainer.logger if self.is_attached else None
 
     @property
@@ -238,12 +238,12 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
     @property
     def device(self) -> torch.device:
-        """Device of the first parameter or buffer; the CPU if there is none."""
+        """Device of the first parameter or buffer; the CPU if the module has neither."""
         return next((t.device for t in _own_tensors(self)), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first floating-point parameter or buffer; the default dtype if there is none."""
+        """Dtype of the first floating-point parameter or buffer; the default dtype if the module has neither."""
         return next((t.dtype for t in _own_tensors(self) if t.is_floating_point()), torch.get_default_dtype())
 
     def log(
@@ -275,8 +275,8 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
             reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``, or the function of
                 torch or Python with this name. For other reductions, log a torchmetrics object.
             enable_graph: has no effect. Values are stored without their graph, as in Lightning.
-            sync_dist: with several ranks, rows of the log contain the value reduced over all ranks with ``reduce_fx``
-                instead of the value of the first rank. Values of an epoch are always reduced over all ranks.
+            sync_dist: with several ranks, log the value of a step reduced over all ranks with ``reduce_fx`` instead of
+                the value of the first rank. Values of an epoch are always reduced over all ranks.
             sync_dist_group: None, or a process group of all ranks.
             add_dataloader_idx: with several loaders, append ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in the mean of the epoch. Default: the first dimension of the first tensor
@@ -333,7 +333,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """Return None, the scheduler, or the list of schedulers."""
+        """Return the scheduler, the list of several schedulers, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
@@ -402,7 +402,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Args:
             data: a tensor or a number, or mappings, lists and tuples of them.
             group: a process group; None for all ranks.
-            sync_grads: propagate gradients to the rank of each tensor.
+            sync_grads: propagate gradients to the rank that provided each tensor.
         """
         return all_gather(data, self.trainer.ranks, self.device, group, has_gradients=sync_grads)
 
@@ -428,8 +428,9 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Args:
             checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.
             map_location: device of the module; None keeps the device on which ``__init__`` creates it.
-            strict: require equal names of weights. Default: ``strict_loading``.
-            kwargs: arguments of ``__init__`` that replace stored ones, or are not stored.
+            strict: require that the checkpoint and the module have weights with the same names. Default:
+                ``strict_loading``.
+            kwargs: arguments of ``__init__`` that replace stored arguments, or that are not stored.
 
         Raises:
             RoomierError: ``map_location`` is not an available device.

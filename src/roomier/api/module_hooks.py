@@ -19,13 +19,13 @@ class ModuleHooks(nn.Module):
     """
 
     def prepare_data(self) -> None:
-        """Called before ``setup``, in one process per node or in one process of all nodes.
+        """Called before ``setup``, in one process per node or in only one process across all nodes.
 
         See ``prepare_data_per_node``.
         """
 
     def setup(self, stage: str) -> None:
-        """Called in every process at the start of a call.
+        """Called in every process at the start of ``fit``, ``validate``, ``test`` or ``predict``.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -59,14 +59,14 @@ class ModuleHooks(nn.Module):
         """Called after a micro-batch. For the last micro-batch of a step, it is called after the update.
 
         Args:
-            outputs: dict with the output of ``training_step``, whose ``"loss"`` is the loss of the backward.
+            outputs: dict with the output of ``training_step``. Its ``"loss"`` is the loss that was backpropagated.
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before gradients are zeroed, after the first forward of a step."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward with its loss (0-dim tensor)."""
+        """Called with the loss (0-dim tensor) before each backward."""
 
     def on_after_backward(self) -> None:
         """Called after each backward."""
@@ -157,16 +157,16 @@ class ModuleHooks(nn.Module):
         """Called before a checkpoint is saved. Add tensors or plain data to ``checkpoint``."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is loaded. Changes of ``checkpoint`` take effect."""
+        """Called before a checkpoint is loaded. Changes to ``checkpoint`` take effect."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return ``batch`` after changes on the host."""
+        """Modify ``batch`` on the host and return it."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return ``batch`` on ``device``."""
+        """Move ``batch`` to ``device`` and return it."""
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return ``batch`` after changes on the device."""
+        """Modify ``batch`` on the device and return it."""
         return batch

@@ -1,12 +1,12 @@
-"""Terms over which the loss of a Hugging Face model averages, inferred from its class and configuration.
+"""Terms over which the loss of a Hugging Face model is averaged, inferred from its class and configuration.
 
 [Note: no num_items_in_batch]
-The models' own way to the gradient of the full batch is the argument ``num_items_in_batch``: the loss of micro-batch
-``i`` is then ``S_i / N``, its sum over the terms of all micro-batches. The engine's weights make the same number of the
-plain mean, ``(S_i / n_i) * (n_i / N)``, see [Note: weighted accumulation]. They do so also for models that take no such
-argument and for losses that a user writes. Terms in addition to the mean are averaged with the same weights. An example
-is the loss of a router over experts, which would count one time for each micro-batch if only the mean were divided by
-``N``.
+Hugging Face models compute the gradient of the full batch if they receive the argument ``num_items_in_batch``. The loss
+of micro-batch ``i`` is then ``S_i / N``: the sum over its terms, divided by the number of terms in all micro-batches.
+The engine's weights compute the same value from the plain mean, ``(S_i / n_i) * (n_i / N)``, see [Note: weighted
+accumulation]. They also work for models that do not accept this argument and for custom losses. Terms in addition to
+the mean are averaged with the same weights. An example is the loss of a router over experts, which would be counted one
+time for each micro-batch if only the mean were divided by ``N``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SHIFTED_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def is_shifted_inside(network: nn.Module) -> bool:
-    """Return True if ``network`` shifts its labels, so that the first label of each row does not count."""
+    """Return True if ``network`` shifts its labels, so that the first label of each row is not counted."""
     names = [cls.__name__ for cls in type(network).__mro__]
     config = getattr(network, "config", None)
-    # Models of images and text that continue a text are named ForConditionalGeneration, like encoder-decoder models.
+    # Decoder-only models for images and text are named ForConditionalGeneration, like encoder-decoder models.
     is_causal = any(name.endswith(_SHIFTED_ENDINGS) for name in names) and _UNSHIFTED.isdisjoint(names)
     is_encoder_decoder = getattr(config, "is_encoder_decoder", False) or not getattr(
         config, "use_decoder_only_language_model", True

@@ -40,11 +40,11 @@ class TrainerView(Protocol):
 
     @property
     def num_steps_in_all(self) -> float:
-        """Optimizer steps of the full run, completed and remaining. Infinite if unknown."""
+        """Number of optimizer steps in the full run, completed and remaining. Infinite if unknown."""
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the full run, including while ``configure_optimizers`` runs. Infinite if unknown."""
+        """Optimizer steps in the full run. Can be read in ``configure_optimizers``. Infinite if unknown."""
 
     @property
     def is_last_batch(self) -> bool:
@@ -98,11 +98,11 @@ class TrainerView(Protocol):
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of a training epoch on this rank. Infinite if unknown."""
+        """Number of batches in a training epoch on this rank. Infinite if unknown."""
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Batches of each validation loader, over all ranks."""
+        """Number of batches of each validation loader, over all ranks."""
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
@@ -134,7 +134,7 @@ class TrainerView(Protocol):
 
     @property
     def datamodule(self) -> Any:
-        """The DataModule of the last call; None if there was none."""
+        """The DataModule of the last call, or None."""
 
     @property
     def enable_validation(self) -> bool:
@@ -152,7 +152,7 @@ class TrainerView(Protocol):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches per optimizer step in the current epoch."""
+        """Number of micro-batches per optimizer step in the current epoch."""
 
     @property
     def gradient_clip_val(self) -> float | None:
@@ -258,7 +258,7 @@ class TrainerView(Protocol):
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first callback that saves checkpoints; None if there is none."""
+        """The first callback that saves checkpoints, or None."""
 
     @property
     def checkpoint_callbacks(self) -> Sequence[Any]:
@@ -266,7 +266,7 @@ class TrainerView(Protocol):
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping callback; None if there is none."""
+        """The first EarlyStopping callback, or None."""
 
     @property
     def early_stopping_callbacks(self) -> Sequence[Any]:
@@ -274,7 +274,7 @@ class TrainerView(Protocol):
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar; None if there is none."""
+        """The progress bar, or None."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -306,7 +306,7 @@ class TrainerView(Protocol):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger; None if there is none."""
+        """The first logger, or None."""
 
     @property
     def results(self) -> Any:
@@ -389,7 +389,7 @@ class TrainerView(Protocol):
 
     @property
     def ckpt_path(self) -> Path | str | None:
-        """The checkpoint that the last call loaded; None if there was none."""
+        """The checkpoint that the last call loaded, or None."""
 
     @property
     def keeps_files(self) -> bool:

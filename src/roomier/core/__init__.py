@@ -1,1 +1,1 @@
-"""Shared foundations of all layers: world, device, batches, units, random state, errors."""
+"""Code that all layers share, such as the world, devices, batches, units, random states and errors."""

@@ -15,12 +15,12 @@ from roomier.core.tree import map_tensors
 def all_gather(data: Any, ranks: Ranks, device: torch.device, group: Any = None, *, has_gradients: bool = False) -> Any:
     """Return ``data`` with each tensor of shape (...) replaced by a tensor of shape (ranks, ...).
 
-    Numbers become tensors on ``device``. Every rank must call this function with tensors of the same shapes. With a
-    single rank, tensors are returned unchanged.
+    Numbers become tensors on ``device``. Every rank must call this function with tensors of the same shapes. With one
+    rank, tensors are returned unchanged.
 
     Args:
         group: process group; None means all ranks.
-        has_gradients: sum the gradient of the result over the ranks. Each rank receives its slice.
+        has_gradients: True to sum the gradient of the result over the ranks. Each rank receives its slice of the sum.
     """
 
     def gathered(leaf: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Classes of BatchNorm, which computes statistics of each micro-batch and updates running statistics."""
+"""BatchNorm classes, which compute statistics of each micro-batch and update running statistics."""
 
 from torch import nn
 

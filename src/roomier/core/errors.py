@@ -39,7 +39,7 @@ _TRAVELS = (str, int, float, Path, list, tuple, dict)
 
 @dataclass(frozen=True, repr=False)
 class Shown:
-    """Text in place of a received object, for another process: a generator cannot be sent, and a dataset should not."""
+    """Text that replaces an object in an error for another process, such as a generator, which cannot be sent."""
 
     text: str
 
@@ -67,7 +67,7 @@ def shorten(value: object, limit: int = 120) -> str:
     """Return ``repr(value)``, shortened to at most ``limit`` characters."""
     try:
         text = repr(value)
-    except Exception:  # for example of an object whose __init__ has not finished
+    except Exception:  # for example if the __init__ of the object has not finished
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -75,7 +75,7 @@ def shorten(value: object, limit: int = 120) -> str:
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the element of ``known`` that is most similar to ``name``, or None if no element is similar.
 
-    If elements begin with ``name``, return the shortest of them.
+    If elements begin with ``name``, return the shortest of these elements.
 
     Args:
         cutoff: minimum similarity, from 0 to 1 (``difflib.SequenceMatcher.ratio``).

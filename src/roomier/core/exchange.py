@@ -2,8 +2,9 @@
 
 [Note: bytes sent]
 The count contains the payload that a rank must send to other ranks, independent of the backend. For ``N`` rows, an
-all-to-all sends ``N - 1`` rows. An all-gather sends the row of the rank ``N - 1`` times (in a ring: each of ``N - 1``
-rows once). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B`` (:func:`all_reduce_bytes`).
+all-to-all sends ``N - 1`` rows. An all-gather sends the row of the rank ``N - 1`` times (in a ring, it sends each of
+``N - 1`` rows one time). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
+(:func:`all_reduce_bytes`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 class Exchange:
-    """Collectives over rows of tensors in the default process group. With one rank, each call is the identity.
+    """Collectives over rows of tensors in the default process group. With one rank, each call returns its input.
 
     On the CPU, ranks use point-to-point calls, because gloo's collectives copy the full tensor. On CUDA, ranks use the
     collectives of NCCL.
@@ -32,7 +33,7 @@ class Exchange:
         self.bytes_sent = 0
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Return the rows that all ranks have for this rank. Row ``j`` of the result is row ``rank`` of rank ``j``.
+        """Return the rows that all ranks send to this rank. Row ``j`` of the result is row ``rank`` of rank ``j``.
 
         Args:
             rows: ``[num_ranks, n]``, contiguous, with the same shape and dtype on all ranks.
@@ -49,7 +50,7 @@ class Exchange:
         return received
 
     def all_gather(self, rows: Tensor) -> None:
-        """Fill ``rows`` (``[num_ranks, n]``, contiguous) with the rows of all ranks. Each rank has set its own row."""
+        """All-gather ``rows`` (``[num_ranks, n]``, contiguous) in place. Each rank first sets its own row."""
         if self.num_ranks == 1:
             return
         self._count(rows)

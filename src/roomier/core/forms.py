@@ -1,4 +1,4 @@
-"""Forms of plain data that was read from a file: the types, keys and ranges that its values must have.
+"""Forms of plain data that was read from a file. A form describes the required types, keys and ranges of values.
 
 A form is a function ``form(value, place)`` that raises :class:`FormError` if the value is invalid. ``place`` names the
 value within the file. Larger forms are built from smaller ones::
@@ -6,7 +6,7 @@ value within the file. Larger forms are built from smaller ones::
     position = fields({"epoch": count, "shuffle": flag})
     position({"epoch": -1, "shuffle": True}, "data")  # data.epoch is -1, but must be an integer from 0 to ...
 
-Forms take values apart only by type, so they accept data from any source and never call its methods.
+Forms inspect values only by type and never call methods of the values, so they can check data from any source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roomier.core.errors import shorten
 Form: TypeAlias = Callable[[Any, str], None]
 
 MAX_COUNT = 2**53
-"""Largest count that is accepted: every smaller integer is exact as a float64."""
+"""Largest count that is accepted. Every integer up to this count is exact as a float64."""
 
 _SHOWN_CHARS = 60
 
@@ -30,9 +30,9 @@ class FormError(ValueError):
     """A value that does not have its form.
 
     Args:
-        place: of the value within its file, such as ``progress.global_step``.
-        value: as it was read.
-        constraint: continues "must be".
+        place: place of the value within its file, such as ``progress.global_step``.
+        value: the value as it was read.
+        constraint: text that continues "must be".
     """
 
     def __init__(self, place: str, value: object, constraint: str) -> None:
@@ -72,7 +72,7 @@ def text(value: Any, place: str) -> None:
 
 
 def number(value: Any, place: str) -> None:
-    """Accept an integer or a float, infinities and NaN included."""
+    """Accept an integer or a float, including infinities and NaN."""
     if type(value) not in (int, float):
         raise FormError(place, value, "a number")
 
@@ -97,7 +97,7 @@ def finite(value: Any, place: str) -> None:
 
 
 def one_of(*allowed: object) -> Form:
-    """Accept the values of ``allowed``, of the same type."""
+    """Accept a value that equals an element of ``allowed`` and has the same type."""
 
     def form(value: Any, place: str) -> None:
         if not any(type(value) is type(each) and value == each for each in allowed):
@@ -107,7 +107,7 @@ def one_of(*allowed: object) -> Form:
 
 
 def either(*forms: Form) -> Form:
-    """Accept values of any of ``forms``; the error is the error of the last one."""
+    """Accept values that have any of ``forms``. If none matches, raise the error of the last form."""
 
     def form(value: Any, place: str) -> None:
         for each in forms[:-1]:
@@ -121,7 +121,7 @@ def either(*forms: Form) -> Form:
 
 
 def optional(form: Form) -> Form:
-    """Accept None as well."""
+    """Accept None and the values that ``form`` accepts."""
     return lambda value, place: None if value is None else form(value, place)
 
 
@@ -166,7 +166,8 @@ def fields(required: Mapping[str, Form], others: Mapping[str, Form] | Form | Non
     """Accept a dict that has every key of ``required``.
 
     Args:
-        others: form of each further key that is allowed; a single form allows all further keys; None allows none.
+        others: forms of the additional keys that are allowed. One form allows any additional keys. None allows no
+            additional keys.
     """
 
     def check(value: Any, place: str) -> None:
@@ -186,7 +187,7 @@ def fields(required: Mapping[str, Form], others: Mapping[str, Form] | Form | Non
 
 
 def tensor(dtype: object = None, shape: Sequence[int] | None = None) -> Form:
-    """Accept a tensor, or the description of one that was not read, of this dtype and shape if they are given."""
+    """Accept a tensor, or the description of a tensor that was not read. Check the dtype and shape if given."""
 
     def form(value: Any, place: str) -> None:
         own_dtype, own_shape = getattr(value, "dtype", None), getattr(value, "shape", None)
@@ -200,10 +201,10 @@ def tensor(dtype: object = None, shape: Sequence[int] | None = None) -> Form:
 
 
 def like(own: Any) -> Form:
-    """Accept values that can take the place of ``own``: a number for a number, a list for a list, and so on.
+    """Accept values that can replace ``own``: a number for a number, a list for a list, and so on.
 
-    None in ``own`` accepts every value that is not a container. Items of a list must be like the first item of ``own``.
-    A mapping must have the keys of ``own`` and may have others.
+    For None in ``own``, every value that is not a container is accepted. Items of a list must be like the first item of
+    ``own``. A mapping must have the keys of ``own`` and may have additional keys.
     """
     if own is None:
         return _scalar

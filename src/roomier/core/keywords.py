@@ -1,4 +1,4 @@
-"""Errors for keyword arguments that do not exist: a RoomierError with a suggestion instead of a bare TypeError."""
+"""Errors for unknown keyword arguments. A RoomierError with a suggestion replaces the TypeError of Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from roomier.core.errors import RoomierError, nearest
 
-_IS_MEANT = 0.75  # similarity above which a known name is suggested; a wrong suggestion is worse than none
+_IS_MEANT = 0.75  # similarity above which a known name is suggested; a wrong suggestion is worse than no suggestion
 _NONE: Mapping[str, str] = {}
 _NONE_AT_ALL: Mapping[str, object] = {}
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -31,7 +31,7 @@ def unknown_keyword(
 def advice_for_name(
     owner: str, name: str, known: Iterable[str], former: Mapping[str, str] = _NONE, *, prefix: str = ""
 ) -> str:
-    """Return what to write instead of the keyword ``name``, as an imperative sentence.
+    """Return advice on what to write instead of the keyword ``name``, as an imperative sentence.
 
     Args:
         prefix: text before the keyword where the user writes it.
@@ -67,8 +67,8 @@ def explain_unknown_keywords(
 
     Args:
         former: action for each former name, or for each name in the interface of another library.
-        harmless: unsupported keywords with the value that requests the existing behavior. With this value, a keyword is
-            ignored.
+        harmless: unsupported keywords, each with the value that requests the existing behavior. With this value, a
+            keyword is ignored.
         check: called with all keywords before any other check.
     """
 

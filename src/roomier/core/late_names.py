@@ -1,4 +1,4 @@
-"""Lazy imports: names of a package that are imported on first access (PEP 562)."""
+"""Lazy imports for names of a package, which are imported on first access (PEP 562)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def is_first_rank() -> bool:
 
 
 def notice(message: str, *, every_rank: bool = False) -> None:
-    """Print one line on standard error, so that standard output contains data only.
+    """Print one line on standard error, so that standard output contains only data.
 
     Args:
         every_rank: print on each rank that calls this function. By default, only rank 0 prints.

@@ -20,10 +20,10 @@ def is_loopback(address: str) -> bool:
 
 
 def keep_on_loopback(environ: MutableMapping[str, str]) -> None:
-    """Let gloo and NCCL listen on the loopback interface only, unless ``environ`` already names an interface.
+    """Make gloo and NCCL listen on the loopback interface only, unless ``environ`` already names an interface.
 
-    By default, gloo listens on the interface to which the host name resolves, and NCCL prefers every other interface
-    to the loopback.
+    By default, gloo listens on the interface to which the host name resolves, and NCCL prefers all other interfaces to
+    the loopback.
     """
     name = interface_of(LOOPBACK)
     if name is not None:

@@ -1,7 +1,7 @@
-"""Values that the ranks of a run exchange on the host; with one rank, each call is the identity.
+"""Values that the ranks of a run exchange on the host. With one rank, each call returns its input.
 
-These calls are for work between steps: shares of a batch, agreements, metrics at log steps. Every rank must make the
-same calls in the same order. ``parallel/`` exchanges the tensors of a model.
+These calls are for work between steps, such as shares of a batch, agreements, and metrics at log steps. Every rank must
+make the same calls in the same order. The code in ``parallel/`` exchanges the tensors of a model.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ class Ranks:
     """Ranks of a run, over the process group that :mod:`roomier.launch` joined.
 
     Args:
-        world: the place of this process among the ranks. Several ranks need an initialized ``torch.distributed`` with
-            a backend for the CPU (gloo).
-        group: another process group of the same ranks, for calls from another thread; None is the default group.
+        world: the place of this process among the ranks. Several ranks require an initialized ``torch.distributed``
+            with a backend for the CPU (gloo).
+        group: another process group of the same ranks, for calls from another thread. None means the default group.
     """
 
     def __init__(self, world: World | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -60,10 +60,10 @@ class Ranks:
         return flag if self.is_alone else any(self.gather(flag))
 
     def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
-        """Return ``value`` of each rank, by rank, on every rank.
+        """Return on every rank the list of the ``value`` of each rank, in the order of ranks.
 
         Args:
-            allows_pickle: pickle objects that are not plain data. Use it only for values of the user. See
+            allows_pickle: pickle objects that are not plain data. Use this option only for values of the user. See
                 :mod:`roomier.core.wire`.
 
         Raises:
@@ -97,7 +97,7 @@ class Ranks:
         return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
 
     def on_zero(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on rank 0 only. Every rank returns the result, or raises the error of rank 0.
+        """Call ``function`` on rank 0 only. Every rank returns its result, or raises the error of rank 0.
 
         If the error cannot be sent, the other ranks raise a RuntimeError with its text.
         """

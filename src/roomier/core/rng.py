@@ -92,7 +92,7 @@ def check_rng_state(state: dict[str, Any], place: str) -> None:
     """Check that the generators on the CPU accept the tensors of ``state``, which has :data:`RNG_FORM`.
 
     Raises:
-        FormError: they do not.
+        FormError: a generator does not accept its tensor.
     """
     internal = tuple(state["python"]["internal"].tolist())
     try:
@@ -103,7 +103,7 @@ def check_rng_state(state: dict[str, Any], place: str) -> None:
 
 
 def check_generator_state(state: torch.Tensor, place: str) -> None:
-    """Check that a generator of torch on the CPU accepts ``state``. Raises FormError.
+    """Raise FormError if a generator of torch on the CPU does not accept ``state``.
 
     States of other devices have other sizes and are not checked.
     """
@@ -116,7 +116,7 @@ def check_generator_state(state: torch.Tensor, place: str) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the result of :func:`rng_state`. States of CUDA devices that do not exist here are skipped."""
+    """Restore the state that :func:`rng_state` returned. States of CUDA devices that do not exist are skipped."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     np.random.set_state(

@@ -1,4 +1,4 @@
-"""Private names of torch that dry runs use, with the version with which they were checked (2.13)."""
+"""Private names of torch that dry runs use, checked with torch 2.13."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ UNSCALES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 def is_fake(tensors: Sequence[Tensor]) -> bool:
     """Return whether any of ``tensors`` is a fake tensor, which has a shape but no memory."""
-    found = sys.modules.get("torch._subclasses.fake_tensor")  # its import is slow, and needed only for fake tensors
+    found = sys.modules.get("torch._subclasses.fake_tensor")  # its import is slow, and required only for fake tensors
     return found is not None and any(isinstance(each, found.FakeTensor) for each in tensors)
 
 
@@ -44,8 +44,9 @@ def num_runs() -> int:
 def few_of(items: Sequence[Any]) -> Iterator[Any]:
     """Iterate over ``items``, which all cause the same work except the last item.
 
-    With fake tensors, yield only the first item, the second and the last. The second represents all items between the
-    first and the last. Memory from the first iteration still exists in the second, so the peak equals the full loop's.
+    With fake tensors, yield only the first item, the second and the last. The second item represents all items between
+    the first and the last. Memory from the first iteration still exists in the second, so the peak equals the peak of
+    the full loop.
     """
     global _num_runs
     if len(items) <= 3 or not makes_fake_tensors():
@@ -62,11 +63,11 @@ def few_of(items: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
-    """Let functions over lists of tensors (``_foreach_*``) accept fake tensors inside the context.
+    """Make functions over lists of tensors (``_foreach_*``) accept fake tensors inside the context.
 
     Args:
-        as_on_cuda: let ``torch.optim`` use these functions by default, as for parameters on a GPU. Otherwise it updates
-            one parameter at a time, as on a CPU.
+        as_on_cuda: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False, it
+            updates one parameter at a time, as on a CPU.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import _foreach_utils
@@ -88,7 +89,7 @@ def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
-    """Replace the process groups of ``torch.distributed`` by a fake default group inside the context.
+    """Replace the process groups of ``torch.distributed`` with a fake default group inside the context.
 
     The group has ``size`` ranks, and this process is ``rank``. Collectives return without communication. The previous
     process groups are restored afterwards.
@@ -111,7 +112,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         distributed_c10d._world = known
         for made in [each for each in known.pg_map if each not in groups]:
             dist.destroy_process_group(made)
-        known.group_count = num_groups  # ranks of the real group must have equal counts
+        known.group_count = num_groups  # counts must be equal on all ranks of the real group
         distributed_c10d._update_default_pg(known.default_pg)
         sys.excepthook = hook
 

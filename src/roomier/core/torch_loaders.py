@@ -6,7 +6,7 @@ from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIt
 
 
 def kept_iterator(loader: object) -> Any:
-    """Return the iterator that a DataLoader keeps between epochs, with its workers; None if it keeps none."""
+    """Return the iterator that a DataLoader keeps between epochs, with its workers, or None."""
     return getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
 
 
@@ -30,7 +30,7 @@ def end_workers(iterator: Any) -> None:
 def end_kept_workers(loader: DataLoader[Any]) -> None:
     """End the worker processes that a DataLoader keeps between epochs, and its thread that pins memory.
 
-    The next iterator of ``loader`` starts new ones.
+    The next iterator of ``loader`` starts new processes.
     """
     iterator = _of_torch(kept_iterator(loader))
     if hasattr(iterator, "_shutdown_workers"):  # torchdata's StatefulDataLoader has iterators of another class
@@ -46,7 +46,7 @@ def _of_torch(iterator: Any) -> Any:
 def _shut_down(iterator: Any) -> None:
     iterator._shutdown_workers()
     for worker in iterator._workers:
-        if worker.is_alive():  # it is in native code that does not return, so its signal handler does not run
+        if worker.is_alive():  # the worker runs native code that does not return, so its signal handler does not run
             worker.kill()
             worker.join()
 

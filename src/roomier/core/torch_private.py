@@ -1,4 +1,4 @@
-"""Private names of torch that roomier uses, with the versions with which they were checked (2.11 and 2.13)."""
+"""Private names of torch that roomier uses, checked with torch 2.11 and 2.13."""
 
 import copy
 import warnings
@@ -57,7 +57,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often ``tensor`` or a view of it was modified in place."""
+    """Return how many times ``tensor`` or a view of it was modified in place."""
     return int(tensor._version)
 
 
@@ -80,7 +80,7 @@ def product_operators() -> frozenset[torch._ops.OpOverload]:
 
 
 def attention_operators() -> frozenset[torch._ops.OpOverload]:
-    """Return the kernels of ``scaled_dot_product_attention`` except ``math``, and those for variable lengths."""
+    """Return the kernels of ``scaled_dot_product_attention`` except ``math``, and the kernels for variable lengths."""
     ways = "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention fused_attention_overrideable"
     ways += " attention_math_for_mps"
     names = [f"_scaled_dot_product_{way}" for way in ways.split()]
@@ -108,7 +108,7 @@ def seen_as_saved(see: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer as ``Module.to`` does, by any function instead of a device and dtype."""
+    """Replace each parameter and buffer with the result of ``convert``, in the same way as ``Module.to``."""
     module._apply(convert)  # type: ignore[no-untyped-call]
 
 
@@ -118,7 +118,7 @@ def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
-    """Return ``_reset_parameters`` of the two torch modules that have it instead of ``reset_parameters``; or None."""
+    """Return ``_reset_parameters`` of the two torch modules that have it instead of ``reset_parameters``, or None."""
     if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
         return module._reset_parameters
     return None
@@ -142,7 +142,7 @@ def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
 
 
 def is_being_gathered(unit: Any) -> bool:
-    """Return whether an all-gather of a ``fully_shard`` unit has started and its result was not waited for."""
+    """Return whether an all-gather of a ``fully_shard`` unit has started and was not waited for."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is not None and group._all_gather_result is not None
 
@@ -159,8 +159,8 @@ def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> Abs
     subclass.
 
     Args:
-        lets_compile: run compiled functions compiled. The handler then receives only the operators that the compiled
-            code calls. Otherwise compiled functions run eagerly.
+        lets_compile: run the compiled code of compiled functions. The handler then receives only the operators that
+            this code calls. If False, compiled functions run eagerly.
     """
     return _CompiledInterception(handler) if lets_compile else _Interception(handler)
 
@@ -169,7 +169,7 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 
 
 class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True  # such as flex_attention; other operators of this kind would raise an error
+    supports_higher_order_operators = True  # such as flex_attention; otherwise, these operators would raise an error
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ASKS_DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
-            return device  # two of three operations on fake tensors read it, so skip the other modes
+            return device  # two of three operations on fake tensors read the device, so skip the other modes
         return self._handler(func, types, args, kwargs or {})
 
 
@@ -242,7 +242,7 @@ def is_in_backward() -> bool:
 class LossScalerOfParts(GradScaler):
     """Gradient scaler for optimizers with both sharded and unsharded parameters.
 
-    DTensor's kernel checks for infinite gradients on the ranks of the first gradient of a list. So this scaler passes
+    DTensor's kernel checks for infinite gradients on the ranks of the first gradient in a list, so this scaler passes
     sharded parameters first.
     """
 
@@ -296,7 +296,7 @@ def recompute_metric(metric: Any) -> Any:
 
 
 def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
-    """Return for each state of a metric its reduction over ranks (None if custom), and whether the state is a list."""
+    """Return the reduction over ranks of each state of a metric (None if custom), and whether the state is a list."""
     names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
     names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
     return {
@@ -326,8 +326,8 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
     """Return ``tensor``, or a tensor with the same values that is not a view.
 
     Args:
-        may_share: the result may share memory with ``tensor`` without being tracked by autograd. An in-place write to
-            one is then not seen as a change of the other.
+        may_share: True if the result may share memory with ``tensor`` without being tracked as a view. Autograd then
+            does not detect that an in-place write to one tensor changes the other tensor.
     """
     if not is_view(tensor):
         return tensor
@@ -339,12 +339,12 @@ def forget_unreduced_gradients(unit: Any) -> None:
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):  # it was unsharded at least one time
+            if hasattr(each, "_unsharded_param"):  # the parameter was unsharded at least one time
                 each._unsharded_param.grad = None
 
 
 def reduce_missing_gradients_as_zeros(unit: Any) -> None:
-    """Let a ``fully_shard`` module reduce zeros for a parameter without a gradient, because other ranks can have one.
+    """Make a ``fully_shard`` module reduce zeros for parameters that have gradients only on other ranks.
 
     This is ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13.
 
@@ -376,7 +376,7 @@ def num_calls_by_group() -> dict[str, int]:
 
 
 def compile_s() -> float:
-    """Return the seconds that this process has spent in ``torch.compile``, for forward and backward."""
+    """Return the time in seconds that this process has spent in ``torch.compile``, for forward and backward."""
     from torch._dynamo.utils import compilation_time_metrics
 
     return float(sum(compilation_time_metrics.get("_compile.compile_inner", ())))
@@ -390,7 +390,7 @@ def num_compiled_graphs() -> int:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the missing requirement of ``torch.compile`` for ``device``, or None if there is none."""
+    """Return the missing requirement of ``torch.compile`` for ``device``, or None."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -416,7 +416,7 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
     """Return the norm of several tensors from their norms, grouped as in ``torch.nn.utils.get_total_norm``.
 
     Args:
-        norms: 0-dim, each with the device and dtype of its tensor.
+        norms: 0-dim tensors, each with the device and dtype of the tensor whose norm it is.
     """
     if not norms:
         return torch.tensor(0.0)
@@ -445,7 +445,7 @@ def has_amx() -> bool:
 
 
 def is_view_operation(operator: Any) -> bool:
-    """Return whether results of ``operator`` share memory with an argument, as for ``view``."""
+    """Return whether the results of ``operator`` share memory with an argument, as the result of ``view`` does."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in operator._schema.returns)
 
 
@@ -464,7 +464,7 @@ def with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the direct submodules of ``module`` by name, with duplicates and with names that hold None."""
+    """Return the direct submodules of ``module`` by name, including duplicates and names whose value is None."""
     return dict(module._modules)
 
 

@@ -12,8 +12,8 @@ class BatchMover:
     """Callable that moves batches to ``device``. On CUDA, it uses a separate stream.
 
     The host runs ahead of a CUDA device and requests the next batch while kernels of the current batch are queued. On
-    the stream of these kernels, the copy would wait for them. On a separate stream, the copy from pinned memory runs
-    concurrently. The loaders pin memory for this. No additional batch is read ahead.
+    the stream of these kernels, the copy of the next batch would wait for the kernels. On a separate stream, the copy
+    from pinned memory runs concurrently. The loaders pin memory for this purpose. No additional batch is read ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class BatchMover:
                 copied = moved(leaf, self.device)
                 copied.record_stream(computing)  # freed memory must not be reused while kernels still read it
                 return copied
-            with torch.cuda.stream(computing):  # record_stream cannot be called on tensors inside an unknown object
+            with torch.cuda.stream(computing):  # record_stream cannot be called for tensors inside an unknown object
                 return moved(leaf, self.device)
 
         with torch.cuda.stream(self._stream):

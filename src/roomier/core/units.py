@@ -25,7 +25,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(duration_s: float) -> str:
-    """Format a duration: ``0.0123`` becomes ``"12.3 ms"``. Minutes and hours are used from 100 of the smaller unit."""
+    """Format a duration: ``0.0123`` becomes ``"12.3 ms"``. Minutes and hours are used from 100 s and 100 min on."""
     if duration_s < 0.1:
         return f"{duration_s * 1000:.3g} ms"
     for unit, length_s in (("s", 1), ("min", 60)):

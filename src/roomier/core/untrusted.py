@@ -1,4 +1,4 @@
-"""Read files that are damaged or malicious: regular files only, of bounded size and nesting.
+"""Read files that may be damaged or malicious. Only regular files of bounded size and nesting are read.
 
 All errors are OSErrors or ValueErrors. No call waits for another process, and no call reads more than its limit.
 """

@@ -18,7 +18,7 @@ class Vote:
     A vote is sent asynchronously and read at the next vote, so all ranks receive the outcome one vote later.
 
     Attributes:
-        is_split: in a completed vote, ``same`` was different on two ranks.
+        is_split: True if ``same`` was different on two ranks in a completed vote.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -34,7 +34,7 @@ class Vote:
             same: a number that must be equal on all ranks.
 
         Returns:
-            The outcome of the previous vote, or None if there is none.
+            The outcome of the previous vote, or None for the first vote.
         """
         outcome = self._arrived()
         ballot = _ballot(wishes, same)

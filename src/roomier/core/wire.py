@@ -1,8 +1,8 @@
-"""Values as bytes for other ranks: a JSON header, followed by the bytes of tensors.
+"""Conversion of values to bytes for other ranks, as a JSON header followed by the bytes of tensors.
 
-Decoding runs no code of the sender. A message contains numbers, strings, containers, tensors, paths, and objects of
-roomier's own classes. If the receiver allows it, a message also contains pickles of other objects. Unpickling can run
-any code.
+Decoding executes no code from the sender. A message contains numbers, strings, containers, tensors, paths, and objects
+of roomier's own classes. If the receiver allows it, a message also contains pickles of other objects. Unpickling can
+execute arbitrary code.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _Decoder:
 
     def _dataclass(self, name: str, values: list[Any]) -> Any:
         kind: Any = _own_class(name, is_dataclass)
-        made = object.__new__(kind)  # without __init__, as copy.copy creates an object
+        made = object.__new__(kind)  # without __init__, like copy.copy
         for each, value in zip(fields(kind), self._values(values), strict=True):
             object.__setattr__(made, each.name, value)
         return made

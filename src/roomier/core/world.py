@@ -1,4 +1,4 @@
-"""Rank of this process and number of ranks."""
+"""Rank of this process, and number of ranks."""
 
 from dataclasses import dataclass
 

@@ -11,13 +11,13 @@ from torch import nn
 class WrappedForward:
     """Replacement for ``module.forward`` that calls the original. Subclasses add behavior.
 
-    This is an object instead of a closure, because a copy of the module (``copy.deepcopy``, as an averaging callback
-    makes) needs a copy of the wrapper that calls the forward of the copied module.
+    This is an object instead of a closure, because a copy of the module (by ``copy.deepcopy``, for example in an
+    averaging callback) requires a copy of the wrapper that calls the forward of the copied module.
 
     Attributes:
         forward: the original forward.
-        reads_weights_later: parameters of the module are also read after its forward. They must then not be freed
-            before its backward.
+        reads_weights_later: True if parameters of the module are also read after its forward. These parameters must not
+            be freed before its backward.
     """
 
     reads_weights_later = False
@@ -30,7 +30,7 @@ class WrappedForward:
 
 
 def install(module: nn.Module, wrapped: WrappedForward) -> None:
-    """Replace the forward of ``module`` by ``wrapped``. Hooks of the module run outside of ``wrapped``."""
+    """Replace the forward of ``module`` with ``wrapped``. Hooks of the module run before and after ``wrapped``."""
     module.forward = wrapped
 
 

@@ -1,4 +1,4 @@
-"""YAML with limited expansion: aliases cannot turn a short text into millions of values."""
+"""YAML loader with limited expansion, so aliases cannot expand a short text to millions of values."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ MAX_VALUES_OF_ALIASES = 100_000
 
 
 class ExpansionError(ComposerError):
-    """YAML with too many values, with too deep nesting, or with a value that contains itself."""
+    """YAML with too many values, with excessive nesting, or with a value that contains itself."""
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """SafeLoader that rejects aliases which expand to more than :data:`MAX_VALUES_OF_ALIASES` values.
+    """SafeLoader that rejects aliases that expand to more than :data:`MAX_VALUES_OF_ALIASES` values.
 
-    PyYAML reads an alias as a reference, so it loads such a text quickly. Code that later copies, checks or prints the
-    values needs memory and time for each value.
+    PyYAML reads an alias as a reference, so it loads such a text quickly. However, code that later copies, checks or
+    prints the values requires memory and time for each value.
 
     Raises:
         ExpansionError: there are too many values, an alias contains itself, or the nesting is too deep.
@@ -34,7 +34,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def check_aliases(text: str) -> None:
-    """Reject the texts that :class:`BoundedLoader` rejects. Use this for a text that another loader reads.
+    """Reject the texts that :class:`BoundedLoader` rejects. Use this function for a text that another loader reads.
 
     Texts that are not YAML pass this check.
 

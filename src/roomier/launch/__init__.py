@@ -1,4 +1,4 @@
-"""Ranks: detect the launcher of this process, start the other ranks of this machine, and connect all ranks."""
+"""Detect the launcher of this process, start the other ranks of this machine, and connect all ranks."""
 
 from roomier.launch.environment import Launch
 from roomier.launch.join import exits_together, join

@@ -1,13 +1,14 @@
-"""The command that started this process, and its folder, for the other ranks of this machine.
+"""The command that started this process and its working folder, for the other ranks of this machine.
 
 [Note: folders]
 Relative paths on a command line refer to the folder in which the process was started. A script may change the folder
-before it starts the ranks, even before it imports roomier. The other ranks start in the first folder and run the same
-script, so they change the folder as rank 0 did. Relative paths then have the same meaning on all ranks.
+before it starts the ranks, even before it imports roomier. The other ranks start in the original folder and run the
+same script, so they change the folder in the same way as rank 0. Relative paths then have the same meaning on all
+ranks.
 
 [Note: Hydra]
-``@hydra.main`` derives the name of an output folder from the time of day, and can change into this folder. Each rank
-would get a different folder, so the ranks are started with the output folder of rank 0. They do not write Hydra's
+``@hydra.main`` derives the name of an output folder from the current time, and can change into this folder. Each rank
+would get a different folder, so the other ranks are started with the output folder of rank 0. They do not write Hydra's
 record of the configuration again.
 """
 
@@ -70,7 +71,7 @@ def command_again() -> Command:
 
 
 def _can_be_read_again(file: str) -> bool:
-    """Return whether ``file`` can be read again. Standard input, a pipe and a device cannot."""
+    """Return whether ``file`` can be read again. Standard input, pipes and devices cannot be read again."""
     if file.startswith(("<", "/dev/", "/proc/")):
         return False
     is_in_archive_or_removed = not os.path.exists(file)
@@ -94,7 +95,7 @@ def _folder_of_script() -> str | None:
     if spec is not None and spec.name != "__main__":
         return _folder_of_module(file.removesuffix(os.path.join(*spec.name.split(".")) + ".py").rstrip(os.sep))
     for word in filter(None, sys.orig_argv[1:]):
-        for path in (word, os.path.join(word, "__main__.py")):  # Python can also run a folder and an archive
+        for path in (word, os.path.join(word, "__main__.py")):  # Python can also run folders and archives
             if file == path:
                 return None
             if file.endswith(os.sep + path):
@@ -106,7 +107,7 @@ def _folder_of_module(root: str) -> str | None:
     """Return the folder in which ``python -m`` was started; None if ``sys.path`` does not determine it.
 
     ``python -m`` inserts the folder into ``sys.path`` before the entries of PYTHONPATH and of the standard library. The
-    script can have inserted further entries.
+    script may have inserted additional entries.
 
     Args:
         root: entry of ``sys.path`` in which the module was found.
@@ -120,7 +121,7 @@ def _folder_of_module(root: str) -> str | None:
 
 
 def _hydra_config() -> Any:
-    """Return Hydra's own configuration if this process runs a function under ``@hydra.main``, otherwise None."""
+    """Return Hydra's configuration of itself if this process runs a function under ``@hydra.main``, otherwise None."""
     module = sys.modules.get("hydra.core.hydra_config")
     return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
 

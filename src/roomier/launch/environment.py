@@ -1,7 +1,7 @@
-"""Detection of the launcher and the rank of this process: torchrun, SLURM, MPI, or roomier itself.
+"""Detection of the launcher of this process (torchrun, SLURM, MPI or roomier itself) and of its rank.
 
-All launchers set environment variables. The detected values are exported in the names of torchrun (:func:`export`), so
-that roomier and torch read the same variables.
+All launchers set environment variables. The detected values are exported under the names that torchrun uses
+(:func:`export`), so that roomier and torch read the same variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roomier.core.world import World
 from roomier.launch.hostlist import first_host, tasks_per_node
 
 STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
-"""Environment variable of the ranks that roomier started: id of the process that started the ranks of this machine."""
+"""Environment variable of ranks that roomier started: id of the process that started the ranks of this machine."""
 
 RANK_VARIABLES = (
     "RANK",
@@ -30,7 +30,7 @@ RANK_VARIABLES = (
 )
 """Environment variables of a rank that roomier started."""
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM uses step ids from here for batch scripts and interactive shells
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM uses step ids from this value on for batch scripts and interactive shells
 _DEFAULT_PORT = 29500  # default of torch
 
 
@@ -71,7 +71,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 
 def export(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Write ``launch`` into ``environ`` in the names of torchrun. An existing address and port are kept."""
+    """Write ``launch`` to ``environ`` under the names of torchrun. An existing address and port are kept."""
     world = launch.world
     environ.update(
         RANK=str(world.rank),
@@ -90,7 +90,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     rank, size = number_in(environ, "RANK"), number_in(environ, "WORLD_SIZE")
-    # Some schedulers (Kubernetes' PyTorchJob) start one process per machine and set only its rank.
+    # Some schedulers (such as PyTorchJob of Kubernetes) start one process per machine and set only its rank.
     local_rank = number_in(environ, "LOCAL_RANK", 0)
     local_size = number_in(environ, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" in environ else 1)
     node_rank = number_in(environ, "GROUP_RANK", rank // local_size)
@@ -113,7 +113,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
         return None
     node_rank = number_in(environ, "SLURM_NODEID", 0)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    # Every task must derive the same port, and two jobs on one machine different ports.
+    # All tasks of a job must derive the same port, and two jobs on one machine must derive different ports.
     port = 12000 + (number_in(environ, "SLURM_JOB_ID", 0) * 7 + step) % 20000
     return Launch(
         "SLURM",

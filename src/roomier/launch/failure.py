@@ -1,8 +1,9 @@
-"""End of a rank that fails: the failed rank reports its error first, and other ranks end without further output.
+"""Exit of ranks after a failure. The failed rank reports its error first, and other ranks exit without further output.
 
 When a rank ends, all other ranks fail in their current collective. Their tracebacks ("connection closed by peer") do
-not show the cause and are often printed last. So an error that only reports a lost peer waits for a moment. It is
-printed only if no other rank reports a failure and the launcher does not end this rank.
+not show the cause and are often printed last. Therefore, a rank waits for a moment before it prints an error that only
+reports a lost peer. The error is printed only if no other rank reports a failure and the launcher does not end this
+rank.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ class FailureNews:
     """Exchange of failures between the ranks of a run.
 
     Args:
-        ended_rank: returns a rank that this process started and that has ended, and how it ended; otherwise None.
+        ended_rank: function that returns a rank that this process started and that has ended, and how it ended;
+            otherwise None.
 
     Attributes:
-        has_error: an uncaught exception ends this rank. The cause can be a lost peer.
-        is_failing: an error of this rank ends it.
-        has_lost_peer: this rank ends because it could not reach another rank.
-        where: returns the place in the run, for messages.
-        store: store of all ranks, after the rendezvous. Its connection is not shared, because it is also used while
-            other threads hang.
+        has_error: True if an uncaught exception ends this rank. The cause can be a lost peer.
+        is_failing: True if an error in this rank ends it.
+        has_lost_peer: True if this rank ends because it could not reach another rank.
+        where: function that returns the place in the run, for messages.
+        store: store of all ranks, after the rendezvous. Its connection is not shared with other threads, because the
+            store is also used while other threads hang.
     """
 
     def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
@@ -57,21 +59,21 @@ class FailureNews:
         self._before: Hook = sys.excepthook
 
     def install(self) -> None:
-        """Install the handler of uncaught exceptions."""
+        """Install the handler for uncaught exceptions."""
         self._before, sys.excepthook = sys.excepthook, self._end
 
     def claim(self, text: str) -> bool:
-        """Return whether this rank must report ``text``: no rank failed before, or another rank with another text."""
+        """Return whether this rank must report ``text``, because no other rank has reported the same text."""
         self.is_failing = True
         first = f"{self.world.rank}\n{text}"
         if self.store is not None:
-            with suppress(DistError, RuntimeError):  # rank 0 has ended, and the store with it
+            with suppress(DistError, RuntimeError):  # rank 0 has ended, and so has the store
                 first = self.store.compare_set(_FIRST, "", first).decode()
         rank, _, reported = first.partition("\n")
         return int(rank) == self.world.rank or reported != text
 
     def wait_for_peer(self) -> str | None:
-        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe it. Return None if none failed."""
+        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe it. Return None if no rank failed."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if (ended := self._ended_rank()) is not None:
@@ -98,10 +100,10 @@ class FailureNews:
         return False
 
     def wait_for_exits(self) -> list[int]:
-        """Wait up to ``_EXIT_S`` until the other ranks call this method as well.
+        """Wait up to ``_EXIT_S`` until the other ranks also call this method.
 
         Returns:
-            The ranks that did not call it.
+            The ranks that did not call this method.
         """
         self._num_exits += 1
         return self._absent(f"roomier/exits/{self._num_exits}", _EXIT_S)
@@ -120,7 +122,7 @@ class FailureNews:
         os._exit(1)
 
     def _absent(self, prefix: str, within_s: float) -> list[int]:
-        """Return the ranks that do not call this method as well within ``within_s`` from now."""
+        """Return the ranks that do not also call this method within ``within_s`` from now."""
         if self.store is None:
             return []
         keys = {rank: f"{prefix}/{rank}" for rank in range(self.world.size)}
@@ -142,7 +144,7 @@ class FailureNews:
             known = self.wait_for_peer()
             if known == _ZERO_HAS_ENDED and self.world.rank == 1:
                 sys.stderr.write(f"roomier: {known} {self.where()}".rstrip() + "\n")
-            if known is not None:  # another process reports it
+            if known is not None:  # another process reports the error
                 return
             self.is_failing = True
             self._before(kind, error, trace)
@@ -150,7 +152,7 @@ class FailureNews:
         report_to_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
-        if self._before is sys.__excepthook__:  # in one write, because ranks share the terminal
+        if self._before is sys.__excepthook__:  # one write, because ranks share the terminal
             sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
             sys.stderr.flush()
         else:
@@ -186,7 +188,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def report_to_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """Write ``error`` into the error file of torchrun. The summary of torchrun then names the rank and the error."""
+    """Write ``error`` to the error file of torchrun. The summary of torchrun then names the rank and the error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

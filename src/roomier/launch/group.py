@@ -1,4 +1,4 @@
-"""Default process group of all ranks: start the ranks if needed, wait for all of them, and connect them."""
+"""Default process group of all ranks. Ranks are started if necessary, and all ranks are connected."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 """Environment variable: maximum number of seconds for which the ranks wait for each other at the start (600)."""
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# Longer than an operation of rank 0 alone, such as a download or the write of a large file.
+# Longer than an operation that only rank 0 runs, such as a download or writing a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _news: FailureNews | None = None
 
 
 def should_report(error: BaseException) -> bool:
-    """Return whether no other rank has reported ``error``, which ends this rank."""
+    """Return whether this rank must report ``error``, which ends it, because no other rank has reported the error."""
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
 
@@ -90,10 +90,10 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
 
 @contextmanager
 def exits_together(where: Callable[[], str]) -> Iterator[None]:
-    """Reject an exit of this rank with code 0 inside the context if the other ranks do not exit as well.
+    """Reject an exit of this rank with code 0 inside the context if the other ranks do not exit, too.
 
     Args:
-        where: returns the place in the run, for messages.
+        where: function that returns the place in the run, for messages.
 
     Raises:
         TrainingError: this rank exits with code 0, and other ranks do not.
@@ -118,8 +118,8 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
 
 
 def _leave() -> None:
-    # Threads of a process group that exists when the interpreter ends can abort the process. They are joined when the
-    # last reference to the group is deleted, and sharded models hold references in cycles.
+    # If a process group exists when the interpreter ends, its threads can abort the process. The threads are joined
+    # when the last reference to the group is deleted, and sharded models hold references in cycles.
     heartbeat.close()
     if dist.is_initialized():
         gc.collect()

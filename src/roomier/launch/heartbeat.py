@@ -1,12 +1,12 @@
-"""Heartbeat: threads in each rank that find a rank that hangs, without collectives.
+"""Heartbeat: threads in each rank that detect a hanging rank, without collectives.
 
 At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
-records of all ranks, and publishes its own record with a verdict. The other ranks read this message. On the other
-ranks, a second thread judges only rank 0. If rank 0 is stopped, so is usually the store, and then a call to the store
-blocks.
+records of all ranks, and publishes its own record with a verdict. The other ranks read this message. They also have a
+second thread that judges only rank 0. It is necessary because the store usually stops together with rank 0, and calls
+to the store then block.
 
-The training thread does no work for the heartbeat. Its position is read from its stack and from the counters of the
-run.
+The training thread does no work for the heartbeat. Other threads read its position from its stack and from the counters
+of the run.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class WatchedRun:
     """Run that the heartbeat watches.
 
     Attributes:
-        limits: bounds for the time for which ranks wait.
-        position: returns the position of the training thread.
-        stack: returns the Python stack of the training thread.
+        limits: bounds for the waiting time of ranks.
+        position: function that returns the position of the training thread.
+        stack: function that returns the Python stack of the training thread.
     """
 
     limits: Limits
@@ -72,7 +72,7 @@ def close() -> None:
 
 @contextmanager
 def watched(run: WatchedRun) -> Iterator[None]:
-    """Watch ``run`` inside the context. If roomier did not initialize the process group, there is no heartbeat."""
+    """Watch ``run`` inside the context. If roomier did not initialize the process group, no heartbeat runs."""
     heartbeat = _heartbeat
     if heartbeat is None:
         yield
@@ -98,9 +98,9 @@ class Heartbeat:
 
     Args:
         world: rank of this process and number of ranks.
-        connect: returns a connection to the store that no other thread uses.
+        connect: function that returns a connection to the store that no other thread uses.
         news: failures of the ranks.
-        end_process: ends this process with an exit code.
+        end_process: function that ends this process with an exit code.
 
     Attributes:
         run: the watched run; None outside of runs.
@@ -126,7 +126,7 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
 
     def watch(self, run: WatchedRun | None) -> None:
-        """Watch ``run`` with a new judge; None watches no run."""
+        """Watch ``run`` with a new judge. If ``run`` is None, watch no run."""
         self._judge = None if run is None else Judge(run.limits, _process_state)
         self.run = run
         if run is not None and not self._threads:
@@ -169,7 +169,7 @@ class Heartbeat:
                     exchange(store)
                     self._stop.wait(self._tick_s)
             finally:
-                self._leave(store)  # also after an error, because a rank without records would seem to hang
+                self._leave(store)  # also after an error, because a rank without records would appear to hang
 
     def _exchange_as_zero(self, store: Store) -> None:
         judge = self._judge
@@ -191,7 +191,7 @@ class Heartbeat:
             self._act(Verdict.of(message["verdict"]))
 
     def _records_of_others(self, store: Store) -> dict[int, Record]:
-        """Return the records of the other ranks; empty until all of them have published a record."""
+        """Return the records of the other ranks; empty until all of these ranks have published a record."""
         ranks = range(1, self._world.size)
         keys = [_key(rank) for rank in ranks]
         if not store.check(keys):
@@ -203,7 +203,7 @@ class Heartbeat:
         store.set(_key(0), json.dumps({"record": asdict(self._record), "verdict": verdict}))
 
     def _leave(self, store: Store) -> None:
-        """Publish that no further record follows. If rank 0 serves the store, wait until no rank uses the store."""
+        """Publish that this is the last record. If rank 0 serves the store, wait until no rank uses the store."""
         self._record = replace(self._record, has_left=True)
         if self._world.rank > 0:
             store.set(_key(self._world.rank), self._record.to_json())
@@ -223,7 +223,7 @@ class Heartbeat:
     # Late ranks ----------------------------------------------------------------------------------------------------
 
     def _next_verdict(self, late: Sequence[Late], end_s: float) -> Verdict | None:
-        """Return the verdict of rank 0: the last verdict if no other rank became late, None if no rank is late."""
+        """Return the verdict of rank 0: the last verdict if no other rank became late, or None if no rank is late."""
         for each in late:
             self._note(each)
         hung = [each for each in late if each.left_s is not None]
@@ -238,7 +238,7 @@ class Heartbeat:
         return Verdict(self._last_number + 1, ends, end_s, hung)
 
     def _judge_zero(self) -> None:
-        """Judge rank 0 on another rank, which detects only a silent rank 0. The verdicts apply to this rank only."""
+        """Judge rank 0 on another rank. Only a silent rank 0 is detected. The verdicts apply to this rank only."""
         run, judge, beat, is_reported = None, None, 0, False
         while not self._stop.wait(self._tick_s):
             if self.run is not run:
@@ -290,10 +290,10 @@ class Heartbeat:
         self._news.is_failing = True
         report_to_torchrun(error, None)
         if rank == 0:
-            self._news.claim(f"{type(error).__name__}: {error}")  # so that other ranks report no lost connection
+            self._news.claim(f"{type(error).__name__}: {error}")  # so that other ranks do not report a lost connection
         if self._world.local_rank == 0 or not is_from_zero:
             say(f"the run ends: {error}")
-        # The other ranks read the verdict from rank 0, which can serve the store. torchrun reports the first failure.
+        # The other ranks read the verdict from rank 0, which may serve the store. torchrun reports the first failure.
         time.sleep(max(_BEFORE_KILL_S, 2 * self._tick_s if rank == 0 else 0.0))
         for each in late:
             if each.is_silent and (process := _process_of(each.record)) is not None:

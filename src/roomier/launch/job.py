@@ -10,10 +10,10 @@ import psutil
 
 
 def job_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names by which restarted ranks recognize this job; empty if no launcher restarts it.
+    """Return the names by which restarted ranks recognize this job; empty if no launcher restarts the job.
 
-    Different runs can have the same run id in torchrun. So the name contains the agent that started this process, which
-    outlives the ranks. A job that SLURM requeues keeps its job id and step ids.
+    Different runs can have the same run id in torchrun, so the name contains the agent that started this process. The
+    agent outlives the ranks. A job that SLURM requeues keeps its job id and step ids.
     """
     names = []
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -27,6 +27,6 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def num_restarts(environ: Mapping[str, str]) -> int:
-    """Return how often the launcher has restarted this job. torchrun does not count changes of its nodes."""
+    """Return how many times the launcher has restarted this job. torchrun does not count changes of its nodes."""
     counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return sum(int(count) for count in counts if count.isdecimal())

@@ -23,7 +23,7 @@ def join(world: World, device_type: str) -> Ranks:
         device_type: device type of the tensors that the ranks exchange, ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group has other
+        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group has different
             ranks.
     """
     if world.size == 1:
@@ -34,7 +34,7 @@ def join(world: World, device_type: str) -> Ranks:
     if device_type == "cuda":
         torch.cuda.set_device(_device_index(world))
     if not dist.is_initialized():
-        from roomier.launch.group import initialize  # late: a single rank does not need this import
+        from roomier.launch.group import initialize  # late: one rank does not require this import
 
         initialize(world, device_type)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:
@@ -46,7 +46,7 @@ def join(world: World, device_type: str) -> Ranks:
 
 
 def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextManager[None]:
-    """See :func:`roomier.launch.group.exits_together`. A single rank can exit at any time."""
+    """Call :func:`roomier.launch.group.exits_together`. If there is only one rank, it can exit at any time."""
     if ranks.is_alone:
         return nullcontext()
     from roomier.launch import group

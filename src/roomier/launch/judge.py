@@ -1,14 +1,15 @@
-"""Decision which ranks hang, from the records of the ranks. The judge reads no clock and no store.
+"""Detection of hanging ranks from their records. The judge does not read a clock or the store.
 
 [Note: late ranks]
-A rank is late if it makes no progress while another rank waits for it. There are two signs:
+A rank is late if it makes no progress while another rank waits for it. There are two cases:
 
 - The rank is silent: it publishes no new records. Its process is stopped, or a native call holds the interpreter lock.
-- The rank is behind: it has begun fewer operations in a process group than another rank, and in no group more. Its
-  training thread hangs outside of a collective, because a rank that waits in a collective has begun the collective.
+- The rank is behind: it has begun fewer operations in a process group than another rank, and more operations in no
+  group. Its training thread hangs outside of a collective, because a rank that waits in a collective has begun the
+  collective.
 
-The time of a late rank starts when another rank begins to wait for it, so a step that is slow on all ranks makes no
-rank late. The duration of the slowest step so far is added to each bound.
+The waiting time for a late rank starts when another rank begins to wait for it. If a step is slow on all ranks, no rank
+is late. The duration of the slowest step so far is added to each bound.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TICK_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds in seconds, to which the duration of the slowest step is added.
+    """Bounds in seconds. The duration of the slowest step is added to each bound.
 
     Attributes:
         end_s: time after which the run ends.
@@ -59,7 +60,7 @@ class Judge:
 
     Args:
         limits: bounds for the time for which ranks wait.
-        process_state: returns the state of the process of a silent rank, or None.
+        process_state: function that returns the state of the process of a silent rank, or None.
 
     Attributes:
         slowest_s: duration of the slowest micro-batch so far, including its share of the step. Steps in which a rank
@@ -80,7 +81,7 @@ class Judge:
 
         Args:
             now_s: time of a monotonic clock. If more than two ticks have passed since the last call, two ticks are
-                counted, because this process was suspended, and possibly all others as well.
+                counted, because this process was suspended, and possibly all other processes too.
             records: last record of each rank.
         """
         if self._last_look_s is not None:
@@ -131,7 +132,7 @@ class Judge:
 
 
 def _find_behind(seen: Iterable[_Seen], now_s: float) -> None:
-    """Record since when each rank is behind."""
+    """Record the time since which each rank is behind."""
     ranks = list(seen)
     least: dict[str, int] = {}
     most: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Rendezvous: every rank reports to rank 0, and rank 0 answers when all ranks have reported.
 
-The rendezvous of torch cannot name the ranks that are missing. Each meeting has separate keys, because the store can
+The rendezvous of torch cannot report which ranks are missing. Each meeting has separate keys, because the store can
 still hold keys of earlier ranks if torchrun restarts the ranks.
 """
 
@@ -31,7 +31,8 @@ def meet(
     """Wait until all ranks call this function.
 
     Args:
-        ended_rank: returns a rank that this process started and that has ended, and how it ended; otherwise None.
+        ended_rank: function that returns a rank that this process started and that has ended, and how it ended;
+            otherwise None.
 
     Returns:
         A prefix for the keys of this meeting.
@@ -47,10 +48,11 @@ def meet(
 
 
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TCPStore:
-    """Open the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 serves it, unless torchrun does.
+    """Open the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 serves the store, unless torchrun serves it.
 
-    If all ranks run on this machine, rank 0 serves the store on the loopback, independent of ``MASTER_ADDR``. If
-    ``MASTER_ADDR`` is an IPv4 address of this machine, the store listens on this address only, otherwise on all.
+    If all ranks run on this machine, rank 0 serves the store on the loopback interface, independent of ``MASTER_ADDR``.
+    If ``MASTER_ADDR`` is an IPv4 address of this machine, the store listens only on this address, otherwise on all
+    addresses.
 
     Raises:
         RoomierError: the store cannot be reached within ``timeout_s``, or the port is taken.
@@ -78,11 +80,11 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
 
 
 def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
-    """Serve a store on one address. If a TCPStore opens its own socket, the socket listens on all interfaces.
+    """Serve a store on one address, because a socket that TCPStore opens itself listens on all interfaces.
 
     Args:
         address: an IPv4 address of this machine.
-        port: 0 for a free port.
+        port: number of the port. 0 selects a free port.
 
     Raises:
         OSError: the port is taken.
@@ -129,7 +131,7 @@ def _call(
 
 
 def _answer(world: World, store: Store, until: float, timeout_s: float) -> str:
-    """On the other ranks, answer calls until rank 0 publishes the answer. A call can be one of an earlier meeting."""
+    """On the other ranks, answer calls until rank 0 publishes the answer. A call may belong to an earlier meeting."""
     mine = json.dumps({"name": uuid.uuid4().hex, "size": world.size, "local_size": world.local_size})
     answered = None
     while True:

@@ -1,4 +1,4 @@
-"""Rank of this process, and a check that the requested ranks are the ranks that a launcher started."""
+"""Rank of this process, and a check that the launcher started the requested ranks."""
 
 from __future__ import annotations
 

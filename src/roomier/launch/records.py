@@ -10,13 +10,13 @@ from typing import Any, Self
 
 
 class Activity(StrEnum):
-    """Kind of the current activity of a rank. It determines how long the other ranks wait.
+    """Kind of the current activity of a rank. It determines how long the other ranks wait for it.
 
     Attributes:
         STEP: a step, or loading the data of a step. A late rank is reported, and then the run ends.
         LONG: an activity that can take long on one rank. A late rank is reported in one line.
-        OUTSIDE: the rank is outside of a run. As ``LONG``, but a silent rank is ignored, because its process may have
-            ended.
+        OUTSIDE: the rank is outside of a run. Treated like ``LONG``, but a silent rank is ignored, because its process
+            may have ended.
         DEBUGGED: a debugger is attached. A late rank is ignored.
     """
 
@@ -34,7 +34,7 @@ class Position:
         activity: kind of the activity.
         phase: name of the activity, for messages.
         step: number of completed optimizer steps.
-        batch: index of the micro-batch, or of the batch of an evaluation.
+        batch: index of the micro-batch in training, or of the batch in an evaluation.
     """
 
     activity: Activity
@@ -59,7 +59,7 @@ class Record:
         host: name of the machine.
         pid: id of the process.
         born: start time of the process, in seconds since the epoch.
-        has_left: the rank publishes no further record.
+        has_left: True if this is the last record of the rank.
     """
 
     beat: int
@@ -91,11 +91,11 @@ class Late:
     """A late rank.
 
     Attributes:
-        rank: its number.
-        record: its last record.
+        rank: number of the rank.
+        record: last record of the rank.
         waited_s: seconds for which other ranks have waited for the rank.
         left_s: seconds until the run ends; None if there is no limit.
-        is_silent: the rank publishes no records.
+        is_silent: True if the rank publishes no records.
         process_state: state of the process of a silent rank, in the terms of psutil; None if it is unknown, for example
             on another machine.
     """
@@ -110,11 +110,11 @@ class Late:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of rank 0. All ranks act on it one time.
+    """Decision of rank 0. Each rank acts on it one time.
 
     Attributes:
-        number: number of the verdict, which increases.
-        ends: the run ends. Otherwise all ranks print their positions.
+        number: number of the verdict, which increases with each verdict.
+        ends: True if the run ends. Otherwise, all ranks print their positions.
         end_s: ``hang_timeout`` in seconds.
         late: the late ranks.
     """

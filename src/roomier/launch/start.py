@@ -1,4 +1,4 @@
-"""Start the other ranks of this machine with the command of this process and the environment of a rank.
+"""Start the other ranks of this machine, with the command of this process and the environment of a rank.
 
 When its first run begins, the process that the user started becomes the first rank of its node. Until then, the other
 ranks run the same script independently, as under torchrun.
@@ -34,7 +34,7 @@ _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
     """Remove the variables of a rank from ``environ`` if this process only inherited them from a rank.
 
-    A rank starts to watch the process that started it.
+    If this process is a rank, start to watch the process that started it.
 
     Raises:
         SystemExit: the process that started this rank has ended.
@@ -54,10 +54,10 @@ def forget_if_stale(environ: MutableMapping[str, str]) -> None:
 
 
 def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
-    """Start the other ranks of this node, and make this process the first of them.
+    """Start the other ranks of this node, and make this process the first rank of the node.
 
     Returns:
-        The store of the rendezvous if all ranks run on this machine, otherwise None; and the started ranks.
+        The store of the rendezvous (None if ranks run on other machines, too), and the started ranks.
 
     Raises:
         RoomierError: the command cannot run again, the address of rank 0 is unknown, or there are too many ranks.
@@ -113,7 +113,7 @@ def _given_address(world: World) -> tuple[str, int]:
 
 
 def _share_cores(num_ranks: int) -> int:
-    """Return the number of threads of each rank, and set it in this process unless the user set one."""
+    """Return the number of threads per rank, and apply it to this process unless the user set a number."""
     num_threads = max(1, _num_cores() // num_ranks)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
         torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))

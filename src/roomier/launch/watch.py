@@ -1,4 +1,4 @@
-"""Ranks that end together: the process that started the ranks watches them, and the ranks watch that process."""
+"""Ranks end together, because the process that started the ranks watches them, and the ranks watch this process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 
 _POLL_S = 0.1
-_GRACE_S = 1.0  # after a failure, until the other ranks are killed
-_MAIN_GRACE_S = 4.0  # then, until the process that started the ranks ends
-_LAST_S = 60.0  # after a complete run, between the ends of rank 0 and of the other ranks
+_GRACE_S = 1.0  # time after a failure until the other ranks are killed
+_MAIN_GRACE_S = 4.0  # additional time until the process that started the ranks ends
+_LAST_S = 60.0  # time after a complete run between the end of rank 0 and the end of the other ranks
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that a signal ended at a save point
 
 
@@ -25,11 +25,11 @@ class Children:
         processes: the process of each rank.
 
     Attributes:
-        have_met: the process group of all ranks exists. Until then, a rank that exits counts as failed, whatever its
-            exit code.
-        main_is_failing: returns whether an error of this process ends it.
-        main_lost_peer: returns whether this process ends because it could not reach another rank.
-        where: returns the place in the run, for messages.
+            have_met: True if the process group of all ranks exists. Until then, a rank that exits counts as failed, even
+            with exit code 0.
+        main_is_failing: function that returns whether an error in this process ends it.
+        main_lost_peer: function that returns whether this process ends because it could not reach another rank.
+        where: function that returns the place in the run, for messages.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -68,7 +68,7 @@ class Children:
             self._end_badly()
 
     def _end(self) -> None:
-        """At the exit of this process, wait until the ranks end, or kill them."""
+        """Wait until the ranks end, or kill them. Called at the exit of this process."""
         if self.main_is_failing():
             self._wait(_GRACE_S)
             self._kill()
@@ -79,7 +79,7 @@ class Children:
             _say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
             self._kill()
             _exit(1)
-        self._failed = self._failed or self._first_failed()  # the watching thread may not have found it yet
+        self._failed = self._failed or self._first_failed()  # the watching thread may not have found the failure yet
         if self._failed is not None:
             self._kill()
             self._end_badly()
@@ -126,7 +126,7 @@ class Children:
 
 
 def watch_parent(pid: int) -> None:
-    """End this process after the process ``pid``, which started it, has ended."""
+    """End this process when the process ``pid``, which started it, has ended."""
     if any(thread.name == "roomier-parent" for thread in threading.enumerate()):
         return
 

@@ -1,4 +1,4 @@
-"""The Plan: arguments, YAML and mappings become one frozen, validated value, which the rest of roomier reads."""
+"""The Plan: one frozen, validated value that is created from arguments, YAML or mappings and read by all of roomier."""
 
 from roomier.plan.choices import Kind
 from roomier.plan.diff import Difference

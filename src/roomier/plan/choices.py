@@ -11,25 +11,25 @@ from numbers import Integral
 class Kind(StrEnum):
     """How a run with a choice differs from a run of the same plan without the choice, on the same ranks.
 
-    An option that defines the training (optimizer, schedule, clipping, adapters) is compared with the same training in
-    plain PyTorch. Labels assume deterministic kernels.
+    An option that defines the training (optimizer, schedule, clipping, adapters) is compared with plain PyTorch code
+    that uses the same option. Labels assume deterministic kernels.
     """
 
     EXACT = "exact"
-    """The same bits in parameters, optimizer states and losses."""
+    """Parameters, optimizer states and losses have the same bits."""
     NEAR = "near"
-    """The same mathematics with different rounding: sums over other ranks, shards, micro-batches or chunks, other
-    kernels, or another number format for intermediate results."""
+    """The mathematics is the same, but rounding differs, because sums are computed over other ranks, shards,
+    micro-batches or chunks, other kernels run, or intermediate results have another number format."""
     APPROXIMATE = "approximate"
-    """Different mathematics: for example compressed gradients, or weights and optimizer states in fewer bits."""
+    """The mathematics differs, for example with compressed gradients, or weights and optimizer states in fewer bits."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A supported choice: its label, and a remark for the table that is printed at the start of a run.
+    """A supported choice, with its label and a remark for the table that is printed at the start of a run.
 
     Attributes:
-        kind: the label. None if the choice selects a device, which labels do not compare.
+        kind: the label. None if the choice selects a device, because labels do not compare devices.
         note: the remark.
     """
 
@@ -169,7 +169,7 @@ SWITCHES: dict[str, Choice] = {
     "compile.enabled": _near("fused kernels round differently; dropout uses other random numbers"),
     "choice.memory_budget_bytes": _exact("per device, at the peak of a step"),
 }
-"""Flags and numbers: the label and the remark of each if it is set. An option that is not set is exact."""
+"""Flags and numbers, each with the label and the remark that apply if it is set. An option that is not set is exact."""
 
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return another optimizer from configure_optimizers"
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or 'adafactor'"
@@ -287,9 +287,9 @@ ALIASES: dict[str, dict[str, str]] = {
 
 
 def canonical(field: str, value: object) -> object:
-    """Return the canonical spelling of a choice: ``"AdamW"`` is ``"adamw"``, and ``16`` is ``"16-mixed"``.
+    """Return the canonical spelling of a choice: ``"AdamW"`` becomes ``"adamw"``, and ``16`` becomes ``"16-mixed"``.
 
-    A value that ``field`` does not know is returned unchanged, and the rules reject it.
+    A value that is unknown for ``field`` is returned unchanged. The rules reject it later.
     """
     if field not in CHOICES or isinstance(value, bool) or not isinstance(value, (str, Integral)):
         return value
@@ -304,7 +304,7 @@ def aliases_of(field: str, value: str) -> list[str]:
 
 
 def kind_of(field: str, value: str) -> Kind | None:
-    """Return the label of a choice of a valid Plan; None if it has none."""
+    """Return the label of a choice of a valid Plan, or None if the choice has no label."""
     return CHOICES[field][value].kind
 
 

@@ -36,15 +36,15 @@ def plan_from_flags(
     compile: bool = False,
     memory_budget: int | str | None = None,
 ) -> Plan:
-    """Return the Plan for arguments of the Trainer, which :class:`roomier.Trainer` documents.
+    """Return the Plan for arguments of the Trainer. :class:`roomier.Trainer` documents the arguments.
 
     Example:
         >>> plan_from_flags(strategy="zero2", devices=4, optimizer={"name": "adamw", "lr": 3e-4})
 
-    Unlike the Trainer, it looks for no launcher: ``devices="auto"`` is 1.
+    Unlike the Trainer, this function does not search for a launcher, so ``devices="auto"`` means 1.
 
     Raises:
-        PlanError: a value is invalid, or a feature is not implemented. The error has the name and the value of the
+        PlanError: a value is invalid, or a feature is not implemented. The error contains the name and the value of the
             argument.
     """
     given = locals()
@@ -81,7 +81,7 @@ _AS_GIVEN = object()
 
 
 class _Draft:
-    """Values of fields of a Plan, and the argument that set each field, which error messages name."""
+    """Values of the fields of a Plan, and the argument that set each field, for error messages."""
 
     def __init__(self) -> None:
         self._sections: dict[str, dict[str, object]] = {}
@@ -176,7 +176,7 @@ def _is_zero(value: object) -> bool:
 
 
 def _word(value: object, yes: str) -> object:
-    """Return the word for the value of an argument that accepts True, False and None too."""
+    """Return the word for the value of an argument that also accepts True, False and None."""
     if value is None or value is False:
         return "none"
     return yes if value is True else value
@@ -247,7 +247,7 @@ def _set_recompute(draft: _Draft, given: object) -> None:
 
 
 def _set_budget(draft: _Draft, given: object, keyword: str) -> bool:
-    """Set the budget: text is bytes or percent, a number up to 1 is a fraction. Return False if it is invalid."""
+    """Set the budget from text (bytes or percent) or from a number. Return False if it is invalid."""
     value = given
     if isinstance(given, str):
         try:

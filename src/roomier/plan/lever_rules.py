@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from roomier.plan.plan import Plan
 
 KEEPS_MASTERS = ("adamw", "adamw8bit", "adamw4bit", "lion")
-"""Optimizers that can keep the low bits that bfloat16 weights lose."""
+"""Optimizers that can store the low bits that bfloat16 weights lack."""
 
 
 def rounding_in_force(plan: Plan) -> str | None:
-    """Return how bfloat16 weights are rounded; None without such weights, or if the module creates its optimizer."""
+    """Return how bfloat16 weights are rounded. None without such weights, or if the module creates its optimizer."""
     optimizer = plan.optimizer
     if plan.precision.mode != "bf16-true" or optimizer.name is None:
         return None
@@ -23,12 +23,12 @@ def rounding_in_force(plan: Plan) -> str | None:
 
 
 def has_two_backwards(plan: Plan) -> bool:
-    """Return whether a step computes the norm of the gradients in a first backward, before it updates in a second."""
+    """Return whether a step runs two backward passes: one for the norm of the gradients, and one for the updates."""
     return plan.optimizer.step_in_backward == "exact" and plan.batch.clips_norm
 
 
 def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
-    """Reject settings of another policy, and a budget that is missing or given twice."""
+    """Reject settings of another policy, and a budget that is missing or that is given two times."""
     activation = plan.activation
     owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
     for name, policy in owners.items():
@@ -47,7 +47,7 @@ def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
 
 
 def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
-    """Reject a budget with levers that change the activations that a step measured."""
+    """Reject a budget with levers that change the activations that were measured in a step."""
     if plan.activation.policy != "budget":
         return
     field = "activation.policy"
@@ -153,7 +153,7 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
 
 
 def quantized_base_is_unsharded(plan: Plan) -> Iterator[PlanError]:
-    """Reject a quantized base with sharded parameters, because codes cannot be sharded and cast like weights."""
+    """Reject a quantized base with sharded parameters, because these values cannot be sharded and cast like weights."""
     adapter, strategy = plan.adapter, plan.parallel.strategy
     if adapter.frozen_base != "as_is" and strategy not in ("single", "ddp", "auto"):
         problem = f"is not supported with strategy {strategy!r}, which shards parameters"
@@ -162,7 +162,7 @@ def quantized_base_is_unsharded(plan: Plan) -> Iterator[PlanError]:
 
 
 def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
-    """Reject a kernel that the named device does not have. With ``accelerator="auto"``, ``build`` checks it."""
+    """Reject a kernel that the named device does not support. With ``accelerator="auto"``, ``build`` checks it."""
     kernel, accelerator = plan.attention.kernel, plan.parallel.accelerator
     lacking = {"cpu": ("efficient", "cudnn"), "mps": ("flash", "efficient", "cudnn")}.get(accelerator, ())
     if kernel in lacking:

@@ -1,7 +1,7 @@
 """Levers as data: the memory techniques that one keyword of the Trainer turns on.
 
-The planner, the printed plan and the messages read the rows of :data:`LEVERS` instead of naming a lever.
-``CONTRIBUTING.md`` has the recipe to add one.
+The planner, the printed plan and the messages read the rows of :data:`LEVERS` and contain no code for individual
+levers. ``CONTRIBUTING.md`` describes how to add a lever.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,11 @@ class Lever:
         words: name of the lever in descriptions of a plan.
         row: first column of the printed plan.
         text: returns the second column of the printed plan.
-        number: field that a number given for the keyword sets; empty if the keyword takes no number.
-        conflict: returns why ``strategy="auto"`` does not add the lever to a plan; empty if it may.
+        number: field that is set if the value of the keyword is a number; empty if the keyword accepts no number.
+        conflict: returns the reason why ``strategy="auto"`` does not add the lever to a plan; empty if it may add the
+            lever.
         changes_output_layer: the lever replaces the output layer of a language model, so the model must have one.
-        frees_gradients: the backward uses and frees the gradients, so none exists after it.
+        frees_gradients: the backward uses and frees the gradients, so no gradients exist after the backward.
     """
 
     keyword: str
@@ -66,7 +67,7 @@ class Lever:
         return bool(self.value(plan) != self.off)
 
     def as_keyword(self, plan: "Plan") -> Any:
-        """Return the value of the keyword that gives the values in ``plan``, which uses the lever."""
+        """Return the value of the keyword that sets the values in ``plan``. The plan must use the lever."""
         number = _read(plan, self.number) if self.number else None
         if number is not None:
             return number
@@ -118,7 +119,7 @@ def used_levers(plan: "Plan") -> list[Lever]:
 
 
 def lever_that_frees_gradients(plan: "Plan") -> Lever | None:
-    """Return the lever of ``plan`` that leaves no gradients after the backward; None if gradients are kept."""
+    """Return the lever of ``plan`` that frees the gradients in backward; None if gradients are kept."""
     return next((lever for lever in used_levers(plan) if lever.frees_gradients), None)
 
 

@@ -13,12 +13,11 @@ from typing import ClassVar, get_args, get_type_hints
 from roomier.plan.choices import canonical
 
 MIN_BUDGET_BYTES = 2**20
-"""Smallest memory budget that is accepted for a device. A smaller number is probably a mistake, such as GiB without
-unit."""
+"""Smallest memory budget that is accepted for a device. A smaller number probably lacks its unit, such as GiB."""
 
 
 class Options(Mapping[str, object]):
-    """Keyword arguments of an optimizer as an immutable, hashable mapping. Lists inside become tuples.
+    """Keyword arguments of an optimizer as an immutable, hashable mapping. Lists in it are converted to tuples.
 
     Options are equal to any mapping with equal items.
 
@@ -73,27 +72,28 @@ class Part:
 
 @dataclass(frozen=True)
 class ParallelPlan(Part):
-    """How the work is distributed over devices. A rank is one process with one device.
+    """Distribution of the work over devices. A rank is one process with one device.
 
     Attributes:
         strategy: ``"single"`` (one rank), ``"ddp"`` (each rank holds a full replica), ``"zero1"`` (optimizer states are
-            sharded), ``"zero2"`` (gradients too), ``"zero3"`` (parameters too), ``"hsdp"`` (zero3 within groups of
-            ranks), or ``"auto"`` (the fastest plan that fits). ``"zero2+offload"`` and ``"zero2+disk"`` as a keyword of
-            the Trainer also set ``offload.optimizer_states``.
+            sharded), ``"zero2"`` (also gradients), ``"zero3"`` (also parameters), ``"hsdp"`` (zero3 within groups of
+            ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's argument, ``"zero2+offload"`` and
+            ``"zero2+disk"`` also set ``offload.optimizer_states``.
         accelerator: ``"auto"`` (cuda if available, otherwise mps, otherwise cpu), ``"cpu"``, ``"gpu"`` (cuda if
             available, otherwise mps), ``"cuda"`` or ``"mps"``.
-        devices: ranks on each machine.
+        devices: number of ranks on each machine.
         num_nodes: number of machines.
-        shard_size: with ``"hsdp"``, ranks that share one replica of the model. None is the ranks of a machine.
-        reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the bytes
-            to send.
+        shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None means the
+            ranks of one machine.
+        reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
+            communication volume.
         gradient_compression: with ``"ddp"``, ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
         compression_rank: with ``"powersgd"``, rank of the approximation: a gradient of shape ``(n, m)`` is sent as
-            ``compression_rank * (n + m)`` numbers. None is 4.
-        compression_warmup_steps: with ``"powersgd"``, steps at the start of each run that send full gradients, at least
-            3. None is 100.
+            ``compression_rank * (n + m)`` numbers. None means 4.
+        compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send full
+            gradients, at least 3. None means 100.
         find_unused_parameters: support steps that use different parameters than other steps or other ranks. Parameters
-            that no rank uses in the first step do not need it.
+            that no rank uses in the first step do not require this option.
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -123,7 +123,7 @@ class ParallelPlan(Part):
 
 @dataclass(frozen=True)
 class PrecisionPlan(Part):
-    """Number formats of weights and computation. The default computes everything in float32.
+    """Number formats of weights and computation. By default, all computation is in float32.
 
     Attributes:
         mode: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` (with a loss scale), ``"bf16-true"`` or ``"64-true"``, as
@@ -142,7 +142,8 @@ class BatchPlan(Part):
     """Micro-batches of an optimizer step, and clipping of its gradient.
 
     Attributes:
-        accumulate_grad_batches: micro-batches per optimizer step. The step uses the gradient of the full batch.
+        accumulate_grad_batches: number of micro-batches per optimizer step. The step uses the gradient of the full
+            batch.
         gradient_clip_val: upper limit, above 0. None disables clipping.
         gradient_clip_algorithm: ``"norm"`` (limits the norm over all parameters) or ``"value"`` (limits each element).
     """
@@ -167,19 +168,21 @@ class OptimizerPlan(Part):
             ``"radam"``, ``"adamw8bit"`` and ``"adamw4bit"`` (states in 8 or 4 bits), ``"lion"``, ``"muon"`` (with AdamW
             for parameters other than hidden matrices) or ``"onebit_adam"`` (with the option ``freeze_step``). None uses
             ``configure_optimizers`` of the module.
-        lr: learning rate; with a schedule, the highest one. None is the default of the optimizer class.
-        weight_decay: None is the default of the optimizer class.
+        lr: learning rate; with a schedule, the highest learning rate. None means the default of the optimizer class.
+        weight_decay: weight decay. None means the default of the optimizer class.
         options: further keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. They are checked
             when the optimizer is created.
-        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None keeps ``lr``.
-        warmup_steps: optimizer steps in which the learning rate rises linearly to ``lr``. Requires a schedule.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None keeps the learning
+            rate at ``lr``.
+        warmup_steps: number of optimizer steps in which the learning rate rises linearly to ``lr``. Requires a
+            schedule.
         min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
         weight_rounding: how ``"bf16-true"`` stores updated weights: ``"split"`` (keeps the 16 bits that bfloat16 lacks
-            in a second tensor, so updates equal those of float32 weights), ``"stochastic"`` or ``"nearest"`` (loses
-            small updates). None is ``"split"``.
+            in a second tensor, so updates are the same as with float32 weights), ``"stochastic"`` or ``"nearest"``
+            (loses small updates). None means ``"split"``.
         step_in_backward: ``"exact"`` and ``"stale_norm"`` update each parameter in backward as soon as its gradient is
             complete, and free the gradient. If the norm is clipped, ``"exact"`` computes it in an additional backward,
-            and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates after backward.
+            and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates all parameters after backward.
     """
 
     SECTION: ClassVar[str] = "optimizer"
@@ -196,15 +199,15 @@ class OptimizerPlan(Part):
 
 @dataclass(frozen=True)
 class ActivationPlan(Part):
-    """Activations that are saved for backward; the others are recomputed. Policies apply to blocks (repeated layers).
+    """Activations that are saved for backward. All others are recomputed. Policies apply to blocks (repeated layers).
 
     Attributes:
         policy: ``"none"`` saves all activations. ``"full"`` saves the input of each block. ``"every_n"`` saves the
-            input of one block in every ``every_n``, and all activations of the others. ``"selective"`` saves the input
-            of each block and the results of matmuls and attention. ``"budget"`` selects one of these for each block, so
-            that the peak stays within the budget with the least recomputation; with ``offload.activations``, it also
-            moves activations to host memory if that takes less time.
-        every_n: with ``"every_n"``, the period. None is 2.
+            input of one block in every ``every_n``, and all activations of the other blocks. ``"selective"`` saves the
+            input of each block and the results of matmuls and attention. ``"budget"`` selects one of these policies for
+            each block, so that the peak stays within the budget with the least recomputation. With
+            ``offload.activations``, it also moves activations to host memory if this takes less time.
+        every_n: with ``"every_n"``, the period. None means 2.
         budget_bytes: with ``"budget"``, upper limit in bytes for all tensors on the device at the peak of a step.
         budget_fraction: with ``"budget"``, instead of ``budget_bytes``: a number in [0, 1], where 0 is the peak with
             all blocks recomputed, and 1 is the peak without recomputation.
@@ -225,7 +228,8 @@ class OffloadPlan(Part):
         optimizer_states: place of the optimizer states.
         parameters: place of the parameters.
         activations: ``"cpu"`` moves activations that blocks save for backward to host memory (pinned if the device is a
-            GPU). With the policy ``"budget"``, it moves those of selected blocks, and the device must be a GPU.
+            GPU). With the policy ``"budget"``, only the activations of selected blocks are moved, and the device must
+            be a GPU.
     """
 
     SECTION: ClassVar[str] = "offload"
@@ -236,11 +240,11 @@ class OffloadPlan(Part):
 
 @dataclass(frozen=True)
 class LossPlan(Part):
-    """How the loss of a language model is computed.
+    """Computation of the loss of a language model.
 
     Attributes:
         chunked: compute logits and cross-entropy for one chunk of tokens at a time, so that the logits of all tokens
-            are never in memory together.
+            are never in memory at the same time.
         chunk_tokens: tokens per chunk. None selects a number whose logits take 64 MiB.
     """
 
@@ -267,7 +271,7 @@ class AdapterPlan(Part):
 
     Attributes:
         lora_rank: inner width ``r`` of the adapters. None adds no adapters.
-        lora_alpha: the output of an adapter is scaled by ``lora_alpha / r``. None is ``r``.
+        lora_alpha: the output of an adapter is scaled by ``lora_alpha / r``. None means ``r``.
         lora_dropout: dropout probability on the input of an adapter.
         lora_targets: ``"blocks"`` (all linear layers of the blocks), or names separated by commas. A layer gets an
             adapter if its qualified name ends with one of the names. Wildcards of :mod:`fnmatch` are accepted.
@@ -289,7 +293,7 @@ class CompilePlan(Part):
     """Compilation of the model's blocks.
 
     Attributes:
-        enabled: compile each block with ``torch.compile``. Equal blocks are compiled one time.
+        enabled: compile each block with ``torch.compile``. Identical blocks are compiled one time.
     """
 
     SECTION: ClassVar[str] = "compile"
@@ -301,7 +305,7 @@ class ChoicePlan(Part):
     """Limits of the planner. They take effect before the run is built.
 
     Attributes:
-        memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None is all memory of the
+        memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None means all memory of the
             device. With a named strategy, a run whose forecast exceeds the limit is rejected before it starts.
         allowed: with ``"auto"``, additional choices that the planner may use, separated by commas: precisions
             (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and levers that are not exact (``"chunked_loss"``). By
@@ -339,7 +343,7 @@ PARTS: dict[str, type[Part]] = {
 FIELDS: dict[str, dict[str, object]] = {
     section: {field.name: hints[field.name] for field in dataclasses.fields(part)}
     for section, part in PARTS.items()
-    for hints in [get_type_hints(part)]  # slow, so one time per part
+    for hints in [get_type_hints(part)]  # slow, so called one time per part
 }
 """Section name -> field name -> annotated type."""
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Plan:
     """All settings that affect the computation of a run, as one frozen value.
 
-    A Plan is validated when it is created, and compared and hashed by value. ``Plan()`` is the plain float32 step on
-    one device. ``dataclasses.replace`` creates a changed Plan and validates it.
+    A Plan is validated when it is created, and compared and hashed by value. ``Plan()`` describes training in float32
+    on one device without any memory technique. ``dataclasses.replace`` creates a changed Plan and validates it.
 
     Example:
         >>> plan = Plan(parallel=ParallelPlan("zero2", devices=4), precision=PrecisionPlan("bf16-mixed"))
@@ -42,7 +42,7 @@ class Plan:
         >>> assert Plan.from_yaml(plan.to_yaml()) == plan
 
     Attributes:
-        parallel: devices, and the distribution of the work over them.
+        parallel: devices, and distribution of the work over the devices.
         precision: number formats of weights and matmuls.
         batch: accumulation and gradient clipping.
         optimizer: optimizer and schedule, selected by name.
@@ -101,13 +101,13 @@ class Plan:
     def from_dict(cls, values: object) -> "Plan":
         """Return a Plan from nested values such as ``{"precision": {"mode": "bf16-mixed"}}``.
 
-        Missing keys have their defaults.
+        Missing keys get their default values.
 
         Raises:
             PlanError: a key is unknown, or the Plan is invalid.
         """
         parts = text.parts_from_dict(values)
-        return cls(**parts)  # type: ignore[arg-type]  # each section has the part that PARTS maps it to
+        return cls(**parts)  # type: ignore[arg-type]  # PARTS maps each section to its part
 
     @classmethod
     def from_yaml(cls, source: str) -> "Plan":
@@ -128,7 +128,7 @@ class Plan:
         return cls.from_dict(text.load_json(source))
 
     def to_dict(self) -> dict[str, dict[str, object]]:
-        """Return all fields as nested plain values, as YAML, JSON and checkpoints contain them."""
+        """Return all fields as nested plain values, in the form that YAML, JSON and checkpoints contain."""
         return {section: text.part_to_dict(getattr(self, section)) for section in PARTS}
 
     def to_yaml(self) -> str:
@@ -153,7 +153,7 @@ class Plan:
         """Return the table that ``fit`` prints at its start, at most 100 columns wide.
 
         Args:
-            facts: additional lines without a label, such as ``{"model": "10.8 M parameters"}``.
+            facts: additional lines, which have no label, such as ``{"model": "10.8 M parameters"}``.
         """
         return table(self, facts)
 

@@ -1,6 +1,6 @@
 """Validation of a Plan.
 
-Each field is checked first: its type, its vocabulary and its range. If all types are correct, the functions in
+Each field is checked first: its type, its accepted words and its range. If all types are correct, the functions in
 ``RULES`` check combinations of fields. All errors are reported together, and each error contains an alternative.
 """
 
@@ -26,7 +26,7 @@ Rule = Callable[["Plan"], Iterator[PlanError]]
 class CombinedPlanError(PlanError):
     """Several errors in one Plan.
 
-    ``field``, ``received``, ``problem`` and ``action`` are those of the first error.
+    ``field``, ``received``, ``problem`` and ``action`` are taken from the first error.
 
     Attributes:
         errors: the errors, at least two.
@@ -40,7 +40,7 @@ class CombinedPlanError(PlanError):
 
 
 def refuse(errors: list[PlanError]) -> None:
-    """Raise ``errors``, if there are any.
+    """Raise ``errors`` if the list is not empty.
 
     Raises:
         PlanError: the only error, or all errors as a ``CombinedPlanError``.
@@ -50,12 +50,12 @@ def refuse(errors: list[PlanError]) -> None:
 
 
 def one_of(errors: list[PlanError]) -> PlanError:
-    """Combine ``errors``, at least one, into one error."""
+    """Combine one or more ``errors`` into one error."""
     return errors[0] if len(errors) == 1 else CombinedPlanError(errors)
 
 
 def each_error(error: PlanError) -> tuple[PlanError, ...]:
-    """Return the single errors in ``error``."""
+    """Return the individual errors in ``error``."""
     return error.errors if isinstance(error, CombinedPlanError) else (error,)
 
 
@@ -76,7 +76,7 @@ def check(plan: "Plan") -> None:
 
 
 class _WrongTypeError(PlanError):
-    """A value of a wrong type. The rules are not applied to a Plan that has one."""
+    """A value of a wrong type. The rules are not applied to a Plan that contains such a value."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:
 
 
 def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
-    """Reject a group size that does not divide the ranks, and a group size without hsdp."""
+    """Reject a group size that does not divide the number of ranks, and a group size without hsdp."""
     parallel = plan.parallel
     if parallel.strategy != "hsdp":
         if parallel.shard_size is not None:
@@ -236,7 +236,7 @@ def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
 
 
 def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
-    """Reject several ranks on mps, for which torch has no collectives."""
+    """Reject several ranks on mps, because torch has no collectives for mps."""
     if plan.parallel.accelerator == "mps" and plan.parallel.strategy != "single":
         problem = "requires several ranks, but mps supports only one"
         action = "Use strategy='single' or accelerator='cpu'"
@@ -244,7 +244,7 @@ def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
 
 
 def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
-    """Reject gradient compression with a strategy other than ddp, which uses other collectives."""
+    """Reject gradient compression with strategies other than ddp, because they use other collectives."""
     parallel = plan.parallel
     if parallel.gradient_compression != "none" and parallel.strategy != "ddp":
         problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}"
@@ -253,7 +253,7 @@ def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
 
 
 def compression_settings_are_complete(plan: "Plan") -> Iterator[PlanError]:
-    """Reject settings without gradient compression, and infinite gradients, which error feedback would keep forever."""
+    """Reject compression settings without gradient compression, and precisions in which gradients can be infinite."""
     parallel = plan.parallel
     if parallel.gradient_compression == "none":
         for name in ("compression_rank", "compression_warmup_steps"):
@@ -301,7 +301,7 @@ def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
 
 
 def adafactor_is_unsharded(plan: "Plan") -> Iterator[PlanError]:
-    """Reject Adafactor with sharded parameters, because torch computes norms of complete rows and columns."""
+    """Reject Adafactor with sharded parameters, because torch computes norms of full rows and columns."""
     parallel = plan.parallel
     if plan.optimizer.name == "adafactor" and parallel.strategy not in ("single", "ddp", "auto"):
         problem = f"does not support sharded parameters (strategy {parallel.strategy!r})"

@@ -1,4 +1,4 @@
-"""The table of a Plan: each part, its choice, and the label of the choice (exact, near or approximate)."""
+"""The table of a Plan, which lists each part, its choice, and the label of the choice (exact, near or approximate)."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     Attributes:
         part: first column.
         choice: the choice in words.
-        kind: label of the choice; None for a fact.
+        kind: label of the choice; None for an additional fact.
         note: a remark.
     """
 
@@ -41,7 +41,7 @@ HEADER = ("part", "choice", "kind", "note")
 
 
 def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
-    """Return the lines of the table in the order of the Plan, followed by ``facts`` without a label."""
+    """Return the lines of the table in the order of the Plan, followed by ``facts``, which have no label."""
     parallel, precision = plan.parallel, plan.precision
     return [
         *_strategy_rows(parallel),

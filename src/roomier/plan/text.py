@@ -11,12 +11,12 @@ from roomier.plan.rules import refuse
 
 
 def part_to_dict(part: Part) -> dict[str, object]:
-    """Return the fields of a part as plain values: options as a dict, tuples as lists."""
+    """Return the fields of a part as plain values. Options become a dict, and tuples become lists."""
     return {field.name: _to_plain(getattr(part, field.name)) for field in dataclasses.fields(part)}
 
 
 def parts_from_dict(values: object) -> dict[str, Part]:
-    """Return the parts in ``values`` by section. Missing keys have their defaults.
+    """Return the parts in ``values`` by section. Missing keys get their default values.
 
     The Plan validates the values of the fields.
 
@@ -45,7 +45,7 @@ def parts_from_dict(values: object) -> dict[str, Part]:
 
 
 def dump_yaml(values: Mapping[str, object]) -> str:
-    """Return ``values`` as YAML: sections in the order of the Plan, one field per line."""
+    """Return ``values`` as YAML, with sections in the order of the Plan and one field per line."""
     import yaml
 
     from roomier.plan.yaml_dialect import Dumper  # late: loads PyYAML

@@ -14,7 +14,8 @@ class Dumper(yaml.SafeDumper):
     """SafeDumper that quotes strings that :class:`Loader` would read as a number or fold at a line break."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # PyYAML writes these line breaks without quotes, and reads them as a space or as another line break
+        # PyYAML writes strings with these line breaks unquoted, and reads the breaks as a space or as another line
+        # break
         style = '"' if _UNICODE_BREAK.search(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 

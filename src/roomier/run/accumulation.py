@@ -1,4 +1,4 @@
-"""Micro-batches per optimizer step: the number in the Plan times the factor of a callback for the epoch."""
+"""Number of micro-batches per optimizer step: the number in the Plan times the factor of a callback for the epoch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SchedulesAccumulation(Protocol):
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Micro-batches per optimizer step and rank.
+    """Number of micro-batches per optimizer step and rank.
 
     Args:
         size: the number in the plan.
@@ -37,7 +37,7 @@ class Accumulation:
 
     @staticmethod
     def of(plan: Plan, callbacks: Iterable[object]) -> Accumulation:
-        """Return the accumulation of ``plan`` with the first of ``callbacks`` that schedules it."""
+        """Return the accumulation of ``plan`` with the first callback in ``callbacks`` that schedules accumulation."""
         schedule = next((each for each in callbacks if isinstance(each, SchedulesAccumulation)), None)
         return Accumulation(plan.batch.accumulate_grad_batches, schedule)
 

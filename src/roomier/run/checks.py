@@ -1,4 +1,4 @@
-"""Checks that stop a run: losses and weights that are not finite, and a run that trains nothing."""
+"""Checks that stop a run if a loss or a weight is not finite, or if no batch leads to an optimizer step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = N
     """Raise an error before a loss that is not finite is logged or saved. Every rank must call this function.
 
     A loss scaler skips the steps of such losses and halves its scale each time. A scale below 1 has been halved many
-    times in a row, so no scale would help.
+    times in a row, so a smaller scale would not help.
 
     Args:
-        where: part of the message.
-        losses: losses of the last step on each rank, if they are known.
+        where: place of the check, for the message.
+        losses: losses of the last step on each rank, if known.
 
     Raises:
         TrainingError: the last loss is not finite on a rank, and no loss scaler skips its step.
@@ -52,7 +52,7 @@ def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = N
 def check_finite_weights(run: Run) -> None:
     """Raise an error before weights that are not finite are saved. Every rank must call this function.
 
-    A step with a finite loss can produce such weights.
+    A step with a finite loss can produce weights that are not finite.
 
     Raises:
         TrainingError: a trained parameter contains NaN or infinity.
@@ -119,7 +119,7 @@ def _on(run: Run, ranks: Sequence[int]) -> str:
 
 
 def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
-    """Return the problem, with its cause if the last batch shows it, and the action of an error."""
+    """Return the problem and the action of an error. The problem includes the cause if the last batch shows it."""
     empty = _batch_without_terms(run)
     if empty is None:
         return problem, _way_back(run, found)
@@ -128,7 +128,7 @@ def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
 
 
 def _batch_without_terms(run: Run) -> str | None:
-    """Describe the batch of the last step if its loss is a mean over no terms; None otherwise.
+    """Describe the batch of the last step if its loss is a mean over zero terms; otherwise return None.
 
     Losses that are weighted by their terms (several ranks, accumulated gradients) skip such batches.
     """

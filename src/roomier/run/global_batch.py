@@ -1,4 +1,4 @@
-"""The global batch, and its division for a different number of ranks."""
+"""The global batch, and its division among a different number of ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class GlobalBatch:
     """The batch of one optimizer step over all ranks.
 
     Args:
-        batch_size: samples per micro-batch; None if only the loader determines it, so that it cannot be changed.
-        accumulate: micro-batches per step on each rank.
+        batch_size: number of samples per micro-batch; None if only the loader determines it, so that it cannot be
+            changed.
+        accumulate: number of micro-batches per step on each rank.
         num_ranks: number of ranks, each of which processes separate micro-batches.
     """
 
@@ -29,15 +30,15 @@ class GlobalBatch:
     def on(self, num_ranks: int, batch_size: int | None) -> GlobalBatch:
         """Return the same batch for ``num_ranks``.
 
-        Micro-batches keep their size if a different accumulation compensates for the number of ranks. Otherwise they
-        become smaller, by as little as possible, so they still fit into memory.
+        Micro-batches keep their size if a different accumulation compensates for the number of ranks. Otherwise, their
+        size is reduced by as little as possible, so they still fit into memory.
 
         Args:
             num_ranks: new number of ranks.
             batch_size: current batch size of the loader.
 
         Raises:
-            RoomierError: the batch cannot be divided among ``num_ranks``. The error names numbers that are possible.
+            RoomierError: the batch cannot be divided among ``num_ranks``. The error lists valid numbers of ranks.
         """
         if self.batch_size is None or batch_size is None:
             whole = GlobalBatch(None, self.accumulate, self.num_ranks).size

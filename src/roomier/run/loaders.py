@@ -1,4 +1,4 @@
-"""The data of a run as sources: from the arguments of the user, the DataModule or the module."""
+"""The data of a run as sources, from the arguments of the user, the DataModule or the module."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from roomier.run.options import LoopOptions
 
 
 class RunLoaders:
-    """The loaders of a run. Each is created when it is first used.
+    """The loaders of a run. Each loader is created when it is first used.
 
     Args:
-        module: its ``*_dataloader`` methods are used without arguments and without a DataModule.
-        loaders: the loaders that were passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        module: its ``*_dataloader`` methods are used if neither loaders nor a DataModule are passed.
+        loaders: the loaders that were passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
         datamodule: the DataModule of the call, or None.
-        options: contain the limits of batches.
+        options: the settings that contain the limits on batches.
         ranks: the ranks that share the data.
-        pins: copy batches to pinned memory.
+        pins: True to copy batches to pinned memory.
 
     Attributes:
         found: the loaders that were used, as they were passed or defined.
@@ -83,7 +83,7 @@ class RunLoaders:
         """Return a batch of the training data without consuming it. Call this before ``train_source`` is used.
 
         Raises:
-            DataError: there is no batch, or reading one would change the data that the run reads.
+            DataError: there is no batch, or reading a batch would change the data that the run reads.
         """
         assert self._train is None
         batch, self._train_loader = first_batch(self.train_loader, "train_dataloaders")
@@ -96,7 +96,7 @@ class RunLoaders:
 
     @property
     def train_source(self) -> Source:
-        """The training data as a source. It is created once."""
+        """The training data as a source. The source is created one time."""
         if self._train is None:
             self._train = Source(
                 self.train_loader,
@@ -128,7 +128,7 @@ class RunLoaders:
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """Return the sources of ``"val"``, ``"test"`` or ``"predict"``, and their limits of batches over all ranks.
+        """Return the sources of ``"val"``, ``"test"`` or ``"predict"``, and their limits on batches over all ranks.
 
         Raises:
             DataError: there is no data, or a loader of ``"predict"`` combines batches of several loaders.

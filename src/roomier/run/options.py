@@ -23,7 +23,7 @@ MAX_HANG_TIMEOUT_S = 1800.0  # the timeout of operations of the process group
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Settings of the loops, with the names of the Trainer's arguments. They are checked at construction.
+    """Settings of the loops, with the names of the Trainer's arguments. They are validated at construction.
 
     Attributes:
         max_epochs, min_epochs, max_steps, min_steps, max_time: length of a fit. -1 means unlimited.
@@ -36,12 +36,13 @@ class LoopOptions:
         num_sanity_val_steps: number of validation batches before training. -1 means all.
         log_every_n_steps: number of optimizer steps between two rows.
         inference_mode: evaluate with ``torch.inference_mode`` instead of ``torch.no_grad``.
-        deterministic: use deterministic algorithms. ``"warn"`` warns if there is none.
+        deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no deterministic
+            algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``; None keeps the current value.
         detect_anomaly: find the operation in forward that causes NaN in backward.
         profiler: ``"torch"`` or a ``torch.profiler.profile``.
-        hang_timeout: time without progress after which ranks end with a report; None disables it.
-        default_root_dir: folder of the run folders.
+        hang_timeout: time without progress after which the ranks end with a report. None disables the check.
+        default_root_dir: folder that contains the run folders.
 
     Raises:
         RoomierError: a value is invalid, or contradicts another value.
@@ -149,7 +150,7 @@ class LoopOptions:
 
     @property
     def is_bounded(self) -> bool:
-        """True if the user set a limit of epochs, steps or time."""
+        """True if the user set a limit on epochs, steps or time."""
         return self.max_epochs is not None or self.max_steps != -1 or self.max_time is not None
 
     def step_limit(self) -> float:
@@ -159,7 +160,7 @@ class LoopOptions:
         return math.inf if self.max_steps == -1 else self.max_steps
 
     def limit_of(self, stage: str) -> int | float:
-        """Return the limit of the batches of ``stage``, as a number or a fraction."""
+        """Return the limit on batches of ``stage``, as a number or a fraction."""
         if self.num_dev_batches:
             return self.num_dev_batches
         if stage in ("train", "val") and self.overfit_batches:
@@ -171,7 +172,7 @@ class LoopOptions:
         """Return the number of batches in one epoch of ``stage``, at most ``num_batches`` (infinite if unknown).
 
         Raises:
-            RoomierError: the limit is a fraction, and the number of batches is unknown or too small for it.
+            RoomierError: the limit is a fraction, and the number of batches is unknown or too small for the fraction.
         """
         if self.num_dev_batches:
             return min(self.num_dev_batches, num_batches)
@@ -225,7 +226,7 @@ class LoopOptions:
 
 
 def check_flag(field: str, value: object, *, optional: bool = False) -> None:
-    """Check that ``value`` is True or False. Other values are rejected, because ``"no"`` would count as True.
+    """Check that ``value`` is True or False. Other values are rejected, because ``"no"`` would be treated as True.
 
     Raises:
         RoomierError: the value is not a bool.

@@ -19,8 +19,9 @@ class Progress:
         epoch: number of completed epochs.
         batch_idx: number of completed micro-batches of the current epoch.
         num_batches: number of completed micro-batches of all epochs.
-        is_validation_due: a signal stopped the validation of this step. A resumed run repeats it first.
-        is_epoch_end_due: a resumed run does the work that follows the last batch of an epoch.
+        is_validation_due: True if a signal stopped the validation of this step. A resumed run first repeats the
+            validation.
+        is_epoch_end_due: True if a resumed run must do the work that follows the last batch of an epoch.
     """
 
     global_step: int = 0
@@ -40,7 +41,7 @@ class Progress:
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the counters from :meth:`state`."""
+        """Restore the counters that :meth:`state` returned."""
         for each in fields(self):
             setattr(self, each.name, state[each.name])
 
@@ -67,17 +68,17 @@ class Now:
     Attributes:
         batch_idx: index of the current training micro-batch in its epoch.
         batch_number: index of the current batch of an evaluation among the batches of all ranks. Steps and hooks
-            receive the index among the batches of their rank as ``batch_idx``.
+            receive a different index as ``batch_idx``: the index among the batches of their rank.
         num_batches_before: ``progress.num_batches`` when this fit began.
         last_loss: loss of the last optimizer step (0-dim, on the device). With several ranks, the share of this rank.
-        window: micro-batches of the current step, or of the last one; None before the first step.
-        leaves_out_step: a hook before the update requested to skip it. The step does not count.
-        is_in_step: the run is between two save points, where its state cannot be resumed exactly.
-        is_finishing: the current save point is the last one.
-        is_interrupted: a signal ended training at a save point. A resumed run completes the rest.
-        is_stop_agreed: with several ranks, all ranks know that one of them requested to end training.
+        window: micro-batches of the current or last step; None before the first step.
+        leaves_out_step: True if a hook requested to skip the update. The step is not counted.
+        is_in_step: True if the run is between two save points, where its state cannot be resumed exactly.
+        is_finishing: True at the last save point.
+        is_interrupted: True if a signal ended training at a save point. A resumed run completes the training.
+        is_stop_agreed: with several ranks, True if all ranks have received the request of a rank to end training.
         random_state: random state of the checkpoint, restored when the loop begins.
-        renamed: columns of the loop that moved to ``trainer/NAME``, because the module logs their names.
+        renamed: columns of the loop that were renamed to ``trainer/NAME``, because the module logs their names.
         started_s: time of the start on the monotonic clock.
     """
 

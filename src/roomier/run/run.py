@@ -41,10 +41,11 @@ class Batches:
 
     Attributes:
         train: the training data of a fit; None in an evaluation.
-        num_training: batches of a training epoch on each rank; infinite if unknown.
-        evaluated: the loaders of an evaluation, or of the validation within a fit; empty if there are none.
+        num_training: number of batches in a training epoch on each rank; infinite if unknown.
+        evaluated: the loaders of an evaluation, or of the validation within a fit; empty without validation.
         limits: number of batches of each of these loaders, over all ranks.
-        val_interval: training batches between two validations of a fit; infinite to validate at the end of an epoch.
+        val_interval: number of training batches between two validations of a fit; infinite to validate at the end of an
+            epoch.
     """
 
     train: Source | None = None
@@ -56,21 +57,21 @@ class Batches:
 
 @dataclass
 class Run:
-    """One run: settled facts, progress, pending saves, and the objects that the loops use.
+    """One run, with its settled facts, its progress, its pending saves and the objects that the loops use.
 
     Attributes:
         settled: the facts of the run (plan, module, data, ranks, callbacks, folder). They do not change.
-        engine: computes gradients and updates.
+        engine: object that computes gradients and updates.
         hooks: the hooks that users override.
         schedulers: the learning rate schedulers.
         results: the values that the module logs.
-        loggers: receive rows of metrics.
+        loggers: the loggers that receive rows of metrics.
         stop: the signals that end the run.
         batches: the data that the loops read.
         progress: the counters that checkpoints store.
         now: the state of the current step. It is not stored.
         saves: checkpoints, written and pending.
-        looks: functions that are called on every rank before a loss that is not finite would end the run.
+        looks: functions that are called on every rank before the run ends because of a loss that is not finite.
         profiler: stepped after each optimizer step; None without a profiler.
     """
 
@@ -136,7 +137,7 @@ class Run:
 
     @property
     def counts_empty_steps(self) -> bool:
-        """True if a step without a loss counts, as it does for a LightningModule."""
+        """True if a step without a loss is counted, as for a LightningModule."""
         return self.module.automatic_optimization and isinstance(self.module, LightningAdapter)
 
     def is_at_its_end(self) -> bool:
@@ -162,12 +163,13 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Let all ranks stop at the same place after a signal or a request. Every rank must call this method there.
+        """Make all ranks stop at the same place after a signal or a request. Every rank must call this method there.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 
         Args:
-            waits: wait for the other ranks, so that the outcome applies now. Otherwise it applies at the next vote.
+            waits: wait for the other ranks, so that the outcome applies now. If False, the outcome applies at the next
+                vote.
 
         Raises:
             TrainingError: the ranks did not run the same units of a sharded model.
@@ -199,7 +201,7 @@ class Run:
         )
 
     def is_background_save_over(self) -> bool:
-        """Return True if all ranks know that the current background checkpoint has ended."""
+        """Return True if the current background checkpoint has ended on all ranks, according to the last vote."""
         background = self.saves.background
         if background is None or not background.is_busy:
             return False
@@ -224,7 +226,7 @@ class Run:
         Args:
             metrics: values that the module or a callback logged.
             own: values of the loop for the same row. If the module logs one of these names, or ``epoch``, the column
-                contains the logged value, and the value of the loop has the column ``trainer/NAME``.
+                contains the logged value, and the value of the loop is written to the column ``trainer/NAME``.
         """
         row = {name: _number(name, value) for name, value in metrics.items()}
         if (row or own) and self.loggers.loggers:
@@ -243,13 +245,13 @@ class Run:
         return column
 
     def loss_number(self) -> float | None:
-        """Return the loss of the last step as a number; None if there is none. This waits for the device."""
+        """Return the loss of the last step as a number, or None. This waits for the device."""
         return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:
         """Return the loss of the last step over all ranks, given the loss of each rank.
 
-        Losses are shares of the loss of the global batch, which are summed. With manual optimization, they are
+        Losses are shares of the loss of the global batch, so they are summed. With manual optimization, losses are
         averaged.
         """
         there = [loss for loss in losses if loss is not None]
@@ -275,7 +277,7 @@ def run_of(trainer: TrainerView, name: str) -> Run:
 
     Args:
         trainer: the Trainer.
-        name: the field that the error names.
+        name: name of the field, for the error message.
 
     Raises:
         RoomierError: ``trainer`` has not run yet.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the newest checkpoint and pending checkpoints."""
+"""The newest checkpoint and the pending checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Saves:
     Attributes:
         step, path: the newest complete checkpoint that this run wrote or resumed from.
         deferred: checkpoints requested by hooks. They are written at the next save point.
-        background: writes checkpoints in a thread while training continues; None until the first one is requested.
+        background: object that writes checkpoints in a thread while training continues; None until the first one is
+            requested.
         when_settled: called after the checkpoint that ``background`` writes is committed.
         num_ended: number of background checkpoints that have ended on all ranks, according to the last vote.
         state_at_end: the checkpoint without the state of the engine, as of the last save point of training.

@@ -1,4 +1,4 @@
-"""Steps of learning rate schedulers."""
+"""Stepping of learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Schedulers:
 
     Attributes:
         configs: the schedulers and their intervals.
-        are_there: the loop steps schedulers. False without schedulers and with manual optimization.
-        watch_each_step: a scheduler of interval "step" watches a metric.
+        are_there: True if the loop steps schedulers. False without schedulers and with manual optimization.
+        watch_each_step: True if a scheduler with interval "step" watches a metric.
     """
 
     def __init__(self, module: Module, configs: Sequence[LRSchedulerConfig]) -> None:
@@ -48,8 +48,8 @@ class Schedulers:
             interval: the interval of the schedulers.
             count: number of completed epochs for ``"epoch"``; number of completed micro-batches of the epoch for
                 ``"step"``, as in Lightning.
-            results: contain the metrics that schedulers watch.
-            watching: step only schedulers that watch a metric; otherwise only the other schedulers.
+            results: the logged values, which contain the metrics that schedulers watch.
+            watching: step only schedulers that watch a metric. If False, step only the other schedulers.
 
         Raises:
             TrainingError: a watched metric was not logged, or a scheduler has reached its end.
@@ -94,7 +94,7 @@ class Schedulers:
 
         Args:
             states: values of :meth:`state`.
-            optimizers: stored states of the optimizers. Their tensors need not be loaded.
+            optimizers: stored states of the optimizers. It is not necessary to load their tensors.
 
         Raises:
             CheckpointError: the states belong to other schedulers.
@@ -126,10 +126,10 @@ class Schedulers:
         Args:
             states: values of :meth:`state`.
             num_steps: number of optimizer steps of the full run, including completed steps.
-            has_other_step_count: the number of optimizer steps per epoch differs from the saved run.
+            has_other_step_count: True if the number of optimizer steps per epoch differs from the saved run.
         """
         for config, saved in zip(self.configs, states, strict=True):
-            # Steps that were skipped because of a loss of None do not shorten the schedule of the same run.
+            # Steps that were skipped because the loss was None do not shorten the schedule of the same run.
             made_for, was_made_for = (
                 each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
             )
@@ -153,7 +153,8 @@ def _step(scheduler: Any) -> None:
 
 
 def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    # torch restores the length with the rest. A cosine schedule at its end would stay at zero in a longer run.
+    # torch restores the length together with the state. In a longer run, a cosine schedule at its end would stay at
+    # zero.
     now = scheduler.state_dict()
     for name in LENGTHS:
         if name in saved and repr(saved[name]) != repr(now.get(name)):

@@ -1,4 +1,4 @@
-"""Frozen values of a call: the request of the user, and the facts that are settled before the model is built."""
+"""Frozen values of a call: the request of the user, and the facts that are determined before the model is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roomier.planner.choice import Choice
 
 CutBatches = Callable[[Plan, RunLoaders, "Request"], Plan]
-"""Changes the micro-batches of the loaders and returns the plan with the matching accumulation."""
+"""Function that changes the micro-batches of the loaders and returns the plan with the matching accumulation."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Fitted:
     Args:
         module: the module that was fitted.
         progress: the progress at the end of the fit.
-        folder: the run folder, to whose logs evaluations add rows; None if the fit wrote no files.
+        folder: the run folder. Evaluations add rows to its logs. None if the fit wrote no files.
         choice: the plans that the planner compared; None if the plan was given.
     """
 
@@ -53,20 +53,20 @@ class Request:
     Args:
         stage: the name of the method.
         module: the module that is trained or evaluated.
-        loaders: the loaders that were passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        loaders: the loaders that were passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
         datamodule: the DataModule that was passed, or None.
         ckpt_path: the checkpoint that was requested: a path, ``"last"``, ``"best"`` or None.
-        weights: the weights that the model begins with: a path or None.
+        weights: the initial weights of the model: a path or None.
         plan: the requested plan. The planner may choose its strategy.
         options: settings of the loop.
         world: the place of this process among all processes.
         root: the folder that contains the run folders.
-        keeps_files: a fit writes a run folder.
-        keeps_checkpoints: an interrupted fit writes a checkpoint.
+        keeps_files: True if a fit writes a run folder.
+        keeps_checkpoints: True if an interrupted fit writes a checkpoint.
         trainer: the object that hooks receive. Code below the Trainer reads only its ``should_stop``.
         state: the loop that is running. The loops update it.
         fitted: the last fit of the same Trainer, or None.
-        cut: changes the micro-batches of a fit for the tuner, or None.
+        cut: function that changes the micro-batches of a fit for the tuner, or None.
     """
 
     stage: str
@@ -99,11 +99,11 @@ class Request:
 
 @dataclass(frozen=True)
 class FirstWeights:
-    """The source of the weights that a model begins with. At most one of the two fields is set.
+    """The source of the initial weights of a model. At most one of the two fields is set.
 
     Args:
-        file: read while the engine is built.
-        checkpoint: read after the run is open.
+        file: weights that are read while the engine is built.
+        checkpoint: checkpoint that is read after the run is open.
     """
 
     file: WeightsToRead | None = None
@@ -117,10 +117,10 @@ class Start:
     Args:
         checkpoint: the checkpoint that the run resumes from; None for a new run.
         folder: the run folder; None if the run writes no files.
-        weights: the weights that the model begins with.
+        weights: the initial weights of the model.
         batch: the global batch before the restart of the job; None if the job was not restarted.
-        is_last: the checkpoint was found by a search for the newest one. If it is damaged, the run resumes from the
-            next older one.
+        is_last: True if the checkpoint was found by a search for the newest one. If it is damaged, the run resumes from
+            the next older checkpoint.
     """
 
     checkpoint: Path | None = None
@@ -154,7 +154,7 @@ class Settled:
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """Micro-batches per optimizer step, by epoch."""
+        """Number of micro-batches per optimizer step, by epoch."""
         return Accumulation.of(self.plan, self.callbacks)
 
     @cached_property

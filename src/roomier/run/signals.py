@@ -23,12 +23,12 @@ class GracefulStop:
     Python can handle signals only in the main thread. In other threads this context has no effect.
 
     Args:
-        is_alone: there are no other ranks that must stop at the same step.
+        is_alone: True if there are no other ranks that must stop at the same step.
 
     Attributes:
         noted: the signal that this process received.
         received: the signal that stops the run. With several ranks, it is set on all ranks at the same step, after one
-            of them received a signal.
+            rank received a signal.
     """
 
     def __init__(self, is_alone: bool = True) -> None:
@@ -71,13 +71,13 @@ class _Watch:
 
     [Note: signals in a collective]
     Python calls signal handlers between two bytecode instructions of the main thread. A main thread that waits in a
-    collective for a rank that does not respond runs no instructions until the collective times out after minutes. But
-    the interpreter writes the number of a signal immediately to the file of ``signal.set_wakeup_fd``, and this thread
-    reads it. A process that is forked meanwhile, such as a worker of a loader, stops using that file, because it
-    receives signals of its own.
+    collective for a rank that does not respond runs no instructions until the collective times out after minutes.
+    However, the interpreter immediately writes the number of a signal to the file of ``signal.set_wakeup_fd``, and this
+    thread reads the number. A process that is forked in the meantime, such as a worker of a loader, stops using that
+    file, because it receives separate signals.
 
     Attributes:
-        is_obeyed: the handler was called for the second signal.
+        is_obeyed: True if the handler was called for the second signal.
     """
 
     open: ClassVar[_Watch | None] = None
@@ -97,7 +97,8 @@ class _Watch:
         signal.set_wakeup_fd(self._before)
         _Watch.open = self._outer
         self._is_closed.set()
-        # Shut down the socket, so that the thread reads its end. Closing is not enough if a forked worker has a copy.
+        # Shut down the socket, so that the thread reads end-of-file. Closing is not enough if a forked worker has a
+        # copy.
         self._written.shutdown(socket.SHUT_WR)
         self._written.close()
         self._thread.join()

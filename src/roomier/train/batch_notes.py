@@ -1,4 +1,4 @@
-"""Notes that are added to an error in a step: the rank, the batches, and invalid content of the batches."""
+"""Notes that are added to an error in a step: the rank, the batches, and invalid contents of the batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roomier.run.progress import Window
 
 
 def note_batches(error: Exception, window: Window, world: World) -> None:
-    """Add a note to an ``error`` of a training step that names its batches, and its rank if there are several.
+    """Add a note to an ``error`` of a training step that names its batches, and its rank if there are several ranks.
 
     Text in the first batch is reported as in :func:`note_text`.
     """

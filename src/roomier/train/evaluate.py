@@ -28,7 +28,7 @@ STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "
 
 
 class EvaluationCutError(Exception):
-    """A signal interrupted an evaluation. Its results are discarded."""
+    """Raised if a signal interrupts an evaluation. The results of the evaluation are discarded."""
 
 
 def evaluate(
@@ -39,11 +39,11 @@ def evaluate(
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
         limits: maximum number of batches of each source, over all ranks.
-        keeps_predictions: return the outputs of ``"predict"``.
+        keeps_predictions: True to return the outputs of ``"predict"``.
 
     Returns:
         For ``"predict"``, a list per source with the output of the step for each batch; otherwise empty lists. With
-        several ranks, each rank receives the outputs of all ranks on its host, in the order of the batches.
+        several ranks, each rank receives the outputs of all ranks in host memory, in the order of the batches.
 
     Raises:
         EvaluationCutError: a signal interrupted the evaluation.
@@ -80,8 +80,8 @@ def evaluate(
 def take_statistics_of_rank_zero(run: Run) -> None:
     """Copy the floating-point buffers of rank 0 to all ranks, such as the running statistics of BatchNorm.
 
-    Each rank updates the statistics with its own batches. With the buffers of rank 0, which a checkpoint stores, all
-    ranks evaluate the same model.
+    Each rank updates the statistics with its batches. A checkpoint stores the buffers of rank 0. With these
+    buffers, all ranks evaluate the same model.
     """
     if run.ranks.is_alone:
         return
@@ -130,8 +130,8 @@ def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bo
 def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[Any, int, bool], Any]:
     """Return a function that runs the hooks and the step of one batch and returns the output of the step.
 
-    Its arguments are the batch, the index of the batch on this rank, and whether the batch counts. A batch that does
-    not count is run only because other ranks need the forward of this rank. Its result is None.
+    Its arguments are the batch, the index of the batch on this rank, and whether the batch is counted. A batch that is
+    not counted runs only because other ranks require the forward of this rank. Its result is None.
 
     Args:
         dataloader_idx: index of the loader; None if there is only one.
@@ -203,7 +203,7 @@ def validate_within_fit(run: Run) -> None:
 
 
 def sanity_check(run: Run, num_batches: float) -> None:
-    """Run a few validation batches before training, so that an error in validation appears early."""
+    """Run a few validation batches before training, so that errors in validation occur early."""
     with run.settled.request.state.within(RunningStage.SANITY_CHECKING), preserved_rng():
         call(run.hooks.on_sanity_check_start)
         limits = [min(limit, num_batches) for limit in run.batches.limits]

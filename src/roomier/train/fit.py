@@ -25,9 +25,9 @@ from roomier.train.step import TrainingStep, forward_backward_of, install_step_h
 def fit(run: Run) -> None:
     """Train until a limit is reached, or until a callback or a signal stops the run.
 
-    Each epoch runs its optimizer steps. A step computes the gradients of its micro-batches, clips them, updates the
-    parameters, steps the schedulers, logs, and validates if validation is due. The step ends with the save point, the
-    only place at which a checkpoint is saved and training ends.
+    Each epoch consists of optimizer steps. A step computes the gradients of its micro-batches, clips them, updates the
+    parameters, steps the schedulers, logs, and validates if validation is due. The step ends with the save point. Only
+    at the save point, checkpoints are saved and training can end.
     """
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
@@ -74,7 +74,7 @@ def start_epoch(run: Run) -> Iterator[Any]:
 
 
 def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: bool) -> bool:
-    """Run everything that follows the update of a step. Return True if training ends with this step."""
+    """Run the code that follows the update of a step. Return True if training ends with this step."""
     progress, schedulers, log_interval = run.progress, run.schedulers, run.settled.request.options.log_every_n_steps
     first_batch = progress.batch_idx
     progress.global_step += has_stepped
@@ -112,7 +112,7 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
 
 
 def go_back(run: Run, error: GoBackError) -> bool:
-    """Restore the newest checkpoint of the run, as a resume does. Return True if training ends at this checkpoint.
+    """Restore the newest checkpoint of the run, like a resumed run. Return True if training ends at this checkpoint.
 
     Raises:
         TrainingError: the run has no checkpoint.
@@ -137,7 +137,7 @@ def go_back(run: Run, error: GoBackError) -> bool:
 
 
 def begin(run: Run) -> bool:
-    """Run everything that precedes the first step. Return False if there is no step to run."""
+    """Run the code that precedes the first step. Return False if there is no step to run."""
     run.vote(waits=True)
     run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
@@ -152,7 +152,7 @@ def begin(run: Run) -> bool:
 
 
 def catch_up(run: Run) -> bool:
-    """Run the validation that a signal interrupted in the previous run. Return True if training ends with it."""
+    """Run the validation that a signal interrupted in the previous run. Return True if training ends afterwards."""
     if not run.progress.is_validation_due or validates_at_unknown_end(run):  # the latter is done by end_epoch
         return False
     validate_within_fit(run)
@@ -163,7 +163,8 @@ def catch_up(run: Run) -> bool:
 def step_schedulers(run: Run, *, has_stepped: bool) -> None:
     """Step the schedulers that watch no metric, after the last micro-batch of a window.
 
-    As in Lightning, they step before its ``on_train_batch_end``, so a validation that follows uses the new values.
+    As in Lightning, they step before ``on_train_batch_end`` of this micro-batch, so a validation that follows uses the
+    new values.
     """
     progress = run.progress
     if has_stepped:
@@ -173,13 +174,13 @@ def step_schedulers(run: Run, *, has_stepped: bool) -> None:
 
 
 def step_watching(run: Run) -> None:
-    """Step the schedulers of interval "step" that watch a metric, unless a signal interrupted the validation."""
+    """Step the schedulers with interval "step" that watch a metric, unless a signal interrupted the validation."""
     if not run.progress.is_validation_due:
         run.schedulers.step("step", run.progress.batch_idx, run.results, watching=True)
 
 
 def finish(run: Run) -> None:
-    """Run everything that follows the last step."""
+    """Run the code that follows the last step."""
     check_finite(run, "at the end")
     if run.progress.batch_idx:  # training ended within an epoch: log the metrics of its completed part
         run.results.call(run.hooks.on_train_epoch_end)
@@ -243,10 +244,10 @@ def is_validation_due(run: Run, first_batch: int) -> bool:
 
 
 def end_epoch(run: Run, *, is_left: bool) -> None:
-    """Run everything that follows the last step of an epoch.
+    """Run the code that follows the last step of an epoch.
 
     Args:
-        is_left: a hook skipped the rest of the epoch. Such an epoch is not validated, as in Lightning.
+        is_left: True if a hook skipped the rest of the epoch. As in Lightning, no validation runs after such an epoch.
     """
     progress, results = run.progress, run.results
     check_trains(run, is_epoch_over=True)
@@ -265,9 +266,9 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
 
 
 def validates_at_unknown_end(run: Run) -> bool:
-    """Return True if validation is due at the end of this epoch, and the epoch ended at an unknown number of batches.
+    """Return True if validation is due at the end of this epoch, and the length of the epoch was unknown.
 
-    The loader has no length, or it yielded fewer batches than its length.
+    The length is unknown if the loader has no length, or if it yielded fewer batches than its length.
     """
     every_n_epoch = run.options.check_val_every_n_epoch
     return bool(

@@ -1,4 +1,4 @@
-"""Optimizers as a manual ``training_step`` receives them: ``step`` counts, unscales gradients and calls the hooks."""
+"""Optimizers for a manual ``training_step``, whose ``step`` counts steps, unscales gradients and calls the hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATE = ("param_groups", "state", "defaults")
 
 
 class ManualOptimizer:
-    """Proxy of ``optimizer`` that replaces ``step``. All other attributes are attributes of the optimizer.
+    """Proxy of ``optimizer`` that replaces ``step``. All other attributes are read from the optimizer.
 
     ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. A copy or a pickle of the proxy
     is a copy or a pickle of the optimizer.
@@ -38,10 +38,10 @@ class ManualOptimizer:
     def step(self, closure: Any = None) -> Any:
         """Run one optimizer step: ``closure``, then ``on_before_optimizer_step``, then the update.
 
-        The step counts in ``global_step``.
+        The step is counted in ``global_step``.
 
         Args:
-            closure: computes the loss and the gradients. An optimizer such as LBFGS calls it several times.
+            closure: function that computes the loss and the gradients. Optimizers such as LBFGS call it several times.
 
         Returns:
             The first value that ``closure`` returned; None without a closure.
@@ -80,7 +80,8 @@ class ManualOptimizer:
         """Set ``requires_grad`` to False inside the context for all parameters that only other optimizers own.
 
         Args:
-            sync_grad: has no effect. Ranks sum gradients in each backward, so a step sees the same gradients.
+            sync_grad: has no effect. Gradients are summed over ranks in each backward, so the gradients of a step are
+                the same.
         """
         module = seen_by_user(self._run.module)
         module.toggle_optimizer(self)

@@ -21,7 +21,7 @@ from roomier.run.settled import Request
 
 _HOOKS = frozenset((*SHARED_HOOKS, *CALLBACK_HOOKS))
 _DEBUGGERS = ("bdb", "pdb", "code", "IPython.core.debugger", "IPython.terminal.embed")
-_DEBUG_SERVERS = ("pydevd", "debugpy")  # they may stop all threads, including the heartbeat
+_DEBUG_SERVERS = ("pydevd", "debugpy")  # debuggers may stop all threads, including the heartbeat
 _LONG = {
     "torch._dynamo.convert_frame": "compiling",
     "torch._inductor.compile_fx": "compiling",
@@ -38,7 +38,7 @@ _FIT = "roomier.train.fit"
 
 
 class TrainingThread:
-    """The calling thread, which runs ``trainer``, with methods that other threads call.
+    """The calling thread, which runs ``trainer``, with methods for use by other threads.
 
     Args:
         trainer: the Trainer that runs in this thread.
@@ -86,7 +86,7 @@ class TrainingThread:
         return Activity.STEP, "training step"
 
     def _calls(self) -> Iterator[tuple[str, str]]:
-        """Yield the module and the name of each function that runs, from the inside out."""
+        """Yield the module and the name of each running function, innermost first."""
         for innermost in self._frames():
             frame: FrameType | None = innermost
             while frame is not None:
@@ -114,5 +114,5 @@ def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[No
 
 
 def _contains(names: Iterable[str], module: str) -> str | None:
-    """Return the name in ``names`` that equals ``module`` or is a parent package of it; None if there is none."""
+    """Return the name in ``names`` that equals ``module`` or is a parent package of it, or None."""
     return next((name for name in names if module == name or module.startswith(f"{name}.")), None)

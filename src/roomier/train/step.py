@@ -21,13 +21,14 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# They run after on_train_batch_end and before the next window. Lightning frees gradients only in that window.
+# These hooks run after on_train_batch_end and before the next window. Lightning frees gradients only in the next
+# window.
 _HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of the epoch, as in Lightning
 
 
 class TrainingStep:
-    """``training_step`` of one micro-batch. The engine calls :meth:`start` before it and :meth:`end` after it.
+    """``training_step`` of one micro-batch. The engine calls :meth:`start` before and :meth:`end` after each call.
 
     Args:
         run: the run.
@@ -63,7 +64,7 @@ class TrainingStep:
         return output
 
     def start_window(self) -> None:
-        """Call before the first micro-batch of a window."""
+        """Prepare for a window. Call this method before its first micro-batch."""
         progress = self._run.progress
         self._first_batch, self.first_step = progress.batch_idx, progress.global_step
         self.batch_idx = self._first_batch - 1
@@ -84,11 +85,11 @@ class TrainingStep:
                 self.skips_epoch = True
 
     def take_loss(self, loss: Tensor, index: int) -> None:
-        """Store the loss whose backward the micro-batch ran, for the hooks that follow."""
+        """Store the loss on which the micro-batch ran backward, for the hooks that follow."""
         self._loss = loss
 
     def end(self, index: int = -1) -> None:
-        """Call the hooks after a micro-batch. For the last micro-batch of a window, they run after the optimizer."""
+        """Call the hooks after a micro-batch. For the last one of a window, they run after the optimizer step."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
@@ -97,7 +98,7 @@ class TrainingStep:
         self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
-        """Return the outputs for the hooks, as in Lightning: a dict with the loss whose backward was run."""
+        """Return the outputs for the hooks, as in Lightning: a dict with the loss on which backward was run."""
         output = self._output
         if output is None:
             return {}
@@ -186,7 +187,8 @@ def transfer_to(
 def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
     """Return the function that computes the gradients of one window.
 
-    It is the engine's ``forward_backward``, ``training_step`` with manual optimization, or an update with a closure.
+    The function is the engine's ``forward_backward``, a call of ``training_step`` for manual optimization, or an update
+    with a closure.
     """
     if not run.module.automatic_optimization:
         return _manual_step(run)
@@ -240,7 +242,7 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
 def update_of(run: Run) -> Callable[[Tensor | None], None]:
     """Return the function that runs after the gradients of a step: hooks, clipping and the optimizer.
 
-    Its argument is the loss of the step. It omits everything that is not overridden or enabled.
+    Its argument is the loss of the step. Hooks that are not overridden and features that are not enabled are omitted.
     """
     engine = run.engine
     if not engine.optimizers or takes_closure(run):
@@ -265,7 +267,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
 
 
 def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
-    """Return the functions that run between the gradients and the update: the hooks, then clipping."""
+    """Return the functions that run between backward and the update: the hooks, then clipping."""
     module, batch_plan = run.module, run.plan.batch
     limit, algorithm = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm
     before = run.hooks.on_before_optimizer_step
@@ -278,7 +280,7 @@ def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
 
 
 class _StepWithClosure(ManualOptimizer):
-    """The optimizer that ``optimizer_step`` receives. Its ``step`` accepts the closure, as the optimizer's does."""
+    """The optimizer that ``optimizer_step`` receives. Its ``step`` accepts the closure, like the optimizer."""
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         super().__init__(optimizer, run)

@@ -1,4 +1,4 @@
-"""Selection of the runs whose memory is compared with a forecast, and the shapes of the model that this requires."""
+"""Selection of the runs whose memory is compared with a forecast, and the model shapes that a forecast requires."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 LARGE_BYTES = 2**30
-"""Bytes of model states on one rank from which the memory of a run is compared with its forecast by default."""
+"""Minimum bytes of model states on one rank for which a run's memory is compared with its forecast by default."""
 _MOST_BYTES_OF_A_PARAMETER = 48  # 64-true: weight, gradient, its bucket and two states in 8 bytes each, and 8 to spare
 
 
 def prepare_forecast(trainer: Trainer, module: Module) -> None:
-    """Add a MemoryForecast to a fit if it is useful, and keep the shapes of ``module`` in ``trainer.shapes``.
+    """Add a MemoryForecast to a fit if the forecast is useful, and keep the shapes of ``module`` in ``trainer.shapes``.
 
-    Call it before the model is built. MemoryForecast and the report after an out-of-memory error read the shapes.
+    Call this function before the model is built. MemoryForecast and the report after an out-of-memory error read the
+    shapes.
     """
     was_built = trainer.fitted is not None and trainer.fitted.module is module
     if not was_built:  # otherwise the shapes of the last fit are kept, because the built model has others
@@ -49,7 +50,7 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     shapes = trainer.shapes if may_be_added else None
     is_planned = trainer.choice is not None
     is_added = shapes is not None and (is_planned or _states_bytes(shapes, trainer.plan) >= LARGE_BYTES)
-    if trainer.ranks.from_zero(is_added):  # a model may have a part that cannot be copied on one rank only
+    if trainer.ranks.from_zero(is_added):  # a part of the model may be impossible to copy on one rank only
         trainer.callbacks = ordered([*trainer.callbacks, _ByDefault()])
 
 
@@ -57,7 +58,7 @@ class _ByDefault(MemoryForecast):
     """The MemoryForecast that roomier adds by default."""
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        """Report no missing forecast of a short run, because the user did not request one."""
+        """Do not report that a short run has no forecast, because the user did not request one."""
 
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
@@ -79,7 +80,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 
 
 def _states_bytes(shapes: Module, plan: Plan) -> int:
-    """Return the peak bytes of model states on one rank; 0 if unknown. Assume AdamW without a named optimizer."""
+    """Return the peak bytes of model states on one rank; 0 if unknown. Without a named optimizer, assume AdamW."""
     from roomier.memory.predict import predict  # late: loads the sharding of torch
 
     optimizer = plan.optimizer

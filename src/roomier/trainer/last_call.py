@@ -1,6 +1,6 @@
-"""State of the last call of a Trainer under Lightning's names: progress, data, metrics, objects of the run.
+"""State of the last call of a Trainer under Lightning's names, such as progress, data, metrics and objects of the run.
 
-``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning's.
+``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _not_known() -> float:
 
 
 class LastCall(Settings):
-    """The state of the last call of a Trainer. It is complete: it can be used and tested without the Trainer.
+    """The state of the last call of a Trainer. This class can be used and tested without the Trainer.
 
     Args:
         settings: the arguments of :class:`Settings`.
@@ -76,11 +76,12 @@ class LastCall(Settings):
         request: the last call as a value.
         datamodule: the DataModule of the last call.
         manual_optimizers: the optimizers as ``Module.optimizers()`` returns them.
-        estimate_steps, count_training_batches: compute attributes of the running fit that hooks may read early.
-        loaders_of_calls: the loaders of the last call of each method, the newest last.
-        num_batches_of: batches of each evaluation loader, by the method that was called.
+        estimate_steps, count_training_batches: functions that compute the attributes of the running fit that hooks may
+            read before the loop starts.
+        loaders_of_calls: the loaders of the last call of each method, in the order of the calls.
+        num_batches_of: number of batches of each evaluation loader, by the method that was called.
         given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
-        copied_progress: the progress of the Trainer that this one is a copy of.
+        copied_progress: if this Trainer is a copy, the progress of the original Trainer.
         log_dir: the folder of the last run.
         read_path: the checkpoint that the last call read.
         set_path: the value that the user assigned to ``ckpt_path``.
@@ -114,7 +115,7 @@ class LastCall(Settings):
         self.copied_progress = progress
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: settings, step and epoch, without the run.
+        """Return the state of a copy: the settings, the step and the epoch, but not the run.
 
         A copy that is created during a run has no callbacks and no loggers, because they hold open files.
         """
@@ -127,7 +128,7 @@ class LastCall(Settings):
         return vars(copied)
 
     def begin_call(self, request: Request) -> None:
-        """Show ``request`` as the last call, which is running."""
+        """Record ``request`` as the last call and mark it as running."""
         self.request, self._module, self.datamodule = request, request.module, request.datamodule
         self.should_stop = self.was_interrupted = False
         self.state.fn, self.state.status = TrainerFn(request.stage), TrainerStatus.RUNNING
@@ -135,19 +136,19 @@ class LastCall(Settings):
             given.clear()
 
     def show_loaders(self, data: RunLoaders) -> None:
-        """Read ``train_dataloader`` and the other loaders from ``data``."""
+        """Use the loaders in ``data`` for ``train_dataloader`` and the other loader attributes."""
         stage = "" if self.request is None else self.request.stage
         self.loaders_of_calls.pop(stage, None)
         self.loaders_of_calls[stage] = data
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Number of completed optimizer steps."""
         return (self.run.progress if self.run else self.copied_progress).global_step
 
     @property
     def current_epoch(self) -> int:
-        """Epochs done."""
+        """Number of completed epochs."""
         return (self.run.progress if self.run else self.copied_progress).epoch
 
     @property
@@ -171,7 +172,7 @@ class LastCall(Settings):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values. A value that a callback assigns is shown until its name is logged."""
+        """All logged values. A value that a callback assigns is returned until its name is logged."""
         return self._shown("callback")
 
     @property
@@ -236,38 +237,38 @@ class LastCall(Settings):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the complete run; infinite if unknown."""
+        """Number of optimizer steps of the complete run; infinite if unknown."""
         return self.estimate_steps()
 
     @property
     def num_steps_in_all(self) -> float:
-        """Optimizer steps at the end of the run if it does not end early; infinite if unknown."""
+        """Number of optimizer steps at the end of the run if it does not end early; infinite if unknown."""
         return self.run.num_steps_in_all if self.run else math.inf
 
     @property
     def num_training_batches(self) -> float:
-        """Batches per epoch of the last fit; infinite before the first fit, and for a loader without a length."""
+        """Number of batches per epoch of the last fit; infinite before it, and for a loader without a length."""
         return self.count_training_batches()
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Batches of each validation loader, of the last fit or the last call of ``validate``."""
+        """Number of batches of each validation loader in the last fit or the last call of ``validate``."""
         return list(self.num_batches_of.get("validate" if self.state.fn is TrainerFn.VALIDATING else "fit", ()))
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Batches of each validation loader that run before training."""
+        """Number of batches of each validation loader that run before training."""
         most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
         return [min(most, number) for number in self.num_batches_of.get("fit", ())]
 
     @property
     def num_test_batches(self) -> list[float]:
-        """Batches of each test loader."""
+        """Number of batches of each test loader."""
         return list(self.num_batches_of.get("test", ()))
 
     @property
     def num_predict_batches(self) -> list[float]:
-        """Batches of each prediction loader."""
+        """Number of batches of each prediction loader."""
         return list(self.num_batches_of.get("predict", ()))
 
     @property
@@ -292,7 +293,7 @@ class LastCall(Settings):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether a fit validates. Known after the loaders were created."""
+        """Whether a fit runs validation. Known after the loaders are created."""
         return self.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
 
     @property
@@ -303,7 +304,7 @@ class LastCall(Settings):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches per optimizer step in the current epoch."""
+        """Number of micro-batches per optimizer step in the current epoch."""
         return Accumulation.of(self.plan, self.callbacks).at(self.current_epoch)
 
     @property
@@ -313,7 +314,7 @@ class LastCall(Settings):
 
     @property
     def _results(self) -> Never:
-        """Read by ``LightningModule.log`` outside of a run, during which roomier replaces this method.
+        """Read by ``LightningModule.log`` outside of a run. During a run, roomier replaces ``log``.
 
         Raises:
             RoomierError: always.
@@ -335,7 +336,7 @@ class LastCall(Settings):
 
     @property
     def seen_loaders(self) -> dict[str, Any]:
-        """The loaders that the user passed or defined, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
+        """The loaders that the user passed or defined. Keys: ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
         return {name: each for data in self.loaders_of_calls.values() for name, each in data.found.items()}
 
     @property

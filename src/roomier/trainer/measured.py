@@ -21,7 +21,7 @@ def by_loader(
 
     Args:
         metrics: names and logged values.
-        loader_of: index of the loader of each metric; None for a metric of all loaders, which each dict contains.
+        loader_of: index of the loader of each metric; None for a metric over all loaders, which is added to each dict.
         num_loaders: number of loaders.
     """
     if num_loaders == 1:

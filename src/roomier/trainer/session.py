@@ -101,7 +101,7 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
     """Open a run of ``request`` that is ready for its loop, and close it afterwards.
 
     Args:
-        adds_callbacks: whether the callbacks of ``configure_callbacks`` and a forecast of the memory take part.
+        adds_callbacks: whether to add the callbacks of ``configure_callbacks`` and a memory forecast.
 
     Raises:
         SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).
@@ -174,7 +174,7 @@ def _at_step(trainer: Trainer, request: Request) -> str:
 
 
 def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: bool, stop: GracefulStop) -> Run:
-    """Settle the call and open its run. Keep each fact on the Trainer as soon as it is known."""
+    """Settle the call and open its run. Store each value on the Trainer as soon as it is known."""
     module, ranks = request.module, trainer.ranks
     best = trainer.checkpoint_callback
     found = find_start(request, ranks, trainer.loggers, None if best is None else best.best_model_path)

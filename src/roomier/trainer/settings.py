@@ -1,6 +1,6 @@
-"""Settings of a Trainer under Lightning's names: arguments, callbacks, loggers, ranks, and the loop that is running.
+"""Settings of a Trainer under Lightning's names: arguments, callbacks, loggers, ranks, and the running loop.
 
-``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning's.
+``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INSTEAD = {
 
 
 class Settings:
-    """The settings of a Trainer, and the state that says which loop is running.
+    """The settings of a Trainer, and the running loop.
 
     Args:
         plan: the requested plan.
@@ -58,7 +58,7 @@ class Settings:
     Attributes:
         plan: the plan of the last run; before the first run, the requested plan.
         requested_plan: the requested plan.
-        ranks: the ranks of the last call. There is one rank until a call joins the others.
+        ranks: the ranks of the last call. There is one rank until a call joins the other ranks.
         micro_batch: samples of a micro-batch on each rank, found by the tuner. None uses the batches of the loader.
         num_micro_batches: micro-batches per step, found by the tuner in the run that is resumed.
         state: the method that was called last, and the loop that is running.
@@ -97,32 +97,32 @@ class Settings:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger; None without loggers."""
+        """The first logger, or None."""
         return self.loggers[0] if self.loggers else None
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint; None without one."""
+        """The first ModelCheckpoint, or None."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """All ModelCheckpoints."""
+        """All ModelCheckpoint callbacks."""
         return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping of roomier or of Lightning; None without one."""
+        """The first EarlyStopping of roomier or of Lightning, or None."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
-        """All EarlyStoppings of roomier and of Lightning."""
+        """All EarlyStopping callbacks of roomier and of Lightning."""
         return [each for each in self.callbacks if isinstance(each, EarlyStopping) or is_builtin(each, "EarlyStopping")]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The ProgressBar; None without one."""
+        """The ProgressBar, or None."""
         return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
 
     @property
@@ -158,7 +158,7 @@ class Settings:
 
     @property
     def default_root_dir(self) -> str:
-        """Folder of the run folders."""
+        """Folder that contains the run folders."""
         return str(at_home(self.options.default_root_dir or "runs"))
 
     @property
@@ -188,17 +188,17 @@ class Settings:
 
     @property
     def global_rank(self) -> int:
-        """Number of this rank, counted over all machines."""
+        """Rank of this process among all processes."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank on its machine."""
+        """Rank of this process on its machine."""
         return self.world.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of this machine."""
+        """Index of this machine."""
         return self.world.node_rank
 
     @property
@@ -213,7 +213,7 @@ class Settings:
 
     @property
     def num_devices(self) -> int:
-        """Devices of each machine."""
+        """Number of devices on each machine."""
         return self.plan.parallel.devices
 
     @property
@@ -257,10 +257,10 @@ class Settings:
         return self.state.stage is not None and self.state.stage.evaluating
 
     def add_callbacks_of(self, module: Module) -> None:
-        """Add the callbacks of ``module.configure_callbacks()``, which replace callbacks of the same type.
+        """Add the callbacks that ``module.configure_callbacks()`` returns. They replace callbacks of the same type.
 
         Raises:
-            RoomierError: the method returned something else than callbacks.
+            RoomierError: the method did not return a callback or a list of callbacks.
         """
         own = module.configure_callbacks()
         if own is not None and not (isinstance(own, (list, tuple)) or is_one(own, Callback)):
@@ -274,7 +274,7 @@ class Settings:
         check_callbacks(self.callbacks)
 
     def hooked_callbacks(self, stage: str) -> list[Any]:
-        """Return the callbacks whose hooks ``stage`` calls. Prediction writers need an additional callback first."""
+        """Return the callbacks whose hooks ``stage`` calls, and the callback that prediction writers require."""
         writers = [each for each in self.callbacks if writes_predictions(each)] if stage == "predict" else []
         if not writers:
             return self.callbacks

@@ -53,7 +53,7 @@ from roomier.tuner.trial import Subject
 
 
 class Trainer(LastCall):
-    """Trains, validates, tests and runs a model, on one device or on many ranks.
+    """Trains, validates, tests and runs predictions with a model, on one device or on many ranks.
 
     The Trainer combines its arguments into a :class:`roomier.Plan`, which it validates immediately, prints when a run
     starts, and stores in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
@@ -63,7 +63,8 @@ class Trainer(LastCall):
         >>> trainer.fit(module, train_loader, val_loader)
         >>> trainer.test(module, test_loader, ckpt_path="best")
 
-    A class name in parentheses, such as ``OptimizerPlan``, is the class in ``roomier.plan`` that documents the values.
+    A class name in parentheses, such as ``OptimizerPlan``, refers to the class in ``roomier.plan`` that documents the
+    values.
 
     Args:
         plan: a Plan, a mapping with its sections, or the path of a YAML file. It replaces all arguments that refer to a
@@ -73,8 +74,8 @@ class Trainer(LastCall):
             ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact (``ParallelPlan``,
             ``ChoicePlan``).
         accelerator: type of device (``ParallelPlan``).
-        devices: ranks on each machine. ``"auto"`` uses the ranks that torchrun, SLURM or MPI started. Without a
-            launcher, a strategy for several ranks uses all CUDA devices (``ParallelPlan``).
+        devices: number of ranks on each machine. ``"auto"`` uses the ranks that torchrun, SLURM or MPI started. Without
+            a launcher, a strategy for several ranks uses all CUDA devices (``ParallelPlan``).
         num_nodes: number of machines. ``"auto"`` uses the machines of the launcher (``ParallelPlan``).
         precision: number format of weights and matmuls, such as ``"bf16-mixed"`` (``PrecisionPlan``).
         matmul_precision: precision of float32 matmuls (``PrecisionPlan``).
@@ -83,11 +84,11 @@ class Trainer(LastCall):
         learning_rate: learning rate of the named optimizer (``OptimizerPlan``).
         lr_schedule: name of a schedule, or a dict with ``name``, ``warmup_steps`` and ``min_lr_ratio``
             (``OptimizerPlan``).
-        step_in_backward: update each parameter in backward and free its gradient. True is ``"exact"``
+        step_in_backward: update each parameter in backward and free its gradient. True means ``"exact"``
             (``OptimizerPlan``).
         activation_checkpointing: activations to recompute in backward: a policy such as ``"full"``; a budget for the
-            peak of a step, in bytes (``"6GiB"``) or as a fraction (0.5); or a dict such as ``{"every_n": 3}``. True is
-            ``"full"`` (``ActivationPlan``).
+            peak of a step, in bytes (``"6GiB"``) or as a fraction (0.5); or a dict such as ``{"every_n": 3}``. True
+            means ``"full"`` (``ActivationPlan``).
         offload: tensors to keep in host memory, such as ``{"activations": "cpu"}`` (``OffloadPlan``).
         chunked_loss: compute the loss of a language model in chunks of tokens. An integer is the number of tokens in a
             chunk (``LossPlan``).
@@ -98,45 +99,47 @@ class Trainer(LastCall):
         memory_budget: upper limit for the peak memory of a device, such as ``"22GiB"``. None uses all memory of the
             device (``ChoicePlan``).
         accumulate_grad_batches: micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: upper limit for the norm, or for the values, of gradients. None and 0 disable clipping
+        gradient_clip_val: upper limit for the norm or for the values of gradients. None and 0 disable clipping
             (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
         auto_lr_find: before a fit, search for a learning rate on a copy of the model. A string is the name of the
             module's attribute that holds the learning rate.
         auto_scale_batch_size: before a fit, search for the largest micro-batch that fits. The number of samples per
-            step stays the same. True is ``"power"``, which doubles the size; ``"binsearch"`` then refines it.
-        max_epochs: maximum number of epochs. -1 is no limit. The default is 1000 if neither steps nor time are limited.
+            step stays the same. True means ``"power"``, which doubles the size while it fits. ``"binsearch"`` then
+            refines the size.
+        max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if neither steps nor time are
+            limited.
         min_epochs: minimum number of epochs.
-        max_steps: maximum number of optimizer steps. -1 is no limit.
+        max_steps: maximum number of optimizer steps. -1 means no limit.
         min_steps: minimum number of optimizer steps.
         max_time: maximum training time: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with its keywords.
         limit_train_batches: batches per epoch on each rank, as a number (int) or as a fraction (float).
-        limit_val_batches: batches of a validation, of all ranks together, as a number or as a fraction. 0 disables
-            validation.
+        limit_val_batches: number or fraction of batches of a validation, over all ranks. 0 disables validation.
         limit_test_batches: batches of a test, as in ``limit_val_batches``.
         limit_predict_batches: batches of a prediction, as in ``limit_val_batches``.
         overfit_batches: train and validate on this number (int) or fraction (float) of the training batches, in a fixed
-            order. 0.0 disables it.
-        fast_dev_run: run this number of batches of each loop, without logs and checkpoints. True is 1.
+            order. 0.0 disables this option.
+        fast_dev_run: run this number of batches of each loop, without logs and checkpoints. True means 1.
         val_check_interval: training batches between two validations, as a number (int) or as a fraction of an epoch
             (float). The default is one epoch.
         check_val_every_n_epoch: epochs between two validations. With None, ``val_check_interval`` counts batches across
             epochs.
-        num_sanity_val_steps: validation batches to run before training. -1 runs all.
+        num_sanity_val_steps: validation batches to run before training. -1 runs all batches.
         log_every_n_steps: optimizer steps between two rows of the log.
         callbacks: one callback or a list of callbacks.
         logger: loggers, or names of loggers. True writes ``metrics.jsonl`` and ``metrics.csv``; False writes no logs.
         enable_checkpointing: add a ModelCheckpoint if the callbacks contain none.
         enable_progress_bar: add a ProgressBar if the callbacks contain none.
         enable_model_summary: add a ModelSummary if the callbacks contain none.
-        deterministic: use deterministic algorithms. ``"warn"`` warns about operations without one.
+        deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no deterministic
+            algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
         detect_anomaly: raise an error in the operation that produces NaN in backward. This is slow.
-        inference_mode: evaluate under ``torch.inference_mode``; otherwise under ``torch.no_grad``.
-        profiler: ``"torch"``, or a ``torch.profiler.profile``.
+        inference_mode: run evaluations under ``torch.inference_mode``. If False, use ``torch.no_grad``.
+        profiler: ``"torch"``, or a ``torch.profiler.profile`` object.
         hang_timeout: time after which the run ends if the ranks wait for a rank that hangs in a step, in the formats of
             ``max_time``. None disables the check.
-        default_root_dir: folder of the run folders ``version_N``. The default is ``"runs"``.
+        default_root_dir: folder that contains the run folders ``version_N``. The default is ``"runs"``.
 
     Raises:
         RoomierError: an argument is unknown or invalid, or arguments are incompatible.
@@ -238,11 +241,11 @@ class Trainer(LastCall):
         Args:
             model: a :class:`roomier.Module`, or any ``nn.Module`` whose forward returns a loss.
             train_dataloaders: a DataLoader, a list of batches, an iterable of batches, or a DataModule.
-            val_dataloaders: one loader or a list of loaders, in the same forms.
-            datamodule: the data in one object, instead of loaders.
-            ckpt_path: checkpoint to resume, bit-identically. ``"last"`` is the newest checkpoint below
+            val_dataloaders: one loader or a list of loaders, of the same types.
+            datamodule: a DataModule that provides the data, instead of loaders.
+            ckpt_path: checkpoint from which the run resumes, bit-identically. ``"last"`` is the newest checkpoint in
                 ``default_root_dir``. A ``.ckpt`` file of Lightning is resumed as Lightning would resume it.
-            weights_only: None or True, because loading a checkpoint never executes code.
+            weights_only: must be None or True, because loading a checkpoint never executes code.
             weights: initial weights: a ``.safetensors`` file, a folder with ``model.safetensors`` or its index, or a
                 checkpoint. Each rank reads only its shard. Ignored if ``ckpt_path`` is found.
 
@@ -282,10 +285,10 @@ class Trainer(LastCall):
             model: the model. None uses the model of the last fit.
             dataloaders: one loader or a list of loaders. None uses the loaders of the DataModule or of the model.
             ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``. With None, a given ``model`` keeps its
-                weights, and the model of the last fit gets the weights of its best checkpoint, as in Lightning.
+                weights, and the model of the last fit loads the weights of its best checkpoint, as in Lightning.
             verbose: print the metrics to standard error on rank 0.
-            datamodule: the data in one object, instead of loaders.
-            weights_only: None or True, because loading a checkpoint never executes code.
+            datamodule: a DataModule that provides the data, instead of loaders.
+            weights_only: must be None or True, because loading a checkpoint never executes code.
 
         Returns:
             The logged metrics, one dict for each loader.
@@ -307,7 +310,7 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test data. Arguments and result are those of :meth:`validate`."""
+        """Run ``test_step`` over the test data. Arguments and result are the same as in :meth:`validate`."""
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose, weights_only, unknown)
 
     def predict(
@@ -329,7 +332,7 @@ class Trainer(LastCall):
             dataloaders: as in :meth:`validate`.
             datamodule: as in :meth:`validate`.
             return_predictions: False discards the predictions. A callback can write them in ``on_predict_batch_end``.
-                None is True.
+                None means True.
             ckpt_path: as in :meth:`validate`.
             weights_only: as in :meth:`validate`.
 
@@ -356,10 +359,10 @@ class Trainer(LastCall):
     ) -> Generator[Any, None, None]:
         """Return an iterator over the predictions, which computes each prediction when it is requested.
 
-        The iterator yields one item per batch, loader after loader, and holds one batch of each rank at a time. The run
-        ends when the iterator is exhausted, closed with ``stream.close()`` or deleted. Until then, this Trainer cannot
-        start another run. Every rank gets the predictions of all ranks, in the order of the batches, in host memory.
-        Every rank must request the same number of predictions.
+        The iterator yields one item per batch, loader after loader, and holds the predictions of one batch per rank at
+        a time. The run ends when the iterator is exhausted, closed with ``stream.close()`` or deleted. Until then, this
+        Trainer cannot start another run. Every rank gets the predictions of all ranks, in the order of the batches, in
+        host memory. Every rank must request the same number of predictions.
 
         Args:
             model: as in :meth:`validate`.
@@ -368,9 +371,9 @@ class Trainer(LastCall):
             ckpt_path: as in :meth:`validate`.
 
         Raises:
-            RoomierError: the model, the data or the checkpoint cannot be used; this method raises it. The iterator
-                raises it if another rank has stopped requesting predictions.
-            SystemExit: a signal ended the run; the iterator raises it.
+            RoomierError: the model, the data or the checkpoint cannot be used. The iterator raises this error if
+                another rank stops requesting predictions.
+            SystemExit: a signal ended the run. The iterator raises this exception.
         """
         self.predict_loop.return_predictions = False
         stream = opened_stream(self._evaluation("predict", model, dataloaders, ckpt_path, datamodule))
@@ -393,15 +396,15 @@ class Trainer(LastCall):
 
         Args:
             filepath: the folder to create.
-            weights_only: omit the state that only a resumed run needs.
-            storage_options: None, because a checkpoint is a folder of the file system.
+            weights_only: save only the weights and the hyperparameters. A run cannot be resumed from them.
+            storage_options: must be None, because a checkpoint is a folder in the file system.
             asynchronous: during a fit, copy the state to host memory, and write it while training continues. The next
                 save, a signal and the end of the fit wait for it. If it fails, the fit raises the error at its next
                 save point.
             when_committed: called without arguments in this thread when the checkpoint is complete.
 
         Raises:
-            CheckpointError: this checkpoint, or the previous asynchronous one, could not be written.
+            CheckpointError: this checkpoint, or the previous asynchronous checkpoint, could not be written.
             RoomierError: this Trainer has not fitted a model, or ``storage_options`` is given.
         """
         if self.fitted is None:
@@ -422,7 +425,7 @@ class Trainer(LastCall):
         self.logged_metrics.update({name: torch.as_tensor(value) for name, value in metrics.items()})
 
     def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Trainer:
-        """Return a Trainer with the same settings that writes nothing and has ``callback`` only."""
+        """Return a Trainer with the same settings that writes no files and has ``callback`` as its only callback."""
         return copied_for_trial(self, plan, options, callback)
 
     def session_of_trial(

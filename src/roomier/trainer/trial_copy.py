@@ -1,4 +1,4 @@
-"""The Trainer of a trial: it has the settings of another Trainer and keeps nothing after the trial."""
+"""The Trainer of a trial, which has the settings of another Trainer and keeps no state after the trial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=LastCall)
 
 
 def copied_for_trial(trainer: T, plan: Plan, options: LoopOptions, callback: Callback) -> T:
-    """Return a Trainer with the settings of ``trainer`` that writes nothing and has ``callback`` only."""
+    """Return a Trainer with the settings of ``trainer`` that writes no files. Its only callback is ``callback``."""
     trial = copy.copy(trainer)
     own = vars(trial)
     own.update({name: _container(value) for name, value in own.items()})
@@ -34,7 +34,7 @@ def copied_for_trial(trainer: T, plan: Plan, options: LoopOptions, callback: Cal
 
 
 def _container(value: Any) -> Any:
-    """Return a copy of a list, dict or set, and any other value as it is."""
+    """Return a copy of a list, dict or set. Return any other value unchanged."""
     if isinstance(value, dict):
         return {name: _container(item) for name, item in value.items()}
     return copy.copy(value) if isinstance(value, (list, set)) else value

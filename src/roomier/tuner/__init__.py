@@ -1,4 +1,4 @@
-"""Searches on a copy before a fit: the learning rate, and the size of micro-batches."""
+"""Searches for the learning rate and the size of micro-batches, which run on a copy before a fit."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Search for the largest micro-batch that fits into memory. The samples of an optimizer step do not change."""
+"""Search for the largest micro-batch that fits into memory. The number of samples per optimizer step stays the same."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def scale_batch_size(
 ) -> int | None:
     """Find the largest micro-batch that fits into memory, and use it in the next fits of ``trainer``.
 
-    The number of samples per optimizer step stays as the batch size of the loader and ``accumulate_grad_batches``
-    specify. Only sizes that divide it are tried, and more micro-batches are accumulated. Each trial runs steps of a
-    copy on the first samples of the loader. If samples have different lengths, set a ``margin``.
+    The batch size of the loader and ``accumulate_grad_batches`` still determine the number of samples per optimizer
+    step. Only sizes that divide this number are tried, and more micro-batches are accumulated. Each trial runs steps of
+    a copy on the first samples of the loader. If samples have different lengths, set a ``margin``.
 
-    Only the size of the micro-batches changes. A fit after the search equals, bit for bit, a fit with this size in the
+    Only the size of the micro-batches changes. A fit after the search is bit-identical to a fit with this size in the
     loader.
 
     Args:
         trainer: the Trainer.
-        model, train_dataloaders, datamodule: as in ``Trainer.fit``; or all of them as a Subject.
+        model, train_dataloaders, datamodule: as in ``Trainer.fit``; or one Subject that contains all three.
         mode: ``"power"`` doubles the size while it fits. ``"binsearch"`` then searches between the last size that fits
             and the first size that does not fit.
         steps_per_trial: number of optimizer steps per trial.
@@ -63,16 +63,16 @@ def scale_batch_size(
         max_trials: maximum number of trials.
         margin: fraction by which the result is reduced.
         max_val: maximum size of a trial.
-        memory_budget: limit of the measured memory of a step, in bytes or as a string such as ``"8GiB"``. Default: the
-            budget of the Trainer, or the memory of the device. Required on a CPU. A budget of the Trainer is from then
-            on satisfied by this search and not by a forecast.
+        memory_budget: limit on the measured memory of a step, in bytes or as a string such as ``"8GiB"``. Default: the
+            budget of the Trainer, or the memory of the device. Required on a CPU. After the search, no forecast checks
+            the budget of the Trainer.
 
     Returns:
         The size; None in a fast development run.
 
     Raises:
-        RoomierError: an argument is invalid, there are several ranks, the limit of the memory is unknown, batches
-            cannot be split, or the smallest size does not fit.
+        RoomierError: an argument is invalid, there are several ranks, the memory limit is unknown, batches cannot be
+            split, or the smallest size does not fit.
     """
     _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
     if trainer.options.num_dev_batches:
@@ -105,13 +105,14 @@ def largest_that_fits(
     refines: bool = True,
     max_trials: int = 25,
 ) -> int | None:
-    """Return the largest of ``sizes`` that fits; None if none fits. If a size fits, all smaller sizes must fit too.
+    """Return the largest of ``sizes`` that fits; None if no size fits. If a size fits, all smaller sizes must fit too.
 
     Args:
         sizes: sizes in ascending order.
         fits: returns True if a size fits.
         first: the first size to try.
-        refines: search between the last size that fits and the first that does not; otherwise only double the size.
+        refines: search between the last size that fits and the first size that does not fit. If False, only double the
+            size.
         max_trials: maximum number of calls of ``fits``.
     """
     best, too_large = -1, len(sizes)  # indices
@@ -147,10 +148,10 @@ def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, marg
 
 
 def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | None:
-    """Return the limit of the memory of a step; None for the memory of the device.
+    """Return the memory limit of a step; None for the memory of the device.
 
     Raises:
-        RoomierError: the limit is unknown, or there are several ranks, of which one could run out of memory alone.
+        RoomierError: the limit is unknown, or there are several ranks, because one rank could run out of memory alone.
     """
     plan = trainer.requested_plan
     if plan.parallel.strategy == "auto":
@@ -195,7 +196,7 @@ class _Trials:
 
         def cut(plan: Plan, data: RunLoaders, request: Request) -> Plan:
             whole = samples_of_step(request, data) // size
-            return with_micro_batch(plan, data, size, min(whole, 2))  # the second one adds to existing gradients
+            return with_micro_batch(plan, data, size, min(whole, 2))  # the second one accumulates gradients
 
         peak = _PeakOfAStep()
         num_steps = max(self.num_steps, 2)
@@ -226,7 +227,7 @@ class _Trials:
 
 
 class _PeakOfAStep(Callback):
-    """Measures the peak memory of one step, from the second step on, because the first one creates optimizer states."""
+    """Measures the peak memory of one step after the first step, which creates the optimizer states."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

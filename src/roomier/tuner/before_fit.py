@@ -38,7 +38,7 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
         raise RoomierError("auto_lr_find", auto_lr_find, "must be a bool or the name of an attribute", action)
     if isinstance(auto_scale_batch_size, bool):
         return
-    from roomier.tuner.batch_size import MODES  # late: most runs search for no micro-batch
+    from roomier.tuner.batch_size import MODES  # late: most runs do not search for a micro-batch
 
     if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
@@ -46,13 +46,13 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
 
 
 def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
-    """Run the searches that the flags of ``trainer`` request, and use their results in the fit that follows.
+    """Run the searches that the flags of ``trainer`` request, and use the results in the next fit.
 
-    The searches are skipped if the fit resumes from a checkpoint, or if the model was fitted before. Both already have
-    the results of the first search.
+    The searches are skipped if the fit resumes from a checkpoint, or if the model was fitted before. In both cases, the
+    results of the first search are already available.
 
     Returns:
-        The curve of the learning rate search; None if there was none.
+        The curve of the learning rate search; None if this search did not run.
     """
     rate, size = trainer.auto_lr_find, trainer.auto_scale_batch_size
     if _was_fitted(trainer, subject.model):
@@ -70,7 +70,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
         return None
     if size:
         mode = size if isinstance(size, str) else "power"
-        from roomier.tuner.batch_size import scale_batch_size  # late: most runs search for no micro-batch
+        from roomier.tuner.batch_size import scale_batch_size  # late: most runs do not search for a micro-batch
 
         found = scale_batch_size(trainer, subject, mode=mode)
         notice(f"auto_scale_batch_size: micro-batches of {found} samples")
@@ -84,7 +84,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
 
 
 def write_picture(curve: LearningRateCurve, run: Run) -> None:
-    """Write the curve to the run folder, if there is one. An error only prints a notice."""
+    """Write the curve to the run folder, if the run has one. If this fails, print a notice."""
     if run.folder is None or not run.ranks.is_zero:
         return
     try:
@@ -114,8 +114,8 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
 
 
 def _put_kept_rate(trainer: Tunable, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
-    # The optimizer resumes with this rate in any case. This sets the attribute for code that reads it.
-    with suppress(RoomierError):  # the attribute does not exist any more
+    # The optimizer resumes with this rate in any case. Set the attribute too, for code that reads it.
+    with suppress(RoomierError):  # the attribute does not exist anymore
         name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")
         if isinstance(hyperparameters.get(name), float):
             set_attribute(model, name, hyperparameters[name])

@@ -1,4 +1,4 @@
-"""Result of a learning rate range test: the measured losses, the suggested rate, and a plot."""
+"""Result of a learning rate range test, with the measured losses, the suggested rate and a plot."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class LearningRateCurve:
         return {"lr": list(self.learning_rates), "loss": list(self.losses)}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls most steeply; None if it never falls, or there are too few steps.
+        """Return the rate at which the loss falls most steeply; None if it never falls or there are too few steps.
 
-        The slope at a step is the slope of a line fitted to the losses around it, an eighth of all steps to each side,
-        as a function of the logarithm of the rate (or of the rate, if it rises linearly). A shorter line would be too
-        sensitive to the noise of single batches. Smith (arXiv:1506.01186, section 3.3) reads two rates off the curve:
-        where the loss begins to fall, and where it stops falling. The steepest descent is between them.
+        The slope at a step is the slope of a line fitted to the surrounding losses (an eighth of all steps on each
+        side), as a function of the logarithm of the rate, or of the rate itself if it rises linearly. A shorter line
+        would be too sensitive to the noise of individual batches. Smith (arXiv:1506.01186, section 3.3) reads two rates
+        from the curve: the rate at which the loss begins to fall, and the rate at which it stops falling. The rate of
+        the steepest descent is between them.
 
         Args:
             skip_begin: number of steps at the beginning that are ignored.

@@ -17,7 +17,7 @@ def attribute_of(model: nn.Module, name: str = "") -> str:
 
     Args:
         model: the model.
-        name: name of the attribute. Empty for the first of ``lr`` and ``learning_rate`` that exists.
+        name: name of the attribute. If empty, the first existing attribute of ``lr`` and ``learning_rate`` is used.
 
     Raises:
         RoomierError: the attribute does not exist.
@@ -37,7 +37,7 @@ def attribute_of(model: nn.Module, name: str = "") -> str:
 
 
 def set_attribute(model: nn.Module, name: str, learning_rate: float) -> None:
-    """Set ``name`` to ``learning_rate`` on ``model`` and in its ``hparams``, wherever it exists."""
+    """Set ``name`` to ``learning_rate`` on ``model`` and in its ``hparams``, where this name exists."""
     hparams = _hparams(model)
     if name in hparams:
         hparams[name] = learning_rate

@@ -1,4 +1,4 @@
-"""Learning rate range test: Smith, Cyclical Learning Rates for Training Neural Networks, arXiv:1506.01186."""
+"""Learning rate range test (Smith, Cyclical Learning Rates for Training Neural Networks, arXiv:1506.01186)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def lr_find(
 ) -> LearningRateCurve | None:
     """Train a copy of ``model`` with a learning rate that rises at each step, and record the loss.
 
-    The search does not change the model, the data or random states, so a fit after it equals, bit for bit, a fit
-    without it. It runs on the ranks and with the strategy of the Trainer. Schedulers do not step. If there are several
-    parameter groups, the ratios of their rates stay the same.
+    The search does not change the model, the data or random states, so a fit after the search is bit-identical to a fit
+    without a search. The search runs on the ranks and with the strategy of the Trainer. Schedulers do not step. If
+    there are several parameter groups, the ratios of their rates stay the same.
 
     Args:
         trainer: the Trainer.
@@ -51,11 +51,11 @@ def lr_find(
         max_lr: learning rate of the last step.
         num_training: number of optimizer steps.
         mode: spacing of the rates between ``min_lr`` and ``max_lr``.
-        early_stop_threshold: stop if the smoothed loss exceeds its minimum by this factor; None disables this. A loss
-            that is not finite always stops the test.
-        update_attr: use the suggested rate in the next fits. It is set on the optimizer that the Trainer names, or in
-            the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
-        attr_name: name of a different attribute.
+        early_stop_threshold: stop if the smoothed loss exceeds its minimum by this factor; None disables this
+            condition. A loss that is not finite always stops the test.
+        update_attr: use the suggested rate in the next fits. It is set on the optimizer that is selected by name in the
+            Trainer, or in the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
+        attr_name: name of the attribute, if it is neither ``lr`` nor ``learning_rate``.
 
     Returns:
         The curve, with ``suggestion()``, ``plot()`` and ``save_png(path)``. None in a fast development run.
@@ -150,8 +150,8 @@ class _RangeTest(Callback):
 
         Args:
             run: the run of the trial.
-            name: the attribute of the model whose value is ``probe``; empty for none.
-            probe: learning rate that the copy of the model was given.
+            name: the attribute of the model whose value is ``probe``; empty if there is no such attribute.
+            probe: learning rate that was assigned to the copy of the model.
 
         Raises:
             RoomierError: the number of optimizers is not 1, or the attribute does not affect the rate.
@@ -203,7 +203,7 @@ def _check_is_used(module: Module, name: str, probe: float, highest: list[float]
     """Check that the learning rates of the optimizer depend on the attribute.
 
     Raises:
-        RoomierError: they do not.
+        RoomierError: the learning rates do not depend on the attribute.
     """
     network = getattr(module, "network", module)
     set_attribute(network, name, 2 * probe)

@@ -2,8 +2,8 @@
 
 [Note: trials have no side effects]
 The model and the DataModule are copied before their ``setup``. Datasets are not copied. The attributes, positions and
-generators of loaders, samplers and datasets are restored, and so are the generators of the process. The Trainer of a
-trial is also a copy, without callbacks and without files. Other effects of user code (files, network access, changes of
+random generators of loaders, samplers and datasets are restored, as are the generators of the process. The Trainer of a
+trial is also a copy, without callbacks and without files. Other effects of user code (files, network access, changes to
 lists in a dataset) are not undone.
 """
 
@@ -44,7 +44,7 @@ class Subject:
         model: the model.
         train_dataloaders: the training data.
         datamodule: the DataModule, or None.
-        weights: the first weights: a path or None.
+        weights: path of the initial weights, or None.
     """
 
     model: nn.Module
@@ -61,7 +61,7 @@ class Subject:
 
 
 class TrialOverError(Exception):
-    """Ends a trial after its result is known."""
+    """Raised to end a trial after its result is known."""
 
 
 def run_trial(
@@ -88,7 +88,7 @@ def run_trial(
         prepare: called with the run before its first step.
 
     Raises:
-        RoomierError: the model cannot be copied, or its data cannot be read twice.
+        RoomierError: the model cannot be copied, or its data cannot be read two times.
     """
     _refuse_fitted(trainer, subject.model)
     with ExitStack() as stack:

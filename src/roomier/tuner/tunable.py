@@ -26,18 +26,18 @@ class Tunable(TrainerView, Protocol):
 
     @property
     def auto_lr_find(self) -> bool | str:
-        """True, or the name of an attribute, to search a learning rate before a fit."""
+        """True, or the name of an attribute, to search for a learning rate before a fit."""
 
     @property
     def auto_scale_batch_size(self) -> bool | str:
-        """True, or a mode of :func:`scale_batch_size`, to search the size of micro-batches before a fit."""
+        """True, or a mode of :func:`scale_batch_size`, to search for the size of micro-batches before a fit."""
 
     @property
     def set_path(self) -> Path | str | None:
         """The value that the user assigned to ``ckpt_path``."""
 
     def join_ranks(self) -> None:
-        """Join the other ranks. A trial needs them before the fit joins them."""
+        """Join the other ranks. A trial requires the ranks before the fit joins them."""
 
     def use_next(
         self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
@@ -48,7 +48,7 @@ class Tunable(TrainerView, Protocol):
         """Use ``learning_rate`` for the optimizer that the Trainer creates."""
 
     def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Self:
-        """Return a Trainer with the same settings that writes no files and has only ``callback``."""
+        """Return a Trainer with the same settings that writes no files and has ``callback`` as its only callback."""
 
     def session_of_trial(
         self,

@@ -1,4 +1,4 @@
-"""Tuner: the two searches with Lightning's names."""
+"""Tuner, which provides both searches under Lightning's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roomier.tuner.tunable import Tunable
 
 
 class Tuner:
-    """Searches a learning rate or a batch size for ``trainer``.
+    """Searches for a learning rate or a batch size for ``trainer``.
 
     Args:
         trainer: the Trainer whose next fits use the results.
@@ -45,7 +45,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateCurve | None:
-        """Search a learning rate. See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` are not used."""
+        """Search for a learning rate. See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` are not used."""
         _check_method(method, dataloaders)
         return lr_find(
             self._trainer,
@@ -78,7 +78,7 @@ class Tuner:
         max_val: int = 8192,
         memory_budget: int | str | None = None,
     ) -> int | None:
-        """Search a batch size. See :func:`roomier.tuner.scale_batch_size`.
+        """Search for a batch size. See :func:`roomier.tuner.scale_batch_size`.
 
         No attribute is changed, so ``batch_arg_name`` is not used.
         """

@@ -18,19 +18,20 @@ class Entry:
     """A logged name, its reduction and its outputs.
 
     Attributes:
-        name: the name, with the suffix of the loader if there is one.
+        name: the name, including the suffix of the loader, if any.
         on_step, on_epoch, prog_bar, logger, reduce_fx: as in :meth:`roomier.Module.log`.
-        value: last value of a step; None if there is none.
-        total, weight: reduction of the epoch so far; a mean is ``total / weight``.
+        value: last value of a step, or None.
+        total, weight: reduction of the epoch so far; the mean is ``total / weight``.
         metric: the torchmetrics object that was logged, or None.
-        asked: arguments of the call that created it; None if it comes from a checkpoint or from another rank.
-        syncs: at a log step, the value is reduced over all ranks.
+        asked: arguments of the call that created this entry; None if the entry comes from a checkpoint or from another
+            rank.
+        syncs: True if the value is reduced over all ranks at a log step.
         step_weight: weight of ``value`` in the reduction over ranks.
         agreed, agreed_step: reduced values over all ranks; None if they are outdated or not reduced.
         updates: number of updates of ``metric`` on each rank when ``agreed`` was computed.
-        is_double: the logged values are float64, so reduced values are shown as float64.
-        is_unseen: ``value`` is newer than the values that :class:`roomier.run.logged.results.Results` shows.
-        dataloader_idx: index of the only loader of an evaluation that logged it; None for all loaders.
+        is_double: True if the logged values are float64. Reduced values are then shown as float64.
+        is_unseen: True if ``value`` is newer than the values that :class:`roomier.run.logged.results.Results` shows.
+        dataloader_idx: index of the only loader of an evaluation that logged the name; None for all loaders.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Entry:
         return of_step | ({self.names_for_epoch()[-1]} if self.on_epoch else set())
 
     def add(self, value: Any, weight: Any) -> None:
-        """Add one value to the reduction of the epoch. A value of weight 0 does not count."""
+        """Add one value to the reduction of the epoch. A value with weight 0 is ignored."""
         is_usual = self.reduce_fx == "mean" and isinstance(value, Tensor) and not isinstance(weight, Tensor)
         if is_usual and _is_double(self.total):  # one operation instead of four
             if weight:
@@ -119,12 +120,12 @@ class Entry:
         """Return ``value`` as users receive it: in float64 if the logged values are float64, in float32 otherwise."""
         tensor = as_tensor(value)
         if self.metric is not None:
-            return tensor  # the dtype that the metric computed
+            return tensor  # a metric determines the dtype of its value
         return tensor.to(torch.float64 if self.is_double else torch.float32)
 
     @property
     def step_figure(self) -> Any:
-        """Value of the step, reduced over all ranks if they exchanged it."""
+        """Value of the step, reduced over all ranks if the ranks exchanged it."""
         return self.value if self.agreed_step is None else self.agreed_step
 
     def for_other_ranks(self) -> RankEntry:

@@ -1,9 +1,9 @@
-"""States of torchmetrics objects in a checkpoint. ``state_dict`` of a module does not contain them.
+"""States of torchmetrics objects in a checkpoint. The ``state_dict`` of a module does not contain them.
 
 The state of each rank is stored separately: ``{"0": {...}, "1": {...}}``. If the run resumes on fewer ranks, states are
 merged. If it resumes on more ranks, the additional ranks start without a state.
 
-This module does not import torchmetrics, because a program that uses such objects has imported it.
+This module does not import torchmetrics, because a program that uses such objects has already imported torchmetrics.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ class RankEntry(NamedTuple):
 
     Attributes:
         options: arguments with which it is logged.
-        total, weight: reduction of the epoch so far; a mean is ``total / weight``. ``total`` is None if no value was
+        total, weight: reduction of the epoch so far; the mean is ``total / weight``. ``total`` is None if no value was
             added.
-        step_value, step_weight: last value of a step; None if there is none.
+        step_value, step_weight: last value of a step and its weight; None without a value.
         num_updates: number of updates of a torchmetrics object since its last reset.
         has_metric: True if the value is a torchmetrics object.
     """
@@ -45,7 +45,7 @@ class OfAll:
     Attributes:
         options: arguments with which it is logged.
         total, weight: reduction of the epoch so far.
-        step_value: reduced value of the last step; None if there is none.
+        step_value: reduced value of the last step, or None.
         updates: number of updates of the torchmetrics object, by rank.
     """
 

@@ -2,8 +2,9 @@
 
 [Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced over ranks when a row is written, and at the end of an epoch or
-an evaluation: before its hooks and after each hook, because a hook may log. After that, all ranks read the same values,
-so callbacks that watch a metric make the same decision. No name shows the value of one rank only at these points.
+an evaluation: before the hooks at its end and after each hook, because a hook may log. After that, all ranks read the
+same values, so callbacks that watch a metric make the same decision. At these points, no name has a value that only one
+rank logged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _weight(batch_size: Any) -> Any:
     """Return ``batch_size``, a number or a tensor. The value of a tensor is not checked, to avoid waiting for it.
 
     Raises:
-        RoomierError: it is neither a number of at least 0 nor a tensor.
+        RoomierError: ``batch_size`` is neither a non-negative number nor a tensor.
     """
     is_number = isinstance(batch_size, Real) and float(batch_size) >= 0
     if not is_number and not isinstance(batch_size, Tensor):
@@ -90,19 +91,20 @@ def _show_epoch(
 
 
 class Results:
-    """The tables of logged values: one for training, and one for the running evaluation.
+    """The tables of logged values, one for training and one for the running evaluation.
 
     Args:
-        ranks: the ranks over which values are reduced; None for a single rank.
+        ranks: the ranks over which values are reduced; None means one rank.
         allows_overlaps: allow two names that are written to one column, such as ``x_epoch`` and the epoch value of
             ``x``. The last value is written, and a notice is printed. Otherwise an error is raised.
 
     Attributes:
-        stage: ``"train"`` or the stage that is evaluated; None outside a loop.
-        is_in_batch: a batch is running, so ``on_step`` is the default in training.
+        stage: ``"train"`` or the stage of the running evaluation; None outside a loop.
+        is_in_batch: True if a batch is running, so ``on_step`` is the default in training.
         batch: the current batch, from which the batch size is inferred.
         dataloader_idx: index of the current loader if a stage has several loaders.
-        is_muted: the current forward runs only for other ranks, so its logged values are ignored.
+        is_muted: True if the current forward runs only because other ranks require it, so its logged values are
+            ignored.
         loader_of: index of the loader of each name in the last evaluation; None if several loaders logged the name.
     """
 
@@ -142,7 +144,7 @@ class Results:
     ) -> None:
         """Log a value. See :meth:`roomier.Module.log` for the arguments."""
         if not self._ranks.is_alone and hasattr(value, "full_tensor"):
-            value = value.full_tensor()  # computed from sharded parameters, so every rank must all-gather it
+            value = value.full_tensor()  # a DTensor, so every rank must all-gather it
         if rank_zero_only and not self._ranks.is_zero:
             return
         if self.stage is None:
@@ -264,7 +266,7 @@ class Results:
         return running | self._logged_values.keys()
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes the logging of training since this call, except updates of torchmetrics."""
+        """Return a function that undoes training logs made after this call, except updates of torchmetrics objects."""
         kept = {key: copy(entry) for key, entry in self._entries["train"].items()}
 
         def take_back() -> None:
@@ -282,7 +284,7 @@ class Results:
     def settle(self, extra: Any = None) -> list[Any]:
         """Reduce logged values over ranks. Every rank must call this method at the same time.
 
-        See [Note: logged values of all ranks]. With one rank it does nothing.
+        See [Note: logged values of all ranks]. With one rank, this method does nothing.
 
         Args:
             extra: an additional value that is sent to the other ranks.
@@ -315,14 +317,14 @@ class Results:
         return [each for each, _ in gathered]
 
     def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
-        """Call ``hooks`` at the end of an epoch. Each hook reads all values logged before it, reduced over ranks."""
+        """Call ``hooks`` at the end of an epoch. Each hook can read all values logged before, reduced over ranks."""
         self.settle()
         for hook in hooks:
             hook()
             self.settle()
 
     def _reduced(self, entry: Entry) -> Any:
-        """Return the value of the epoch so far, reduced over ranks if they exchanged it; None if there is none."""
+        """Return the value of the epoch so far, reduced over ranks if they exchanged it, or None."""
         if not entry.on_epoch:
             return None
         if self._ranks.is_alone:
@@ -401,7 +403,7 @@ class Results:
             for entry in running:
                 if entry.on_step and entry.value is not None:
                     _show_step(entry, {}, *shown[1:])
-        if self.stage is not None and not self.is_in_batch:  # hooks at the end of an epoch read its reductions
+        if self.stage is not None and not self.is_in_batch:  # end-of-epoch hooks read the reductions
             for entry in running:
                 reduced = self._reduced(entry)
                 if reduced is not None:
@@ -410,7 +412,7 @@ class Results:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values. ``x`` has the latest value, of a step or of an epoch."""
+        """All logged values. The name ``x`` has the latest value, of a step or of an epoch."""
         return self._shown()[0]
 
     @property

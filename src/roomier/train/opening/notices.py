@@ -17,7 +17,7 @@ from roomier.train.step import TRANSFER_HOOKS
 def report_evaluation_mode(module: Module) -> None:
     """Print a notice about modules in evaluation mode.
 
-    Some models are loaded in this mode, and users freeze modules with it.
+    Some models are loaded in this mode, and users freeze modules by setting it.
     """
     network = network_of(module)
     names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]
@@ -29,7 +29,7 @@ def report_evaluation_mode(module: Module) -> None:
 
 
 def report_batch_statistics(module: Module, gradients: str) -> None:
-    """Print a notice about BatchNorm modules if a batch is split, because only gradients are corrected for it."""
+    """Print a notice about BatchNorm modules if a batch is split, because only gradients account for the split."""
     found = [
         name or type(each).__name__
         for name, each in network_of(module).named_modules()
@@ -58,7 +58,7 @@ def report_transfer_hooks(module: Module, datamodule: DataModule | None) -> None
 def report_validation_at_unknown_end(options: LoopOptions, interval: float, num_training: float) -> None:
     """Print a notice if validation runs only at the end of the loader.
 
-    ``max_steps`` or ``max_time`` may end training before.
+    ``max_steps`` or ``max_time`` may end training before the end of the loader.
     """
     limits = {"max_steps": options.max_steps} if options.max_steps != -1 else {"max_time": options.max_time}
     [(limit, value)] = limits.items()

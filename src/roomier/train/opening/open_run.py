@@ -80,14 +80,14 @@ def open_run(
     hooked: Sequence[Any] | None = None,
     build: BuildEngine = build_eager,
 ) -> Run:
-    """Build the engine, open the loaders, and return a run that is ready for its loop. No state is restored yet.
+    """Build the engine, open the loaders, and return a run that is ready for its loop, without restored state.
 
     Args:
         settled: the facts of the run.
         stop: the signals that end the run.
-        loggers: receive the rows of rank 0 if the run has a folder.
-        hooked: the callbacks whose hooks are called; None for the callbacks of ``settled``.
-        build: builds the engine.
+        loggers: the loggers, which receive the rows of rank 0 if the run has a folder.
+        hooked: the callbacks whose hooks are called; None means the callbacks of ``settled``.
+        build: function that builds the engine.
 
     Raises:
         RoomierError: the plan cannot be built for this module, or there is no data.
@@ -100,7 +100,7 @@ def open_run(
     with naming_nearest(plan, module):
         facts = facts_of(plan, module, ranks)
         settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
-        engine, configured = build(plan, module, optimizers, settled, facts)  # adds what is requested only
+        engine, configured = build(plan, module, optimizers, settled, facts)  # adds only the requested features
     with _closed_on_error(engine):
         if request.is_fit:
             check_modes(plan, settled.callbacks, module, configured, request.world.size)
@@ -158,7 +158,7 @@ def restore_run(run: Run) -> Path | None:
     """Load the first weights and the checkpoint of ``run``, and start its loggers.
 
     Returns:
-        The checkpoint that was loaded; None without a checkpoint.
+        The checkpoint that was loaded, or None.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not match the model or the optimizer.
@@ -235,7 +235,7 @@ def close_run(run: Run, status: str) -> None:
 
 
 def num_batches_of_loaders(batches: Batches, limit: float) -> list[float]:
-    """Return the number of batches of each loader as Lightning counts them: each loader of a CombinedLoader counts."""
+    """Return the number of batches of each loader as in Lightning, which counts each loader of a CombinedLoader."""
     counts = list[float]()
     for source, num_batches in zip(batches.evaluated, batches.limits, strict=True):
         if not isinstance(source.loader, CombinedLoader):

@@ -20,7 +20,6 @@ def run_folder(root: Path, resumed: Path | None) -> Path:
         CheckpointError: the folder cannot be created.
     """
     # A Lightning checkpoint is a file in a folder of Lightning, so the run gets a new folder.
-    # Checkpoints of Lightning are files, and their folder is Lightning's.
     is_own = resumed is not None and not resumed.is_file()
     if resumed is not None and is_own and resumed.parent.parent.parent.resolve() == root.resolve():
         return resumed.parent.parent

@@ -1,13 +1,13 @@
 """Agreement of all ranks before each round of a stream of predictions.
 
 [Note: roll call]
-Ranks predict together, because they all-gather sharded weights in the forward and outputs after it. But user code runs
-between two predictions, and may leave the stream on one rank only, with ``break``, ``close`` or an error. The other
-ranks would wait for that rank in a collective that it never enters.
+Ranks predict together, because they all-gather sharded weights in the forward and outputs after the forward. However,
+user code runs between two predictions and may leave the stream on one rank only, with ``break``, ``close`` or an error.
+The other ranks would then wait in a collective that this rank never enters.
 
 Therefore each rank announces before each round that it is present, or that it has left, and starts the round only after
 the announcements of all ranks. The announcements are written to the store of the process group instead of being sent in
-a collective. So a rank can leave without waiting, at any time, including garbage collection and the end of the process.
+a collective, so a rank can leave without waiting, at any time, including garbage collection and the end of the process.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _HERE, _LEFT = "here", "left"
 
 
 class RollCall:
-    """Context in which this rank takes part in a stream. Leaving it early announces to other ranks that it has left.
+    """Context in which this rank takes part in a stream. A rank that exits it early informs the other ranks.
 
     Args:
-        ranks: the ranks of the stream. All of them create a RollCall at the same place.
+        ranks: the ranks of the stream. All ranks create a RollCall at the same place.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -70,10 +70,10 @@ class RollCall:
             return
         self._store.set(self._key(self._world.rank), _HERE)
         left = [rank for rank, word in enumerate(self._announcements(self._store)) if word == _LEFT]
-        self._num_rounds += 1  # before the error, because this rank was present
+        self._num_rounds += 1  # before an error is raised, because this rank was present
         if left:
             raise _left(left) from (DistError(f"ranks {left} have failed") if _have_failed() else None)
-        if self._num_rounds > 1:  # all ranks are present, so no rank reads the previous round any more
+        if self._num_rounds > 1:  # all ranks are present, so no rank reads the previous round anymore
             self._store.delete_key(f"{self._num_rounds - 2}/{self._world.rank}")
 
     def _announcements(self, store: Store) -> list[str]:

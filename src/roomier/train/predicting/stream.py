@@ -25,13 +25,13 @@ T = TypeVar("T")
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
     """Return a generator of the outputs of ``predict_step`` for each batch of ``run.batches.evaluated``.
 
-    Its first value is None. The first request opens ``session``. The hooks are the hooks of ``predict``. Between two
-    values, user code runs, so the generator leaves no gradient mode and no logging stage set there.
+    Its first value is None. The first request opens ``session``. The same hooks are called as in ``predict``. User code
+    runs between two values, so the generator resets the gradient mode and the logging stage before it yields a value.
     """
     with session as run:
         run.engine.settle()
         take_statistics_of_rank_zero(run)
-        # Closing the generator early is not an error. The hooks at the end are not called then.
+        # Closing the generator early is not an error. In this case, the hooks at the end are not called.
         with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
             yield from _all(run, roll_call)
         run.engine.settle()

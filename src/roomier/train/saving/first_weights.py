@@ -29,7 +29,7 @@ _RECORD_OF_CHECKPOINT = "run.json"
 
 @dataclass(frozen=True)
 class PlainCheckpoint:
-    """Weights of a checkpoint without adapters, for a model with adapters. They are read before they are quantized.
+    """Weights of a checkpoint without adapters, for a model with adapters. They are read before quantization.
 
     Args:
         path: the checkpoint.
@@ -55,15 +55,15 @@ class PlainCheckpoint:
             read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
         except CheckpointError as error:
             raise CheckpointError("weights", str(self.path), error.problem, error.action) from error
-        network.load_state_dict(read, strict=False)  # the tensors are filled already, but extra states are not
+        network.load_state_dict(read, strict=False)  # loads extra states; the tensors are already filled
 
 
 def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:
     """Return the source of the first weights that ``weights`` names.
 
     Args:
-        weights: path of a safetensors file, a folder of safetensors files, a checkpoint, or a Lightning ``.ckpt``; or
-            None.
+        weights: path of a safetensors file, a folder of safetensors files, a checkpoint, or a Lightning ``.ckpt`` file;
+            or None.
         ckpt_path: the checkpoint that the run resumes from. If it is set, ``weights`` is not read.
 
     Raises:

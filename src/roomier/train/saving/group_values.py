@@ -1,4 +1,4 @@
-"""Values of parameter groups after a resume: learning rate, weight decay, betas.
+"""Values of parameter groups after a resume, such as learning rate, weight decay and betas.
 
 If the Plan names the optimizer, values that changed in the Plan are used. Otherwise the saved values are used.
 """
@@ -25,7 +25,7 @@ def check_same_optimizer(stored: Plan, plan: Plan) -> None:
     """Check that the stored and the current plan do not name different optimizers.
 
     Raises:
-        CheckpointError: they do.
+        CheckpointError: the plans name different optimizers.
     """
     if None not in (stored.optimizer.name, plan.optimizer.name) and stored.optimizer.name != plan.optimizer.name:
         raise CheckpointError(

@@ -1,12 +1,12 @@
 """Resume from a Lightning checkpoint: weights, optimizers, schedulers, position and callbacks.
 
 [Note: a checkpoint of Lightning]
-Lightning saves from within hooks, so its checkpoint may be at a place where roomier has no save point. After the last
-batch of an epoch, Lightning has stepped the schedulers of the epoch already, but has not ended the epoch. The run
-continues with the next epoch. Within an epoch, the file contains the number of batches, but no position of the data.
-The run skips these batches, so it reads the same data as an uninterrupted run. (Lightning's own resume reads the loader
-from its beginning, unless the loader has a state.) The file contains neither random states nor metrics of the current
-epoch.
+Lightning saves from within hooks, so its checkpoint may be written at a place where roomier has no save point. After
+the last batch of an epoch, Lightning has already stepped the schedulers of the epoch, but has not ended the epoch. In
+this case, the run continues with the next epoch. Within an epoch, the file contains the number of batches, but no
+position in the data. The run skips these batches, so it reads the same data as an uninterrupted run. (Lightning's own
+resume reads the loader from its beginning, unless the loader has a state.) The file contains neither random states nor
+metrics of the current epoch.
 
 Every rank maps the file and reads only its shards of the tensors.
 """
@@ -40,7 +40,7 @@ _NUM_NAMES_SHOWN = 5
 
 
 class LightningWeights:
-    """Weights of a Lightning checkpoint, with which a model begins. See :class:`WeightsToRead`.
+    """Weights of a Lightning checkpoint, used as initial weights of a model. See :class:`WeightsToRead`.
 
     The names may differ by a prefix, if the checkpoint contains a submodule of the model, or the model is a submodule
     of the saved model.
@@ -50,7 +50,7 @@ class LightningWeights:
         ranks: the ranks that read it together.
 
     Raises:
-        CheckpointError: the file is damaged, or contains objects whose construction would run code.
+        CheckpointError: the file is damaged, or contains objects whose construction would execute code.
     """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
@@ -61,7 +61,7 @@ class LightningWeights:
         """Return the names of the tensors of ``network`` that the file provides.
 
         Raises:
-            RoomierError: names or shapes of the file do not match the model.
+            RoomierError: names or shapes in the file do not match the model.
         """
         wanted = _tensors_of(network)
         found = {name: each for name, each in self._file.state_dict.items() if isinstance(each, torch.Tensor)}
@@ -107,7 +107,7 @@ def restore_lightning_weights(run: Run, path: Path) -> None:
     """Load the weights of the module from ``path``. Other content of the file is not restored.
 
     Raises:
-        CheckpointError: the file is damaged, or does not match the model. The model is unchanged then.
+        CheckpointError: the file is damaged, or does not match the model. The model remains unchanged.
     """
     file = opened(path, run.ranks)
     show_checkpoint(run, file.content)  # as in Lightning: the hook may change the names
@@ -117,8 +117,8 @@ def restore_lightning_weights(run: Run, path: Path) -> None:
 def restore_lightning(run: Run, path: Path) -> None:
     """Restore ``run`` to the point where Lightning saved ``path``. Every rank must call this function.
 
-    See [Note: a checkpoint of Lightning]. If an error is raised, only ``on_load_checkpoint`` of the module can have
-    changed anything.
+    See [Note: a checkpoint of Lightning]. If an error is raised, no state has changed, except by ``on_load_checkpoint``
+    of the module.
 
     Raises:
         CheckpointError: the file is damaged, does not match the model, optimizers or schedulers, or contains only
@@ -218,7 +218,7 @@ def _position_setter(run: Run, position: Position) -> Callable[[], None]:
     """Return a function that sets the counters and the data of ``run`` to ``position``.
 
     Raises:
-        DataError: the data cannot be resumed there.
+        DataError: the data cannot be resumed at ``position``.
     """
     num_done = position.batch_idx
     is_epoch_over = position.is_last_batch or num_done >= run.batches.num_training
@@ -303,7 +303,7 @@ def _tensors_of(network: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _under_names_of(wanted: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``found`` with a prefix added or removed if its names match ``wanted`` then, and unchanged otherwise."""
+    """Return ``found`` with a prefix added or removed if this makes its names match ``wanted``."""
     if not found or not wanted.keys().isdisjoint(found):
         return dict(found)
     first, *_ = found

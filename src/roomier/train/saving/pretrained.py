@@ -11,11 +11,11 @@ from roomier.models.hugging_face import find_pretrained
 
 
 def pretrained_config(module: nn.Module) -> dict[str, Any] | None:
-    """Return a description of the Hugging Face model that ``module`` is or contains; None if there is none.
+    """Return a description of the Hugging Face model that ``module`` is or contains, or None.
 
     Returns:
-        ``{"prefix": ..., "config": {...}, "generation_config": {...}}``. The prefix is the prefix of the names of its
-        weights, such as ``"model."`` or ``""``. The generation config is None if the model does not generate.
+        ``{"prefix": ..., "config": {...}, "generation_config": {...}}``. The names of the model's weights start with
+        the prefix, such as ``"model."`` or ``""``. The generation config is None if the model does not generate text.
     """
     found = find_pretrained(module)
     if found is None:

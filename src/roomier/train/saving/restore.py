@@ -45,11 +45,11 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     """Return the checkpoint that ``ckpt_path`` names.
 
     Args:
-        ckpt_path: a checkpoint folder; ``"last"``, the newest complete checkpoint under ``root``, or None and a notice
-            if there is none; ``"best"``, the best checkpoint of the ModelCheckpoint; or None. With ``"last"``,
-            temporary files of killed saves are removed.
+        ckpt_path: a checkpoint folder; ``"last"`` for the newest complete checkpoint under ``root``; ``"best"`` for the
+            best checkpoint of the ModelCheckpoint; or None. If no checkpoint exists for ``"last"``, print a notice and
+            return None. With ``"last"``, temporary files of killed saves are removed.
         root: the folder that contains the run folders.
-        best_path: path of the best checkpoint; None or empty if there is none.
+        best_path: path of the best checkpoint; None or empty without one.
 
     Raises:
         CheckpointError: the checkpoint does not exist.
@@ -79,8 +79,8 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
 def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None]) -> Path:
     """Call ``restore_one`` with the newest checkpoint ``path``.
 
-    If the checkpoint is damaged, the next older valid checkpoint in the same folder is used, with a notice. This
-    completes the search for ``"last"``, which does not read tensors or compare values with the current run.
+    If the checkpoint is damaged, the next older valid checkpoint in the same folder is used, with a notice. This is
+    necessary because the search for ``"last"`` does not read tensors or compare values with the current run.
 
     Returns:
         The checkpoint that was restored.
@@ -125,15 +125,15 @@ def restore_weights(run: Run, path: Path) -> None:
         places = _places(run, weights, stored["module"])
         state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
         found = loaded_weights(run, path, state, weights)
-    run.engine.module.load_state_dict(found)  # the tensors are filled already, but extra states are not
+    run.engine.module.load_state_dict(found)  # loads extra states; the tensors are already filled
 
 
 def restore(run: Run, path: Path) -> None:
     """Restore ``run`` to the point where ``path`` was saved. Every rank must call this function.
 
-    Weights are loaded in place, and optimizer states are read to their device. Each rank reads only its shards, so a
-    resume requires no more memory than training, and no copy of the states on the host. The number of ranks and the
-    strategy may differ from the saved run. If an error is raised, the run is unchanged.
+    Weights are loaded in place, and optimizer states are read directly to their device. Each rank reads only its
+    shards, so a resume requires no more memory than training and no copy of the states in host memory. The number of
+    ranks and the strategy may differ from the saved run. If an error is raised, the run is unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not match the model or optimizer, or contains only weights.
@@ -224,7 +224,7 @@ def _of_another_model(path: Path, difference: str) -> CheckpointError:
 def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors into which the stored weights are read.
 
-    They are the weights of the model, or new tensors if the module may change or reject the loaded weights.
+    These are the weights of the model, or new tensors if the module may change or reject the loaded weights.
     """
     if run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module):
         return dict(own)
@@ -281,7 +281,7 @@ def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> lis
 
 
 def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored random state of ``rank``. If there is none, derive one that is the same in each resume."""
+    """Return the stored random state of ``rank``. Without one, derive a state that is the same in each resume."""
     own: dict[str, Any] | None = stored.get(str(rank))
     if own is not None:
         return own
@@ -295,7 +295,7 @@ def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _named_ckpt_path() -> Iterator[None]:
-    """Name ``ckpt_path``, the argument of the user, in errors about a checkpoint."""
+    """Report errors about a checkpoint as errors of ``ckpt_path``, the argument of the user."""
     try:
         yield
     except CheckpointError as error:

@@ -31,11 +31,11 @@ _GRACE_S = 30.0
 
 
 def save_point(run: Run) -> bool:
-    """Save the checkpoints that are due, and decide if training ends. Everything else that is due at this step is done.
+    """Save the checkpoints that are due, and decide if training ends. All other work of this step is complete.
 
-    This is the only place of a step at which a checkpoint resumes bit for bit. After the last batch of an epoch, it
-    follows the end of the epoch. A signal may stop the run before the end of the epoch, or during a validation. The
-    resumed run then completes the step.
+    This is the only place of a step at which a checkpoint resumes bit for bit. After the last batch of an epoch, the
+    save point follows the end of the epoch. A signal may stop the run before the end of the epoch, or during a
+    validation. The resumed run then completes the step.
 
     Returns:
         True if training ends here.
@@ -69,12 +69,12 @@ def save_checkpoint(
     asynchronous: bool = False,
     when_committed: Callable[[], None] | None = None,
 ) -> None:
-    """Write a checkpoint to ``path``: immediately, or within a step at its save point. Every rank must call it.
+    """Write a checkpoint to ``path``, or request it if a step is running. Every rank must call this function.
 
     Args:
         path: folder of the checkpoint.
         weights_only: save only the weights and the hyperparameters.
-        asynchronous: return after the state is copied to host memory, and write it during training.
+        asynchronous: return after the state is copied to host memory, and write the checkpoint during training.
         when_committed: called on every rank in this thread after the checkpoint is committed.
     """
     check_path("filepath", path, CheckpointError)
@@ -86,7 +86,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(run: Run, wanted: WantedSave) -> None:
-    """Write the full state of a run, or only its weights and hyperparameters. Every rank must call it.
+    """Write the full state of a run, or only its weights and hyperparameters. Every rank must call this function.
 
     Raises:
         TrainingError: the loss or a weight is not finite, so the checkpoint must not replace a valid one.
@@ -103,7 +103,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
     then = partial(_committed, run, wanted, run.progress.global_step)
     is_training = run.settled.request.state.stage is RunningStage.TRAINING
-    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends
+    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run
         checkpoint.save(wanted.path, state, run.ranks)
         then()
         return
@@ -123,7 +123,7 @@ def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
 
 
 def settle_background_save(run: Run) -> None:
-    """Wait for a checkpoint that is written in the background, and run its callback. Every rank must call it.
+    """Wait for a background checkpoint and run its callback. Every rank must call this function.
 
     Raises:
         CheckpointError: the checkpoint cannot be written.
@@ -167,7 +167,7 @@ def full_state(run: Run) -> dict[str, Any]:
     """Return the state from which a run resumes as if it had not stopped.
 
     If training ended within an epoch, the metrics of its completed part were logged, and callbacks have processed them.
-    A resumed run must not contain these effects. So a save after the end uses the state of the last save point.
+    A resumed run must not contain these effects, so a save after the end uses the state of the last save point.
     """
     return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_outside_engine(run))}
 

@@ -1,1 +1,1 @@
-"""Resolve a request of the user to the settled facts of a run."""
+"""Resolution of a user's request to the settled facts of a run."""

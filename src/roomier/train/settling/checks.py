@@ -1,4 +1,4 @@
-"""Checks before a run starts: calls, optimizers, hooks and callbacks that are not supported are rejected."""
+"""Checks before a run starts, which reject calls, optimizers, hooks and callbacks that are not supported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_call(request: Request) -> None:
         raise RoomierError(stage, type(module).__name__, problem, action)
     for part in module.modules():
         other = vars(part).get("_trainer")
-        if other is not trainer and getattr(other, "is_running", False):  # otherwise: of Lightning, or not running
+        if other is not trainer and getattr(other, "is_running", False):  # otherwise it is Lightning's, or not running
             problem = (
                 f"another Trainer is running this module, and {stage} would remove the changes that the other Trainer "
                 "made to it"
@@ -130,7 +130,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _check_allows_closures(plan: Plan, optimizer: Optimizer, num_ranks: int) -> None:
-    # The optimizer evaluates the loss of one micro-batch on one rank, and would use it as the loss of the full batch.
+    # The optimizer evaluates the loss of one micro-batch on one rank, but would use it as the loss of the full batch.
     by_hand = "or set self.automatic_optimization = False and call optimizer.step(closure=...)"
     size, mode = plan.batch.accumulate_grad_batches, plan.precision.mode
     for field, value, is_possible, action in (
@@ -148,7 +148,8 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Check that all ``callbacks`` are distinct instances of Callback, with distinct keys for their states.
 
     Raises:
-        RoomierError: an entry is not a Callback, is in the list twice, or has the ``state_key`` of another callback.
+        RoomierError: an entry is not a Callback, is in the list two times, or has the ``state_key`` of another
+            callback.
     """
     seen: dict[str, Any] = {}
     for callback in callbacks:

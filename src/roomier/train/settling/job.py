@@ -2,9 +2,9 @@
 
 [Note: whose checkpoint]
 Many runs write under one root, and ``"last"`` is the newest checkpoint of all runs. A restarted job must use its own
-checkpoint. So ``job.json`` in each run folder records which job wrote it (``launch/job.py``), and the number of the fit
-in the script, because a script may call fit several times. After a restart, the script calls the same fits in the same
-order.
+checkpoint. So ``job.json`` in each run folder records the job that wrote the folder (``launch/job.py``) and the index
+of the fit in the script, because a script may call fit several times. After a restart, the script calls the same fits
+in the same order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _num_fits: Counter[Path] = Counter()  # number of fits of this process, by root
 
 @dataclass(frozen=True)
 class Earlier:
-    """The latest state of the same fit before its job was restarted.
+    """The latest state of this fit before its job was restarted.
 
     Attributes:
         checkpoint: the newest complete checkpoint.
@@ -51,15 +51,16 @@ class Job:
     """The job of a fit.
 
     Args:
-        names: identifiers of the job. One common identifier is sufficient, because nodes of a job may change.
-        fit: number of the fit in the script, from 0.
+        names: identifiers of the job. One common identifier is sufficient to recognize the job, because the nodes of a
+            job may change.
+        fit: index of the fit in the script, starting with 0.
     """
 
     names: frozenset[str]
     fit: int
 
     def find_earlier(self, root: Path) -> Earlier | None:
-        """Return the newest complete checkpoint of this fit under ``root``; None if there is none."""
+        """Return the newest complete checkpoint of this fit under ``root``, or None."""
         folders = [each for each in root.glob("*") if is_run_folder(each)]
         for folder in sorted(folders, key=lambda each: int(each.name.rpartition("_")[2]), reverse=True):
             try:
@@ -91,7 +92,7 @@ def job_of_fit(root: Path, ranks: Ranks) -> Job | None:
 
 
 def checkpoint_after_restart(root: Path, ranks: Ranks) -> Path | None:
-    """Return the checkpoint from which the next fit resumes because its job was restarted; None if there is none.
+    """Return the checkpoint from which the next fit resumes because its job was restarted, or None.
 
     All ranks must call this function before the fit begins.
     """

@@ -1,4 +1,4 @@
-"""Micro-batches of a different size than the batches of the loader, in a number that keeps the samples of a step."""
+"""Micro-batches whose size differs from the batches of the loader. The number of samples per step stays the same."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from roomier.run.settled import Request
 
 @dataclasses.dataclass(frozen=True)
 class CutTo:
-    """Makes micro-batches smaller and accumulates more of them, so that the samples of a step do not change.
+    """Makes micro-batches smaller and accumulates more of them, so that the number of samples per step stays the same.
 
     Args:
-        size: samples of a micro-batch on each rank, or the next smaller number that divides a step. None uses
-            ``number``.
-        number: micro-batches per step.
+        size: maximum number of samples in a micro-batch on each rank. The largest number up to ``size`` that divides
+            the samples of a step is used. None uses ``number``.
+        number: number of micro-batches per step.
     """
 
     size: int | None = None

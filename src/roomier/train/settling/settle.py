@@ -2,8 +2,8 @@
 
 [Note: who plans]
 Rank 0 reads a batch, plans, and sends the plan to the other ranks, which wait. All ranks build the same plan. Planning
-does not change the run: it consumes no batch, no random number, and changes no weight. A run in which the user
-specifies the chosen plan produces the same bits.
+does not change the run: it consumes no batches and no random numbers, and it changes no weights. A run in which the
+user specifies the chosen plan produces bit-identical results.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; it doe
 def settle(
     request: Request, data: RunLoaders, ranks: Ranks, *, start: Start | None = None, callbacks: Sequence[Any] = ()
 ) -> Settled:
-    """Settle the facts of a run: a plan whose strategy has a name, and the matching micro-batches.
+    """Settle the facts of a run: a plan with a named strategy, and the matching micro-batches.
 
     Args:
         request: the call.
         data: the loaders. Their micro-batches change with the returned plan.
-        ranks: the ranks of the run. All of them call this function together.
+        ranks: the ranks of the run. All ranks call this function together.
         start: the checkpoint and the folder of the run.
         callbacks: the callbacks of the run.
 
@@ -97,7 +97,7 @@ def _planned(settled: Settled) -> Settled:
 def _plan_of_evaluation(asked: Plan) -> Plan:
     if asked.parallel.strategy != "auto":
         return asked
-    # Unsharded on each rank: a later fit may shard the model in any way.
+    # The model stays unsharded on each rank, because a later fit may shard it in any way.
     strategy = "single" if asked.parallel.num_ranks == 1 else "ddp"
     parallel = dataclasses.replace(asked.parallel, strategy=strategy)
     return dataclasses.replace(asked, parallel=parallel, choice=ChoicePlan(asked.choice.memory_budget_bytes))
@@ -117,7 +117,7 @@ def _check_optimizes_itself(asked: Plan, module: Module) -> None:
 
 
 def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
-    """Return the plan of the earlier fit, whose model stays sharded. The micro-batch is at most the planned one."""
+    """Return the plan of the earlier fit, whose model stays sharded. The micro-batch is not larger than planned."""
     chosen = choice.chosen
     assert chosen is not None
     given, accumulate = data.batch_size, asked.batch.accumulate_grad_batches
@@ -152,7 +152,7 @@ def _choose(settled: Settled) -> Choice:
 
 
 class _PlanningTrainer:
-    """The Trainer that a module uses while the planner runs: one rank, and a fixed number of steps."""
+    """The Trainer that a module uses while the planner runs, with one rank and a fixed number of steps."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -165,7 +165,7 @@ class _PlanningTrainer:
 
 @contextmanager
 def _alone(module: Module) -> Iterator[None]:
-    """Give ``module`` a Trainer that needs no other rank, and restore the random state afterwards."""
+    """Give ``module`` a Trainer that requires no other rank, and restore the random state afterwards."""
     attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
     state = rng_state()
     for part, trainer in attached:
@@ -208,7 +208,7 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
         asked = trainer_keywords(plan)
         if error.field.partition(".")[0] not in asked:
             raise
-        fixed = ("devices", "num_nodes")  # these ranks are running already
+        fixed = ("devices", "num_nodes")  # the ranks are already running
         raise with_nearest(error, asked, lambda each: can_build(each, module), fixed=fixed) from error.__cause__
 
 

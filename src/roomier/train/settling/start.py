@@ -1,4 +1,4 @@
-"""Start of a call: its checkpoint, run folder, job and first weights."""
+"""Start of a call, with its checkpoint, run folder, job and initial weights."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_p
     """Find the checkpoint that ``request`` resumes from, and create its run folder. Every rank must call this function.
 
     Args:
-        loggers: receive the run folder.
+        loggers: the loggers, which receive the run folder.
         best_path: path of the best checkpoint of the last fit, for ``ckpt_path="best"``.
 
     Raises:
-        RoomierError: the checkpoint or the file of weights does not exist.
+        RoomierError: the checkpoint or the weights file does not exist.
     """
     root, asked = request.root, request.ckpt_path
     path = ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
@@ -44,7 +44,7 @@ def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_p
     earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
     if earlier is not None:
         path = earlier.checkpoint
-    folder = None if request.fitted is None else request.fitted.folder  # an evaluation adds to the logs of the fit
+    folder = None if request.fitted is None else request.fitted.folder  # an evaluation adds rows to the logs of the fit
     if request.is_fit:
         folder = ranks.on_zero(lambda: run_folder(root, path)) if request.keeps_files else None
     set_run_folder(loggers, folder)

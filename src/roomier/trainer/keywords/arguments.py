@@ -110,7 +110,7 @@ HARMLESS_KEYWORDS: dict[str, object] = {
     "enable_autolog_hparams": True,
     "model_registry": None,
 }
-"""Arguments of Lightning's Trainer with the value that equals roomier's behavior. They are accepted and ignored."""
+"""Arguments of Lightning's Trainer that are ignored, each with the value that matches roomier's behavior."""
 
 FORMER_ARGUMENTS: dict[str, str] = {
     "train_dataloader": "Write train_dataloaders",
@@ -140,14 +140,14 @@ _NONE_IS_DEFAULT = (
 
 
 def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
-    """Return ``given`` with defaults of ``init`` for arguments whose None means the default, as in Lightning."""
+    """Return ``given`` with defaults of ``init`` where None selects the default, as in Lightning."""
     defaults = inspect.signature(init).parameters
     missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
     return {**given, **missing}
 
 
 def check_weights_only(weights_only: bool | None) -> None:
-    """Reject a load that would execute code.
+    """Reject ``weights_only=False``, with which loading could execute code.
 
     Raises:
         RoomierError: ``weights_only`` is False.
@@ -168,7 +168,7 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
     Args:
         given: the names and values of all arguments.
         init: the constructor of the Trainer, for its defaults.
-        launch: the launcher of this process, which resolves ``"auto"``. None without one.
+        launch: the launcher of this process, which resolves ``"auto"``. None without a launcher.
 
     Raises:
         PlanError: the Plan is invalid.
@@ -214,7 +214,8 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
         enable_checkpointing: whether to add a ModelCheckpoint.
 
     Raises:
-        RoomierError: ``callbacks`` contains another object, or a ModelCheckpoint with ``enable_checkpointing=False``.
+        RoomierError: ``callbacks`` is neither a callback nor a list, or contains a ModelCheckpoint with
+            ``enable_checkpointing=False``.
     """
     callbacks = given["callbacks"]
     if callbacks is not None and not (isinstance(callbacks, (list, tuple)) or is_one(callbacks, Callback)):
@@ -240,7 +241,7 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
 
 
 def ordered(callbacks: Sequence[Any]) -> list[Any]:
-    """Return ``callbacks`` with checkpoints last, because they store the state of the others after each event."""
+    """Return ``callbacks`` with checkpoints last, because they store the state of the other callbacks."""
     return sorted(callbacks, key=is_checkpoint)
 
 

@@ -18,7 +18,7 @@ _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
     """Return ``flags`` with numbers for ``devices="auto"`` and ``num_nodes="auto"``.
 
-    The numbers are those of the launcher. Without a launcher, a strategy for several ranks uses all CUDA devices of the
+    The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all CUDA devices of the
     machine.
 
     Raises:
@@ -40,7 +40,7 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
 
 
 def _number_of(devices: Any) -> Any:
-    """Return ``"auto"`` for -1, and the length of a list of the first devices."""
+    """Return ``"auto"`` for -1, the length of a list of the first devices, or any other value unchanged."""
     if devices in (-1, "-1"):
         return "auto"
     listed = devices

@@ -29,7 +29,7 @@ _STRATEGIES = {
     "deepspeed_stage_2": "zero2",
     "deepspeed_stage_3": "zero3",
 }
-"""Names of former accelerators and plugins, and the strategy that replaces each."""
+"""Names of former accelerators and plugins, each with the strategy that replaces it."""
 _CLASSES = {  # prefix of the class name of a former plugin or of a strategy of Lightning
     "DDPSpawnSharded": "zero2",
     "DDPSharded": "zero2",
@@ -43,7 +43,7 @@ _PROBLEMS = {"precision": "is ambiguous: '16-mixed' or '16-true'", "strategy": "
 
 
 def refuse_former_flags(given: Mapping[str, Any]) -> None:
-    """Reject former arguments among the arguments ``given`` to the Trainer.
+    """Reject arguments of former versions of Lightning in ``given``, the arguments of the Trainer.
 
     Raises:
         RoomierError: a former argument is given. The error shows the call ``Trainer(...)`` in the current form.
@@ -61,7 +61,7 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
 
 
 def written_today(name: str, value: Any) -> tuple[dict[str, Any], list[str]] | None:
-    """Return the current arguments for the former argument ``name``, and remarks; None for any other argument."""
+    """Return the current arguments for the former argument ``name``, and remarks; None for other arguments."""
     return _todays({name: value}) if _is_former(name, value) else None
 
 

@@ -22,7 +22,7 @@ class NamedSpans:
     """The value of ``trainer.profiler``. ``with trainer.profiler.profile(name)`` names a span in a profile of torch."""
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Return a context that names a span."""
+        """Return a context manager that names a span."""
         return record_function(action_name)
 
 

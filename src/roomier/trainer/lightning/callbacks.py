@@ -1,8 +1,8 @@
-"""Callbacks of Lightning: which of them run unchanged, are replaced by callbacks of roomier, or are rejected.
+"""Handling of Lightning's callbacks, which run unchanged, are replaced by roomier's callbacks, or are rejected.
 
 A callback that uses only hooks and public attributes of the Trainer runs unchanged. A callback that uses the internals
 of Lightning's loops is replaced by roomier's callback of the same name with the same arguments, whose results are
-copied to the user's object. ``docs/design/callbacks.md`` has the table.
+copied to the user's object. ``docs/design/callbacks.md`` lists these callbacks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _MirroredCheckpoint(ModelCheckpoint):
         self._seen_as.kth_value = worst if self.kth_value is None else self.kth_value
 
 
-_MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # both store their state under one name
+_MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # both store their state under the same name
 _MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # for messages
 
 
@@ -115,7 +115,7 @@ _GROUPS = "internal_optimizer_metadata"
 
 
 def adopted(given: Iterable[Any]) -> list[Any]:
-    """Return ``given``, with callbacks of Lightning that cannot run unchanged replaced. A notice reports each of them.
+    """Replace callbacks of Lightning in ``given`` that cannot run unchanged. A notice reports each replacement.
 
     Raises:
         RoomierError: roomier has no such callback, or a method that a subclass adds would not be called.
@@ -257,4 +257,4 @@ _MAY_ADD = {
     "BackboneFinetuning": ("freeze_before_training", "finetune_function"),
 }
 _DRAWS = ("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar")
-"""Callbacks that only print. Methods that a subclass adds are reported and not called."""
+"""Callbacks that only print. Methods that a subclass adds are reported, but not called."""

@@ -23,7 +23,7 @@ class PredictLoop:
     Attributes:
         current_batch_number: number of the current batch, counted over all ranks.
         current_batch_indices: indices of the samples of the current batch in the dataset. Empty if the loader is not a
-            DataLoader that reads in order.
+            DataLoader that reads the dataset in order.
         epoch_batch_indices: indices of the samples of each batch so far, one list per loader.
         return_predictions: whether ``predict`` returns the predictions.
     """
@@ -44,7 +44,7 @@ class PredictLoop:
     def predictions(self) -> list[Any]:
         """Predictions of the batches of this rank, in host memory; with several loaders, one list per loader.
 
-        They are kept only if a callback writes them at the end.
+        Predictions are kept only if a callback writes them at the end.
         """
         return self._predictions[0] if self.num_dataloaders == 1 else self._predictions
 
@@ -114,7 +114,7 @@ def _are_loaders(loaders: Any) -> bool:
 
 
 def batch_indices(loader: Any, number: int) -> list[int]:
-    """Return the indices in the dataset of the samples of batch ``number``; ``[]`` if the loader is not in order."""
+    """Return the dataset indices of the samples in batch ``number``; ``[]`` if the loader does not read in order."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or type(sampler) is not BatchSampler:
         return []

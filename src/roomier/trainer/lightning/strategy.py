@@ -55,17 +55,17 @@ class Strategy:
 
     @property
     def global_rank(self) -> int:
-        """Number of this rank, counted over all machines."""
+        """Rank of this process among all processes."""
         return self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank on its machine."""
+        """Rank of this process on its machine."""
         return self._trainer.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of this machine."""
+        """Index of this machine."""
         return self._trainer.node_rank
 
     @property
@@ -120,7 +120,7 @@ class Strategy:
         Args:
             tensor: the tensor.
             group: ignored. All ranks take part.
-            reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"max"`` or ``"min"``. None is ``"mean"``.
+            reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"max"`` or ``"min"``. None means ``"mean"``.
 
         Raises:
             RoomierError: ``reduce_op`` is unknown.
@@ -145,9 +145,9 @@ class Strategy:
         return min(decisions) if all else max(decisions)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors of shape ``(...)`` of all ranks to ``(ranks, ...)``, also in nested dicts and lists.
+        """Stack the tensors of all ranks: shape ``(...)`` becomes ``(ranks, ...)``. Dicts and lists may be nested.
 
-        This is :meth:`roomier.Module.all_gather`. With one rank, tensors are returned unchanged.
+        Same as :meth:`roomier.Module.all_gather`. With one rank, tensors are returned unchanged.
         """
         return all_gather(tensor, self._trainer.ranks, self.root_device, group, has_gradients=sync_grads)
 
