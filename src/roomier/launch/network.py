@@ -14,7 +14,7 @@ _ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so it is reach
 def choose_interface(world: World, address: str, environ: MutableMapping[str, str]) -> None:
     """Set the interface of gloo, and if all ranks run on one machine also of NCCL, unless the user set it.
 
-        By default, gloo uses the interface to which the host name resolves. If the host name does not resolve, gloo has no
+    By default, gloo uses the interface to which the host name resolves. If the host name does not resolve, gloo has no
     interface. On many Linux systems, it resolves to the loopback interface, over which other nodes cannot be reached.
 
     Args:

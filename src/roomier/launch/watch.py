@@ -25,7 +25,7 @@ class Children:
         processes: the process of each rank.
 
     Attributes:
-            have_met: True if the process group of all ranks exists. Until then, a rank that exits counts as failed, even
+        have_met: True if the process group of all ranks exists. Until then, a rank that exits counts as failed, even
             with exit code 0.
         main_is_failing: function that returns whether an error in this process ends it.
         main_lost_peer: function that returns whether this process ends because it could not reach another rank.
