@@ -20,8 +20,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def find_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the outermost blocks of ``network`` in the order of registration; an empty list if no module repeats.
 
-    If ``network`` neither defines ``model_blocks()`` nor contains a Hugging Face model, the blocks are the modules with
-    parameters that are in a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more modules of their class.
+    If ``network`` neither defines ``model_blocks()`` nor contains a Hugging Face model, the blocks are the modules that
+    have parameters and belong to a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at least two modules of the
+    same class.
 
     Raises:
         RoomierError: a declared block is not a submodule of ``network``.

@@ -29,7 +29,7 @@ class KeptWeights:
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """A callback that holds a copy of the weights in a fit.
+    """A callback that holds a copy of the weights during a fit.
 
     Attributes:
         kept_weights: description of the copy, before and after it is created.

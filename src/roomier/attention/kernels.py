@@ -37,7 +37,7 @@ _SOURCE_OF_REASONS = "sdp_utils"  # torch's warnings with reasons come from file
 def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: torch.dtype | None) -> MakeContext:
     """Return a function that creates the context in which attention uses the kernel of ``plan``.
 
-    Forwards run in this context, and also backwards with recomputation.
+    Forward passes run in this context, and so do backward passes that recompute activations.
 
     Args:
         plan: selected kernel.

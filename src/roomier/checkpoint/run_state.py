@@ -151,7 +151,7 @@ def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:
 
 
 def peek_run(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
-    """Return the state of a run like :func:`roomier.checkpoint.peek`, after :func:`check_run_state`."""
+    """Return the state of a run, as :func:`roomier.checkpoint.peek` does, after :func:`check_run_state`."""
     state = peek(path, check_files=check_files)
     check_run_state(Path(path), state)
     return state

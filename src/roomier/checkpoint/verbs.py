@@ -104,8 +104,8 @@ def load(
     Everything is verified before a tensor of ``into`` changes: the record, the size of every file, the names, shapes
     and dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
-    The number of ranks and the sharding of tensors can differ from the save. A DTensor in ``into`` receives its shard,
-    and only this shard is read. Any other tensor receives the full tensor.
+    The number of ranks and the sharding of tensors can differ from those at the save. A DTensor in ``into`` receives
+    its shard, and only this shard is read. Any other tensor receives the full tensor.
 
     Args:
         path: checkpoint folder.

@@ -37,7 +37,7 @@ def seed_everything(seed: int, workers: bool = False) -> int:
     Args:
         seed: integer in ``[0, 2**32)``.
         workers: has no effect. It exists for compatibility with Lightning. roomier always seeds the workers of a
-            DataLoader, for each sample.
+            DataLoader, separately for each sample.
 
     Raises:
         RoomierError: ``seed`` is not an integer in this range.

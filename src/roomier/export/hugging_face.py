@@ -1,4 +1,4 @@
-"""Exports a checkpoint to the folder of a Hugging Face model, for ``from_pretrained``."""
+"""Export of a checkpoint as the folder of a Hugging Face model, for ``from_pretrained``."""
 
 from __future__ import annotations
 

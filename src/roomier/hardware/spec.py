@@ -29,11 +29,10 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
     """Return the machine that ``spec`` describes.
 
     Args:
-        spec: any name of a GPU in the table (``devices.py``), case-insensitive, including the names that ``torch.cuda``
-            reports, followed by ``:`` and the number of devices per node (default 1), or preceded by this number and
-            ``x``. ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A
-            path that ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`, see
-            :func:`machine_of_dict`.
+        spec: name of a GPU in the table (``devices.py``) or as ``torch.cuda`` reports it, case-insensitive. The number
+            of devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
+            ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
+            ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`, see :func:`machine_of_dict`.
         num_nodes: number of nodes; None uses the value of the file, or 1.
 
     Raises:

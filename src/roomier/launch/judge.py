@@ -5,7 +5,7 @@ A rank is late if it makes no progress while another rank waits for it. There ar
 
 - The rank is silent: it publishes no new records. Its process is stopped, or a native call holds the interpreter lock.
 - The rank is behind: it has begun fewer operations in a process group than another rank, and more operations in no
-  group. Its training thread hangs outside of a collective, because a rank that waits in a collective has begun the
+  group. Its training thread must hang outside of a collective: a rank that waits in a collective has begun this
   collective.
 
 The waiting time for a late rank starts when another rank begins to wait for it. If a step is slow on all ranks, no rank

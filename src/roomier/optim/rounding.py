@@ -93,7 +93,7 @@ def write(
     if low_bits is None and key is None:
         weight.copy_(value)
         return
-    # Rounding some codes of NaN would change the sign bit, so all are replaced by the default code of NaN.
+    # Rounding some bit patterns of NaN would change the sign bit, so every NaN is replaced by the default NaN.
     bits = value.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
     upper = bits + _HALF
     if low_bits is not None:

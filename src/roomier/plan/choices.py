@@ -18,8 +18,8 @@ class Kind(StrEnum):
     EXACT = "exact"
     """Parameters, optimizer states and losses have the same bits."""
     NEAR = "near"
-    """The mathematics is the same, but rounding differs, because sums are computed over other ranks, shards,
-    micro-batches or chunks, other kernels run, or intermediate results have another number format."""
+    """The mathematics is the same, but rounding differs, because sums are split differently across ranks,
+    shards, micro-batches or chunks, different kernels run, or intermediate results have a different number format."""
     APPROXIMATE = "approximate"
     """The mathematics differs, for example with compressed gradients, or weights and optimizer states in fewer bits."""
 

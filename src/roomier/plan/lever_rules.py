@@ -69,7 +69,7 @@ def chunks_have_a_chunked_loss(plan: Plan) -> Iterator[PlanError]:
 
 
 def adapter_settings_have_adapters(plan: Plan) -> Iterator[PlanError]:
-    """Reject settings of adapters without a rank."""
+    """Reject adapter settings if ``lora_rank`` is None."""
     adapter = plan.adapter
     if adapter.lora_rank is not None:
         return

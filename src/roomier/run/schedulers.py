@@ -153,8 +153,8 @@ def _step(scheduler: Any) -> None:
 
 
 def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    # torch restores the length together with the state. In a longer run, a cosine schedule at its end would stay at
-    # zero.
+    # torch restores the length together with the state. In a longer run, a cosine schedule would reach its end early
+    # and then stay at zero.
     now = scheduler.state_dict()
     for name in LENGTHS:
         if name in saved and repr(saved[name]) != repr(now.get(name)):

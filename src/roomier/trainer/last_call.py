@@ -1,4 +1,4 @@
-"""State of the last call of a Trainer under Lightning's names, such as progress, data, metrics and objects of the run.
+"""State of the last call of a Trainer (progress, data, metrics and objects of the run) under Lightning's names.
 
 ``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning.
 """

@@ -1,10 +1,10 @@
 """The valid plan that is nearest to an invalid request. A few keywords differ, and all others stay as requested.
 
 [Note: near]
-Some keywords determine the result of training, and others determine how it is computed. The nearest plan changes
-keywords of the second kind. Another strategy computes the same result. Without a memory technique, training computes
-the same result with more memory. Another precision or optimizer changes the result and has the highest cost. Among
-changes of equal cost, changes that the error itself suggests come first.
+Some keywords determine the result of training, and others determine how it is computed. If possible, the nearest plan
+only changes keywords of the second kind. Another strategy computes the same result. Without a memory technique,
+training computes the same result with more memory. Another precision or optimizer changes the result and has the
+highest cost. Among changes of equal cost, changes that the error itself suggests come first.
 """
 
 from __future__ import annotations

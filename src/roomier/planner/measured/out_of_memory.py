@@ -150,7 +150,7 @@ def _one_line(error: BaseException) -> str:
 
 def _held(engine: Engine) -> str:
     """Return the memory of this rank by kind and the state of the allocator, without communication."""
-    from roomier.memory.tracker import MemoryTracker  # late: loads the sharding of torch
+    from roomier.memory.tracker import MemoryTracker  # late: loads torch's sharding modules
 
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass

@@ -14,9 +14,9 @@ operations for each counted operation (a GPT and a BERT-like encoder; an MLP too
 These are process times on one core of an Intel Xeon with torch 2.13.
 
 Recomputation of a block costs 60 operations in addition to its computation, for hooks, random states and a second pass
-through its modules. Python also handles each operation of the block, with ``"selective"`` in both forwards. With four
-blocks, the four models above took the time of 188, 360, 510 and 338 lightest operations per block with ``"full"``, for
-forwards of 5, 10, 30 and 7 operations, and 290, 648, 1035 and 449 with ``"selective"``.
+through its modules. Python also handles each operation of the block. With ``"selective"``, it does so in both forwards.
+With four blocks, the four models above took the time of 188, 360, 510 and 338 lightest operations per block with
+``"full"``, for forwards of 5, 10, 30 and 7 operations, and 290, 648, 1035 and 449 with ``"selective"``.
 
 Fusion in compiled blocks (``compile=True``), which moves fewer bytes, is not modeled, because no factor was measured. A
 compiled plan has the same forecast as the plan without compilation.
