@@ -195,9 +195,8 @@ def test_a_storage_is_moved_one_time() -> None:
     with moved(blocks, Keep.ALL) as (copies, _):
         last = blocks[1](blocks[0](x + 0, mask), mask)
     assert last.requires_grad
-    assert (
-        copies.num_bytes["out"] == (x.numel() + mask.numel() + last.numel()) * 4
-    )  # the inputs of the blocks, and the mask
+    # The inputs of the blocks, and the mask.
+    assert copies.num_bytes["out"] == (x.numel() + mask.numel() + last.numel()) * 4
 
 
 def test_parameters_and_small_tensors_stay_on_the_device() -> None:

@@ -152,9 +152,8 @@ def test_layers_whose_weights_other_modules_read_are_not_adapted() -> None:
             if name.endswith("lora_B"):
                 each.normal_()
         trained = encoder(x)
-        assert torch.allclose(
-            encoder.eval()(x), trained, atol=1e-5
-        )  # not computed by a kernel that reads only the weights
+        # Not computed by a kernel that reads only the weights.
+        assert torch.allclose(encoder.eval()(x), trained, atol=1e-5)
 
 
 def test_dropout_applies_to_the_input_of_adapters_in_training_only() -> None:

@@ -62,9 +62,8 @@ class Tiny(Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.scale = nn.Parameter(
-            torch.ones(8)
-        )  # gives the input of each block a gradient, so that all blocks have one kind of input
+        # Gives the input of each block a gradient, so that all blocks have one kind of input.
+        self.scale = nn.Parameter(torch.ones(8))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:

@@ -33,9 +33,8 @@ class Language(Task):
         network = GPT(config)
         with torch.no_grad():
             for each in network.parameters():
-                each.mul_(
-                    4
-                )  # with the small initial values of GPT-2, gradients of attention are mostly rounding errors
+                # With the small initial values of GPT-2, gradients of attention are mostly rounding errors.
+                each.mul_(4)
         return network
 
     def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:

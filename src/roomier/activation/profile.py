@@ -331,9 +331,8 @@ class _SavedStorages:
 
 def total_ns(spans: Sequence[tuple[Any, Any]]) -> int:
     """Return the sum of the durations of ``spans`` in nanoseconds."""
-    return sum(
-        end - start if isinstance(start, int) else int(start.elapsed_time(end) * 1e6) for start, end in spans
-    )  # elapsed_time returns milliseconds
+    # ``elapsed_time`` returns milliseconds.
+    return sum(end - start if isinstance(start, int) else int(start.elapsed_time(end) * 1e6) for start, end in spans)
 
 
 @dataclass(frozen=True)

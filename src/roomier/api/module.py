@@ -457,9 +457,8 @@ def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
 def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     torchmetrics = sys.modules.get("torchmetrics")  # imported if the value is one of its objects
     if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
-        found: Iterable[tuple[str, Any]] = dictionary.items(
-            copy_state=False
-        )  # the metrics themselves, under full names
+        # The metrics themselves, under full names.
+        found: Iterable[tuple[str, Any]] = dictionary.items(copy_state=False)
         return found
     if not isinstance(dictionary, Mapping):
         action = "Call self.log_dict({'loss': loss, ...}), or self.log(name, value) for one value"

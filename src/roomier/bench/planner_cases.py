@@ -108,9 +108,8 @@ def few_cases() -> list[Case]:
 
 def _case(model: str, setup: tuple[str, int], number: int, accumulate: int) -> Case:
     levers = _levers(model, setup[0])
-    return Case(
-        model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate
-    )  # the number of combinations is never a multiple of 5
+    # The number of combinations is never a multiple of 5.
+    return Case(model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate)
 
 
 def _levers(model: str, strategy: str) -> list[tuple[str, str, str]]:

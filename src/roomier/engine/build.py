@@ -54,9 +54,8 @@ def build(
     given = None if weights is None else weights.check(network)
     if plan.adapter.lora_rank is not None:
         apply_lora(network, facts.blocks, plan.adapter)  # adds parameters that no file contains
-    taken = take_weights(
-        network, plan, ranks, given=given
-    )  # first, so that no rank holds a model that is sharded later
+    # First, so that no rank holds a model that is sharded later.
+    taken = take_weights(network, plan, ranks, given=given)
     precision.convert_module(network)  # everything below depends on the dtype of the weights
     if taken is None:
         if not torch_fake.makes_fake_tensors():  # fake tensors are on the device, and cannot be swapped

@@ -44,6 +44,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
         action = "Use Trainer(optimizer='adamw'), or build the engine and call predict_built"
         raise PlanError("optimizer", None, "must be the name of an optimizer", action)
     network, blocks = with_adapters(network, find_blocks(network), plan.adapter)
+    # The optimizer has no states yet.
     optimizer = make_optimizer(
         wanted.name,
         network,
@@ -51,7 +52,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
         options={key: value for key, value in wanted.options.items() if key not in ("fused", "foreach")},
         weight_rounding=rounding_in_force(plan),
         blocks=blocks,
-    )  # without states
+    )
     return _model_states(network, blocks, plan, device or torch.device("cpu"), rank, [optimizer])
 
 
