@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from roomier.core import torch_private
+from roomier.core.tree import tensors
 
 
 class LiveBytes(Protocol):
@@ -128,12 +128,12 @@ class CountedBytes:
             return NotImplemented  # the subclass runs operations on its inner tensors, which are counted
         start_ns = time.perf_counter_ns()
         self._note_sizes()
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors((args, kwargs)):
             self._see(tensor, was_there=True, is_resized=func.namespace == "fsdp")
         run_ns = time.perf_counter_ns()
         result = func(*args, **kwargs)
         end_ns = time.perf_counter_ns()
-        for tensor in tensors_in(result):
+        for tensor in tensors(result):
             self._see(tensor)
         self.own_ns += run_ns - start_ns + time.perf_counter_ns() - end_ns
         return result
@@ -187,15 +187,3 @@ class _Counted:
 def is_strided(tensor: Tensor) -> bool:
     """Return True if ``tensor`` is a strided view of one storage."""
     return tensor.layout is torch.strided and not torch_private.handles_dispatch(type(tensor))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments or the result of an operation."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each)

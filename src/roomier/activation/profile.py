@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roomier.activation.block_forward import BlockForward, Keep
-from roomier.activation.live_bytes import LiveBytes, is_strided, live_bytes_on, tensors_in
+from roomier.activation.live_bytes import LiveBytes, is_strided, live_bytes_on
 from roomier.activation.offload import Offload
 from roomier.activation.selective import ATTENTION, PRODUCTS, OnDevice, Products
 from roomier.core import torch_private
+from roomier.core.tree import tensors
 from roomier.core.wrapped_forward import WrappedForward
 
 StorageReference = weakref.ref[torch.UntypedStorage]
@@ -270,8 +271,8 @@ class _Watch:
         return result
 
     def _note_made(self, args: Any, result: Any) -> None:
-        given = {id(tensor.untyped_storage()) for tensor in tensors_in(args) if is_strided(tensor)}
-        for tensor in tensors_in(result):
+        given = {id(tensor.untyped_storage()) for tensor in tensors(args) if is_strided(tensor)}
+        for tensor in tensors(result):
             if is_strided(tensor) and id(storage := tensor.untyped_storage()) not in given:
                 self._made[id(storage)] = weakref.ref(storage)
 

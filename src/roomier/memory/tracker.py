@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from roomier.api.engine import Engine
 from roomier.core import torch_fake, torch_private
+from roomier.core.tree import tensors
 from roomier.memory.kinds import Kind, total_bytes
 
 _COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors are sent
@@ -237,18 +238,18 @@ class MemoryTracker:
             self._note_gathered()
         if self._frees_gradients:
             self._note_gradients()
-        self._note_arguments(func, [*_tensors_in(args), *_tensors_in(kwargs)])
+        self._note_arguments(func, [*tensors(args), *tensors(kwargs)])
         result = func(*args, **kwargs)
-        for tensor in _tensors_in(result):
+        for tensor in tensors(result):
             self._record(tensor)
         return result
 
-    def _note_arguments(self, func: Any, tensors: list[Tensor]) -> None:
+    def _note_arguments(self, func: Any, given: list[Tensor]) -> None:
         kind, packs = _meaning_of(func)
-        for tensor in tensors:
+        for tensor in given:
             self._record(tensor, kind, existed=True)  # a new argument belongs to a batch
         if packs:
-            for tensor in tensors[:-1]:  # the last one is the output buffer
+            for tensor in given[:-1]:  # the last one is the output buffer
                 self._record(tensor, Kind.GRADIENT)
 
     def _record(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, existed: bool = False) -> None:
@@ -322,7 +323,7 @@ class MemoryTracker:
             self._record(tensor, Kind.PARAMETER, existed=True)
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                for tensor in _tensors_in(state):
+                for tensor in tensors(state):
                     self._record(tensor, Kind.OPTIMIZER_STATE, existed=True)
 
     def _note_gradients(self) -> None:
@@ -371,14 +372,3 @@ def _meaning_of(func: Any) -> tuple[Kind, bool]:
 def _strengthen(storage: _Storage, kind: Kind) -> None:
     if _STRENGTH[kind] > _STRENGTH[storage.kind]:
         storage.kind = kind
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors_in(each)

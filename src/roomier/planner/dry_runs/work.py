@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from roomier.core import torch_fake, torch_private
+from roomier.core.tree import tensors
 
 Part = tuple[str, str]
 """Phase of a step and part of the model."""
@@ -102,15 +103,15 @@ def _name_of(func: Any) -> str:
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Return the work of one operation, as dispatched below autograd."""
-    moved_bytes = sum(_bytes_of(each) for each in _tensors([args, kwargs, result]))
+    moved_bytes = sum(_bytes_of(each) for each in tensors([args, kwargs, result]))
     if _name_of(func) in _READS_ROWS:  # reads the indices, and as many bytes of the table as it writes
-        table, *_ = _tensors(args)
-        moved_bytes += sum(_bytes_of(each) for each in _tensors(result)) - _bytes_of(table)
+        table, *_ = tensors(args)
+        moved_bytes += sum(_bytes_of(each) for each in tensors(result)) - _bytes_of(table)
     count = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else func)
     if count is None:
         return Work(other_bytes=moved_bytes, num_operations=1)
     flops = float(count(*args, **kwargs, out_val=result))
-    dtype = next(each.dtype for each in _tensors([args]) if each.is_floating_point())
+    dtype = next(each.dtype for each in tensors([args]) if each.is_floating_point())
     return Work({dtype: flops}, product_bytes=moved_bytes, num_operations=1)
 
 
@@ -120,14 +121,3 @@ def _bytes_of(tensor: Tensor) -> int:
         if stride:  # expanded dimensions add no memory
             num_bytes *= size
     return num_bytes
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
