@@ -18,12 +18,7 @@ from roomier import checkpoint
 from roomier.api.callback import Callback
 from roomier.callbacks.checkpoint_folder import choose_name, find_complete, names_in
 from roomier.callbacks.checkpoint_ledger import Keep, Ledger, ledger_form
-from roomier.callbacks.checkpoint_name import (
-    DEFAULT_TEMPLATE,
-    check_template,
-    format_name,
-    metrics_named_in,
-)
+from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, metrics_named_in
 from roomier.callbacks.interval import Interval
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import CheckpointError, RoomierError

@@ -15,8 +15,7 @@ class Parallel(Protocol):
 
     Attributes:
         loss_factor: factor of each loss. With it, the reduced gradients are the sum over the ranks.
-        allows_inference_mode: whether parameters that were unsharded in ``torch.inference_mode`` can be trained
-            afterwards.
+        allows_inference_mode: whether parameters unsharded in ``torch.inference_mode`` can be trained afterwards.
         trace: hash of the units of the model that ran so far, in their order. It must be equal on all ranks.
             Otherwise a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.

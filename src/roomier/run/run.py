@@ -44,8 +44,7 @@ class Batches:
         num_training: number of batches in a training epoch on each rank; infinite if unknown.
         evaluated: the loaders of an evaluation, or of the validation within a fit; empty without validation.
         limits: number of batches of each of these loaders, over all ranks.
-        val_interval: number of training batches between two validations of a fit; infinite to validate at the end of an
-            epoch.
+        val_interval: number of training batches between two validations; infinite for the end of an epoch.
     """
 
     train: Source | None = None
@@ -71,7 +70,7 @@ class Run:
         progress: the counters that checkpoints store.
         now: the state of the current step. It is not stored.
         saves: checkpoints, written and pending.
-        looks: functions that are called on every rank before the run ends because of a loss that is not finite.
+        looks: functions called on every rank before the run ends because of a loss that is not finite.
         profiler: stepped after each optimizer step; None without a profiler.
     """
 
