@@ -187,7 +187,7 @@ def transfer_to(
 def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
     """Return the function that computes the gradients of one window.
 
-    It is the engine's ``forward_backward``, a call of ``training_step`` (manual optimization), or a step with a closure.
+    It is the engine's ``forward_backward``, a call of ``training_step`` (manual optimization), or a step with closure.
     """
     if not run.module.automatic_optimization:
         return _manual_step(run)
