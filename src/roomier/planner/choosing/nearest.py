@@ -165,7 +165,7 @@ class _Peaks:
         except DryRunError as error:
             self.failures.append(reason_of(error))
         except RoomierError:
-            pass  # a rejected plan is no alternative
+            return None  # a rejected plan is no alternative
         except Exception as error:  # the error that is being created has priority
             self.failures.append(reason_of(error))
         return None
