@@ -3,7 +3,7 @@
 The result is one JSON object with ``rows``, one for each published value:
 
 - ``source``, ``what``: the article and the configuration; ``hardware``: the machine;
-- ``published_mib``: the published value; ``meter``: ``"allocated"`` (``torch.cuda.max_memory_allocated``) or
+- ``published_mib``: the published value; ``meter``: ``"allocated"`` (``max_memory_allocated`` of torch) or
   ``"occupied"`` (the memory of the device in use, reported by ``nvidia-smi``);
 - ``forecast_mib``: the forecast of this version for the same configuration: all tensors at the peak. ``"occupied"``
   adds the memory that the article reports before a model exists;

@@ -31,8 +31,8 @@ from roomier.core.forms import (
     tensor,
     text,
 )
-from roomier.core.rng import RNG_FORM
 from roomier.data.position import POSITION_FORM
+from roomier.device.rng import RNG_FORM
 from roomier.plan import Plan
 from roomier.plan.rules import each_error
 

@@ -25,8 +25,8 @@ from roomier.core.forms import (
     tensor,
     text,
 )
-from roomier.core.rng import RNG_FORM, check_generator_state, check_rng_state
 from roomier.data.joint import MODES
+from roomier.device.rng import RNG_FORM, check_generator_state, check_rng_state
 
 _GENERATORS = list_of(tensor(torch.uint8))
 _SEED = integer(-(2**63), 2**64 - 1)

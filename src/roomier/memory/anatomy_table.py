@@ -40,7 +40,7 @@ class StepPeak:
         phase: phase of the step at the peak: ``"forward"``, ``"backward"``, ``"update"``.
         whole: bytes by row, at the moment when the sum of all tensors is largest.
         states: bytes by row, at the moment when the sum of weights, gradients and optimizer states is largest.
-        allocator_bytes: maximum bytes that the CUDA allocator allocated; None on other devices.
+        allocator_bytes: maximum bytes that the device's allocator allocated; None if it reports none.
     """
 
     step: int
@@ -69,7 +69,7 @@ class RankAnatomy:
         now: current weights, gradients and optimizer states. Other tensors are known only in a tracked step.
         rule: prediction of these rows at the peak of their sum; None if the states of the optimizer are unknown.
         peak: peak of a tracked step; None if no step was tracked.
-        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the CUDA allocator; None on other devices.
+        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the device's allocator; None if it reports none.
     """
 
     rank: int

@@ -220,7 +220,8 @@ class StepValues:
         moves = -self.lr * self.root_correction2 / self.correction1
         factors = (root_beta2, self.beta1 / root_beta2, 1 - self.beta1, 1 - self.beta2)
         found = torch.tensor([*factors, eps_before, self.eps * self.root_correction2, self.shrinks, moves])
-        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+        copies_asynchronously = capabilities_of(device).copies_asynchronously
+        return found.pin_memory().to(device, non_blocking=True) if copies_asynchronously else found.to(device)
 
 
 # ---- 32-bit moments --------------------------------------------------------------------------------------------------

@@ -142,4 +142,4 @@ def _rank(name: str, trait: Trait) -> int:
 def _has_fused(name: str, parameter: nn.Parameter) -> bool:
     if name == "sgd" and is_sharded(parameter):  # for sharded parameters, torch 2.13 only has Adam's kernels
         return False
-    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")
+    return parameter.is_floating_point() and name in capabilities_of(parameter.device).fused_optimizers

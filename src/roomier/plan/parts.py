@@ -79,8 +79,10 @@ class ParallelPlan(Part):
             sharded), ``"zero2"`` (also gradients), ``"zero3"`` (also parameters), ``"hsdp"`` (zero3 within groups of
             ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's argument, ``"zero2+offload"`` and
             ``"zero2+disk"`` also set ``offload.optimizer_states``.
-        accelerator: ``"auto"`` (cuda if available, otherwise mps, otherwise cpu), ``"cpu"``, ``"gpu"`` (cuda if
-            available, otherwise mps), ``"cuda"`` or ``"mps"``.
+        accelerator: ``"auto"`` (the accelerator of this machine if it has one, otherwise the CPU), ``"gpu"`` (the
+            accelerator of this machine), ``"cpu"``, ``"cuda"`` (also ROCm), ``"mps"``, ``"xpu"``, ``"npu"`` (requires
+            the package torch-npu), ``"tpu"`` (requires the package torch-tpu), or a different accelerator that a
+            package added to torch.
         devices: number of ranks on each machine.
         num_nodes: number of machines.
         shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None means the

@@ -24,7 +24,7 @@ ESTIMATE_ERROR = 0.05
 """Assumed error of the closed form. Plans that exceed the budget by a smaller fraction are verified by a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
-"""Fraction of the device memory that remains free if no budget is set, by kind of device.
+"""Fraction of the device memory that remains free if no budget is set, by kind of device. Other kinds are like ``"cuda"``.
 
 On a GPU, this is the largest accepted error of a forecast. Memory shared with the host is also used by the system, the
 dataset and its workers, and file caches.
@@ -92,7 +92,7 @@ def budget_of(plan: Plan, machine: Machine) -> int:
     given = plan.choice.memory_budget_bytes
     if given is not None:
         return given
-    return int(machine.device.memory_bytes * (1 - FREE_SHARE[machine.device.kind]))
+    return int(machine.device.memory_bytes * (1 - FREE_SHARE.get(machine.device.kind, FREE_SHARE["cuda"])))
 
 
 def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:

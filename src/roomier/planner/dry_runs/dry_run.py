@@ -102,7 +102,8 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
         plan: plan with a concrete strategy.
         rank: rank to simulate. Rank 0 never needs less memory than another rank.
         is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
-        like: ``"cpu"`` or ``"cuda"``, the device whose kernels determine the saved memory; see [Note: like CUDA].
+        like: kind of the device whose kernels determine the saved memory; see
+            :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
         RoomierError: ``build`` rejects the plan, or shapes in the step depend on unknown values.

@@ -12,7 +12,8 @@ differences of a GPU, which change the memory of a step, are modeled:
   ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and others in 16 bits.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
 - **Optimizers** of ``torch.optim`` and clipping process all parameters together (``foreach``), the default for
-  parameters on a GPU, with temporary tensors for all of them.
+  parameters on a GPU, with temporary tensors for all of them. This is also the default on other accelerators with
+  their own memory.
 
 Kernels of cuDNN (an LSTM saves the memory of oneDNN's kernel) and workspaces, which are not tensors, are not modeled.
 """

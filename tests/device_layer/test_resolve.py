@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from roomier import RoomierError
-from roomier.core.device import resolve_device
+from roomier.device.resolve import resolve_device
 
 
 def test_cpu_is_always_available():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roomier import RoomierError, seed_everything
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.rng import rng_state, set_rng_state
 
 
 def draw():
