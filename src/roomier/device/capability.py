@@ -11,13 +11,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.device.resolve import is_known_to_torch
 
 _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -63,6 +64,7 @@ def capabilities_of(device: torch.device) -> Capabilities:
     return _ON_CPU if device.type == "cpu" else _tried(device.type)
 
 
+_NONE = Capabilities(False, False, False, False, frozenset(), frozenset())
 _ON_CPU = Capabilities(
     has_streams=False,
     has_pinned_memory=False,
@@ -75,6 +77,8 @@ _ON_CPU = Capabilities(
 
 @cache
 def _tried(device_type: str) -> Capabilities:
+    if not is_known_to_torch(device_type):
+        return _NONE  # such as meta
     device = torch.device(device_type)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a driver can warn about a feature that it replaces
@@ -83,9 +87,7 @@ def _tried(device_type: str) -> Capabilities:
             has_pinned_memory=_works(lambda: torch.empty(1, pin_memory=True).is_pinned()),
             has_memory_statistics=_works(lambda: _allocated_bytes(device) > 0),
             has_memory_info=_works(lambda: torch.accelerator.get_memory_info(device)[1] > 0),
-            fused_optimizers=frozenset(
-                name for name in _FUSED if _works(lambda name=name: _update_fused(name, device))
-            ),  # type: ignore[misc]
+            fused_optimizers=frozenset(name for name in _FUSED if _works(partial(_update_fused, name, device))),
             dtypes=frozenset(each for each in _DTYPES_OF_MODES.values() if _computes_in(each, device)),
         )
 
@@ -125,9 +127,9 @@ def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
     module: Any = torch.get_device_module(device)
     if dtype is torch.bfloat16 and hasattr(module, "is_bf16_supported") and not module.is_bf16_supported():
         return False
-    if dtype is not torch.float64 and hasattr(module, "get_amp_supported_dtype"):
-        if dtype not in module.get_amp_supported_dtype():  # torch would disable autocast with a warning
-            return False
+    amp_dtypes = getattr(module, "get_amp_supported_dtype", lambda: _DTYPES_OF_MODES.values())()
+    if dtype is not torch.float64 and dtype not in amp_dtypes:  # torch would disable autocast with a warning
+        return False
     return _works(lambda: torch.ones(1, dtype=dtype, device=device) + 1)
 
 

@@ -24,8 +24,9 @@ ESTIMATE_ERROR = 0.05
 """Assumed error of the closed form. Plans that exceed the budget by a smaller fraction are verified by a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
-"""Fraction of the device memory that remains free if no budget is set, by kind of device. Other kinds are like ``"cuda"``.
+"""Fraction of the device memory that remains free if no budget is set, by kind of device.
 
+Kinds that are not in the table are like ``"cuda"``.
 On a GPU, this is the largest accepted error of a forecast. Memory shared with the host is also used by the system, the
 dataset and its workers, and file caches.
 """
