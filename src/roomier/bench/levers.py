@@ -27,6 +27,7 @@ from roomier.device.resolve import accelerator_type
 from roomier.models.gpt import SIZES
 
 _NUM_LAST_LINES = 15
+_COUNTED = "all tensors of the process, counted operation by operation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "case": "levers",
         **settings,
         "batch_size": BATCH_SIZE,
-        "peak_is_of": "the device's allocator"
-        if has_gpu
-        else "all tensors of the process, counted operation by operation",
+        "peak_is_of": "the allocator of the device" if has_gpu else _COUNTED,
         "rows": [_row(*turn, runs) for turn, runs in found.items()],
         **facts,
     }

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.device.capability import capabilities_of
 from roomier.optim import block_codes
 from roomier.optim.block_codes import Region
 from roomier.optim.local import first_element, is_sharded, local

@@ -39,6 +39,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roomier.device.capability import capabilities_of
+
 MIN_ELEMENTS = 4096  # smaller tensors save little
 MIN_BLOCK = 80  # elements: 8 bytes of scales for 80 elements are 0.1 bytes per parameter
 _BLOCK = {8: 256, 4: 128}  # approximate number of elements, by bits

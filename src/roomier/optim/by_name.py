@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.device.capability import capabilities_of
 from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.groups import Trait, trained_parameters
 from roomier.optim.lion import Lion

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from roomier.core import torch_private
+from roomier.device.capability import capabilities_of
 from roomier.optim.local import is_sharded, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
