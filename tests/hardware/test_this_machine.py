@@ -22,8 +22,10 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def has_gpu(monkeypatch):
     def have(name):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+        )
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         properties = SimpleNamespace(total_memory=TOTAL_BYTES)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -90,6 +92,6 @@ def test_a_processor_can_be_asked_for_where_there_is_a_gpu(has_gpu, monkeypatch)
 
 
 def test_an_accelerator_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     with pytest.raises(RoomierError, match="accelerator='cuda'"):
         this_machine.this_machine(accelerator="cuda")

@@ -81,9 +81,12 @@ def group_backend(device_type: str) -> str | None:
     if device_type == "cpu":
         return "gloo"
     try:
-        return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        backend = dist.get_default_backend_for_device(device_type)
     except (ValueError, RuntimeError):  # RuntimeError: torch does not know the name
         return None
+    # torch lists gloo for mps, but gloo cannot send tensors on mps.
+    is_supported = device_type in dist.Backend.backend_capability.get(backend, [device_type])
+    return f"cpu:gloo,{device_type}:{backend}" if is_supported else None
 
 
 def _available() -> str:

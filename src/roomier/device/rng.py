@@ -1,6 +1,7 @@
 """Seed, save and restore all random number generators that a training step can use."""
 
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roomier.core.errors import RoomierError
-from roomier.core.forms import Form, FormError, either, fields, finite, integer, mapping_of, one_of, optional, tensor
+from roomier.core.forms import FormError, either, fields, finite, integer, mapping_of, one_of, optional, tensor
 from roomier.device.resolve import accelerator_type
 
 _LIMIT = 2**32
@@ -23,7 +24,7 @@ def _device_index(value: Any, place: str) -> None:
         raise FormError(place, value, "the index of a device")
 
 
-RNG_FORM: Form = fields(
+_STATES = fields(
     {
         "python": fields({"version": one_of(3), "internal": tensor(torch.int64, (625,)), "gauss": optional(finite)}),
         "numpy": fields(
@@ -37,9 +38,16 @@ RNG_FORM: Form = fields(
         ),
         "torch": _GENERATOR,
     },
-    others=either(_GENERATOR, mapping_of(_GENERATOR, keys=_device_index)),
+    others=either(_GENERATOR, mapping_of(_GENERATOR, keys=_device_index)),  # one tensor: mps in earlier versions
 )
-"""Form of the result of :func:`rng_state`. Other keys are device types. Earlier versions stored mps as one tensor."""
+
+
+def RNG_FORM(value: Any, place: str) -> None:  # noqa: N802 - a form, like the forms of other files
+    """Form of the result of :func:`rng_state`. The keys apart from the host's are device types."""
+    _STATES(value, place)
+    for key in of_devices(value):
+        if type(key) is not str or re.fullmatch("[a-z][a-z0-9_]{0,31}", key) is None:
+            raise FormError(f"a key of {place}", key, "a device type")
 
 
 def seed_everything(seed: int, workers: bool = False) -> int:
