@@ -9,7 +9,7 @@ import torch
 
 from roomier import RoomierError, seed_everything
 from roomier.core.forms import FormError
-from roomier.device.rng import RNG_FORM, of_devices, rng_state, set_rng_state
+from roomier.device.rng import of_devices, rng_form, rng_state, set_rng_state
 from tests.device_layer.accelerators import have_accelerator
 
 
@@ -81,7 +81,7 @@ def have_generators(monkeypatch, kind, *states):
 def test_states_of_an_accelerator_are_saved_under_its_type(monkeypatch):
     generators = have_generators(monkeypatch, "xpu", GENERATOR, GENERATOR + 1)
     state = rng_state()
-    RNG_FORM(state, "rng")
+    rng_form(state, "rng")
     assert {kind: list(each) for kind, each in of_devices(state).items()} == {"xpu": ["0", "1"]}
     generators.states = [GENERATOR + 2, GENERATOR + 3]
     set_rng_state(state)
@@ -101,7 +101,7 @@ def test_states_of_an_accelerator_are_saved_under_its_type(monkeypatch):
 )
 def test_a_saved_state_is_restored_if_its_device_exists(kind, saved, restored, monkeypatch):
     state = {**rng_state(), **saved}
-    RNG_FORM(state, "rng")
+    rng_form(state, "rng")
     generators = have_generators(monkeypatch, kind, GENERATOR)
     set_rng_state(state)
     assert generators.states[0].tolist() == (GENERATOR + restored).tolist()
@@ -133,4 +133,4 @@ def test_states_of_absent_accelerators_are_skipped(saved, monkeypatch):
 )
 def test_invalid_states_of_devices_are_rejected(saved):
     with pytest.raises(FormError):
-        RNG_FORM({**rng_state(), **saved}, "rng")
+        rng_form({**rng_state(), **saved}, "rng")

@@ -42,8 +42,8 @@ _STATES = fields(
 )
 
 
-def RNG_FORM(value: Any, place: str) -> None:  # noqa: N802 - a form, like the forms of other files
-    """Form of the result of :func:`rng_state`. The keys apart from the host's are device types."""
+def rng_form(value: Any, place: str) -> None:
+    """Accept the result of :func:`rng_state`. Keys that are not of the host are device types."""
     _STATES(value, place)
     for key in of_devices(value):
         if type(key) is not str or re.fullmatch("[a-z][a-z0-9_]{0,31}", key) is None:
@@ -129,7 +129,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 def check_rng_state(state: dict[str, Any], place: str) -> None:
-    """Check that the generators on the CPU accept the tensors of ``state``, which has :data:`RNG_FORM`.
+    """Check that the generators on the CPU accept the tensors of ``state``, which has :func:`rng_form`.
 
     Raises:
         FormError: a generator does not accept its tensor.
