@@ -79,8 +79,7 @@ def test_without_a_launcher_auto_is_one_process_on_a_cpu(
 def test_without_a_launcher_auto_uses_all_cuda_devices(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    have_accelerator(monkeypatch, "cuda", count=3)
     assert make_trainer(strategy="ddp", accelerator="auto").world == World(0, 3, local_size=3)
     assert make_trainer(strategy="ddp", accelerator="cpu").world == World()
     assert make_trainer(accelerator="auto").world == World()
@@ -181,8 +180,7 @@ def test_several_nodes_require_the_address_of_rank_0(
 
 
 def test_ranks_cannot_exchange_tensors_of_mps(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    have_accelerator(monkeypatch, "mps")
     trainer = make_trainer(strategy="ddp", devices=2, accelerator="auto", max_steps=1)
     with pytest.raises(RoomierError, match="accelerator='mps': does not support several ranks"):
         trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])

@@ -88,7 +88,7 @@ def _tried(device_type: str) -> Capabilities:
             has_memory_statistics=_works(lambda: _allocated_bytes(device) > 0),
             has_memory_info=_works(lambda: torch.accelerator.get_memory_info(device)[1] > 0),
             fused_optimizers=frozenset(name for name in _FUSED if _works(partial(_update_fused, name, device))),
-            dtypes=frozenset(each for each in _DTYPES_OF_MODES.values() if _computes_in(each, device)),
+            dtypes=frozenset(each for each in _DTYPES_OF_MODES.values() if _works(partial(_computes_in, each, device))),
         )
 
 
@@ -130,7 +130,8 @@ def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
     amp_dtypes = getattr(module, "get_amp_supported_dtype", lambda: _DTYPES_OF_MODES.values())()
     if dtype is not torch.float64 and dtype not in amp_dtypes:  # torch would disable autocast with a warning
         return False
-    return _works(lambda: torch.ones(1, dtype=dtype, device=device) + 1)
+    torch.ones(1, dtype=dtype, device=device).add_(1)
+    return True
 
 
 def check_computes_in(mode: str, device: torch.device) -> None:
