@@ -42,7 +42,7 @@ def test_an_unavailable_accelerator_is_rejected(present, asked, available, monke
     have_accelerator(monkeypatch, present)
     with pytest.raises(RoomierError) as caught:
         resolve_device(asked)
-    assert str(caught.value) == (f"accelerator={asked!r}: is not available on this machine. Use one of: {available}")
+    assert str(caught.value) == (f"accelerator={asked!r}: is not available on this machine. Use one of: {available}.")
 
 
 @pytest.mark.parametrize(("name", "package"), [("npu", "torch-npu"), ("tpu", "torch-tpu")])
@@ -52,7 +52,7 @@ def test_a_missing_package_is_named(name, package, monkeypatch):
         resolve_device(name)
     assert str(caught.value) == (
         f"accelerator={name!r}: requires the package {package}, which is not installed. "
-        f"Run `pip install {package}`. Use one of: 'auto', 'cpu'"
+        f"Run `pip install {package}`. Use one of: 'auto', 'cpu'."
     )
 
 
