@@ -169,7 +169,7 @@ class Anatomy:
         )
         if worst.allocator is not None:
             given = worst.allocator
-            table.add_row("CUDA allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
+            table.add_row("allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
             table.add_row("reserved", "", format_bytes(given["reserved"]))
         return table
 
