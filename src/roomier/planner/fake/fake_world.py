@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from roomier.core import torch_fake, torch_private
 from roomier.core.log import quiet
@@ -78,7 +79,8 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         world: number of ranks, and which of them this process represents.
         is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
         like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
-            GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU.
+            GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU, but attention keeps its scores,
+            because torch has no fused attention for them in general.
 
     Raises:
         RoomierError: code inside the context fails. A RoomierError stays unchanged, and any other error becomes a
@@ -101,6 +103,8 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:
             stack.enter_context(attention_like_cuda())
+        elif like != "cpu":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if functions:  # replacement adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
