@@ -18,7 +18,8 @@ import torch
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
-from roomier.device.resolve import is_known_to_torch
+from roomier.device.names import is_known_to_torch
+from roomier.device.resolve import resolve_device
 
 _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -132,6 +133,21 @@ def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
         return False
     torch.ones(1, dtype=dtype, device=device).add_(1)
     return True
+
+
+def usable_device(accelerator: str, mode: str) -> torch.device:
+    """Return the device for ``accelerator``, and report the slower paths that a run on it takes.
+
+    Args:
+        mode: precision mode of the run.
+
+    Raises:
+        RoomierError: the machine does not have the accelerator, or it does not compute in the dtype of ``mode``.
+    """
+    device = resolve_device(accelerator)
+    check_computes_in(mode, device)
+    report_missing(device.type)
+    return device
 
 
 def check_computes_in(mode: str, device: torch.device) -> None:

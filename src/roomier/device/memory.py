@@ -66,7 +66,7 @@ def release_cached(device: torch.device) -> None:
 
 
 def statistics(device: torch.device) -> Mapping[str, Any]:
-    """Return all statistics of the allocator by name; an empty mapping without an allocator that reports them."""
+    """Return all statistics of the allocator; an empty mapping if the allocator reports none."""
     if not capabilities_of(device).has_memory_statistics:
         return {}
     module: Any = torch.get_device_module(device)

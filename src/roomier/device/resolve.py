@@ -1,8 +1,7 @@
 """Resolve the name of an accelerator to a device.
 
 torch supports one accelerator in a process: the accelerator for which torch was compiled, or the device that a package
-registered (``PrivateUse1``). ``torch.accelerator`` refers to it, so device names do not occur in this file, except the
-names of packages and environment variables.
+registered (``PrivateUse1``). ``torch.accelerator`` refers to it, so this file contains no names of devices.
 """
 
 from __future__ import annotations
@@ -13,14 +12,7 @@ import torch
 import torch.distributed as dist
 
 from roomier.core.errors import RoomierError
-
-_PACKAGES = {"npu": "torch-npu", "tpu": "torch-tpu"}  # importing the package registers the device
-_VISIBLE = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "tpu": "TPU_VISIBLE_CHIPS",
-    "xpu": "ZE_AFFINITY_MASK",
-}
+from roomier.device.names import PACKAGES, is_known_to_torch
 
 
 def resolve_device(accelerator: str) -> torch.device:
@@ -50,12 +42,6 @@ def accelerator_type() -> str | None:
     return None if found is None else found.type
 
 
-def is_known_to_torch(device_type: str) -> bool:
-    """Return whether ``device_type`` is the accelerator of this build of torch, even if this machine has none."""
-    found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == device_type
-
-
 def num_devices(device: torch.device) -> int:
     """Return the number of devices of this machine that have the type of ``device``; 1 for the CPU."""
     return 1 if device.type == "cpu" else torch.accelerator.device_count()
@@ -65,11 +51,6 @@ def device_name(device: torch.device) -> str | None:
     """Return the product name of ``device``; None if its driver does not report a name."""
     get_name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return None if get_name is None else str(get_name(device))
-
-
-def visible_devices_variable(device_type: str) -> str:
-    """Return the environment variable that selects the devices of a process."""
-    return _VISIBLE.get(device_type, f"{device_type.upper()}_VISIBLE_DEVICES")
 
 
 def group_backend(device_type: str) -> str | None:
@@ -96,7 +77,7 @@ def _available() -> str:
 
 def _load_package(device_type: str) -> None:
     """Import the package that registers ``device_type``, unless torch already knows the device."""
-    package = _PACKAGES.get(device_type)
+    package = PACKAGES.get(device_type)
     if package is None or is_known_to_torch(device_type):
         return
     name = package.replace("-", "_")

@@ -11,8 +11,7 @@ from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.ranks import Ranks
-from roomier.device.capability import check_computes_in, report_missing
-from roomier.device.resolve import resolve_device
+from roomier.device.capability import usable_device
 from roomier.plan import Plan
 from roomier.precision.policy import Precision, precision_of
 
@@ -47,9 +46,7 @@ def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
         RoomierError: the device is not available or does not support the precision, or ``model_blocks()`` returns a
             module that is not part of the network.
     """
-    device = resolve_device(plan.parallel.accelerator)
-    check_computes_in(plan.precision.mode, device)
-    report_missing(device.type)
+    device = usable_device(plan.parallel.accelerator, plan.precision.mode)
     precision = precision_of(plan.precision.mode, device)
     network = network_of(module)
     is_manual = not module.automatic_optimization

@@ -14,7 +14,7 @@ import yaml
 from roomier.core.errors import RoomierError, did_you_mean, nearest
 from roomier.core.units import parse_bytes
 from roomier.core.yaml_text import BoundedLoader
-from roomier.device.resolve import is_known_to_torch
+from roomier.device.names import is_known_to_torch
 from roomier.hardware.devices import MOST_PER_NODE, SHEETS, known_names, plain_name, sheet_of
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.this_machine import this_machine

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.device.resolve import group_backend, visible_devices_variable
+from roomier.device.names import visible_devices_variable
+from roomier.device.resolve import group_backend
 
 
 def join(world: World, device_type: str) -> Ranks:
