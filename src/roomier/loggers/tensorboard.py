@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -103,8 +104,9 @@ class TensorBoardLogger(GuardedLogger):
 
     def _open(self, folder: Path, purge_step: int | None = None) -> None:
         self._folder = folder
-        where = str(folder / self._sub_dir)
-        self._writer = self._make_writer(log_dir=where, purge_step=purge_step, **self._writer_options)
+        where = folder / self._sub_dir
+        _wait_for_later_name(where)
+        self._writer = self._make_writer(log_dir=str(where), purge_step=purge_step, **self._writer_options)
 
     @property
     def log_dir(self) -> str | None:
@@ -147,3 +149,15 @@ class TensorBoardLogger(GuardedLogger):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait until a new event file sorts after the existing files, which takes at most one second.
+
+    TensorBoard reads the files of a folder in the order of their names. A name contains the second of its creation and
+    then a counter without leading zeros, so two files of one second can be read in the wrong order.
+    """
+    seconds = [float(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.[0-9]*")]
+    wait = max(seconds, default=0.0) + 1 - time.time()
+    if 0 < wait <= 1:
+        time.sleep(wait)
