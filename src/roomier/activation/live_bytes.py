@@ -1,9 +1,9 @@
 """Bytes of tensors that are in use on a device, at each moment of a step.
 
-On CUDA, the allocator provides the numbers. On other devices, the storages that operations use are counted. A storage
-counts from the operation that returns it until Python frees it. A storage that first appears as an argument existed
-before the start. ``fully_shard`` frees and fills storages by resizing, so their sizes are checked before each
-operation.
+On CUDA, the allocator reports the bytes in use. On other devices, the storages that operations use are counted. A
+storage is counted from the operation that returns it until Python frees it. A storage that first appears as an argument
+existed before the start. ``fully_shard`` frees and allocates storages by resizing them, so the sizes of storages are
+checked before each operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roomier.core.tree import tensors
 
 
 class LiveBytes(Protocol):
-    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, except :attr:`base_bytes`."""
+    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, excluding :attr:`base_bytes`."""
 
     @property
     def base_bytes(self) -> int:
@@ -29,7 +29,7 @@ class LiveBytes(Protocol):
 
     @property
     def own_ns(self) -> int:
-        """Time that the counting has taken so far, in nanoseconds."""
+        """Time that the counting has required so far, in nanoseconds."""
         ...
 
     def start(self) -> None:
@@ -57,7 +57,7 @@ def live_bytes_on(device: torch.device) -> LiveBytes:
 
 
 class AllocatorBytes:
-    """Measurement with CUDA's allocator. It resets the peak statistics of the allocator."""
+    """Measurement with CUDA's allocator. The measurement resets the peak statistics of the allocator."""
 
     base_bytes = 0
     own_ns = 0

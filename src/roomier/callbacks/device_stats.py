@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: logs the memory statistics of the device and the load of the host."""
+"""DeviceStatsMonitor: callback that logs the memory statistics of the device and the load of the host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the allocator statistics of a CUDA device and the load of the host.
+    """Callback that logs the allocator statistics of a CUDA device and the load of the host.
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
     (bytes, from ``torch.cuda.memory_stats``), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``.
-    They are logged at log steps, before and after the step, and after each evaluation. The values are from the first
-    rank. Reading them does not synchronize the device.
+    The metrics are logged at log steps, before and after the step, and after each evaluation. The values are from the
+    first rank. Reading the statistics does not synchronize the device.
 
     Args:
         cpu_stats: log the load of the host; None logs it only if training runs on the CPU.
 
     Raises:
-        RoomierError: a fit starts without a logger.
+        RoomierError: the Trainer has no logger when a fit starts.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[DeviceStatsMonitor()])

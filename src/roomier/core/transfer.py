@@ -9,7 +9,7 @@ from roomier.core.tree import map_tensors, moved, moves_itself, to_device
 
 
 class BatchMover:
-    """Callable that moves batches to ``device``. On CUDA, it uses a separate stream.
+    """Callable that moves batches to ``device``. On CUDA, the transfer uses a separate stream.
 
     The host runs ahead of a CUDA device and requests the next batch while kernels of the current batch are queued. On
     the stream of these kernels, the copy of the next batch would wait for the kernels. On a separate stream, the copy
@@ -28,7 +28,7 @@ class BatchMover:
         def move(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 copied = moved(leaf, self.device)
-                copied.record_stream(computing)  # freed memory must not be reused while kernels still read it
+                copied.record_stream(computing)  # freed memory must not be reused while kernels still read the memory
                 return copied
             with torch.cuda.stream(computing):  # record_stream cannot be called for tensors inside an unknown object
                 return moved(leaf, self.device)

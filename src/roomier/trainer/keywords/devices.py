@@ -16,13 +16,13 @@ _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3
 
 
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
-    """Return ``flags`` with numbers for ``devices="auto"`` and ``num_nodes="auto"``.
+    """Return ``flags`` in which ``devices="auto"`` and ``num_nodes="auto"`` are replaced by numbers.
 
     The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all CUDA devices of the
     machine.
 
     Raises:
-        PlanError: a launcher started several ranks for the strategy ``"single"``.
+        PlanError: a launcher started several ranks although the strategy is ``"single"``.
     """
     flags = {**flags, "devices": _number_of(flags["devices"])}
     is_single = _is_single(flags["strategy"])
@@ -40,7 +40,8 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
 
 
 def _number_of(devices: Any) -> Any:
-    """Return ``"auto"`` for -1, the length of a list of the first devices, or any other value unchanged."""
+    """Return ``"auto"`` for -1. For a list of the first devices, return its length. Return any other value
+    unchanged."""
     if devices in (-1, "-1"):
         return "auto"
     listed = devices
