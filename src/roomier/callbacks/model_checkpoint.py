@@ -1,5 +1,4 @@
-"""ModelCheckpoint: callback that selects when to save a run, the names of its checkpoints, and which checkpoints to
-keep."""
+"""ModelCheckpoint: callback that selects when to save a run, the checkpoint names, and the checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -180,14 +179,12 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the checkpoint that a better checkpoint would replace; ``""`` if fewer than k checkpoints are
-        kept."""
+        """Path of the checkpoint that a better one would replace; ``""`` if fewer than k checkpoints are kept."""
         return self._ledger.kth(self._keep)[0] if self.monitor else ""
 
     @property
     def kth_value(self) -> Tensor | None:
-        """Score of the checkpoint that a better checkpoint would replace (0-dim, float64); None if fewer than k
-        checkpoints are kept."""
+        """Score of the checkpoint that a better one would replace (0-dim, float64); None if fewer than k are kept."""
         return _tensor(self._ledger.kth(self._keep)[1])
 
     @property
@@ -430,8 +427,7 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ledger. If ``dirpath`` is not set, restore it in ``on_fit_start``.
 
-        Missing checkpoints are removed from the ledger. Checkpoints in the folder of an earlier run are ranked, but
-        never removed.
+        Missing checkpoints are removed from the ledger. An earlier run's checkpoints are ranked but never removed.
         """
         if self.dirpath is None:
             self._loaded_state = state_dict

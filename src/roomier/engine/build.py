@@ -1,5 +1,4 @@
-"""Construction of an engine from a Plan and a module. The order of the operations matters. The comment at each line
-states the reason."""
+"""Construction of an engine from a Plan and a module. The comment at each line states the reason for the order."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def build(
     """Apply the techniques of ``plan`` to ``module`` in place, and return the engine that runs it.
 
     Args:
-        configure_optimizers: function that is called with the blocks of the network, after the parameters of the
-            network are final.
+        configure_optimizers: function that is called with the blocks of the network once its parameters are final.
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
         weights: file with the initial weights. None preserves the values in the module.

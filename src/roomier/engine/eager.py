@@ -53,8 +53,7 @@ class EagerEngine:
         facts: the network with its blocks, device, precision and ranks.
         optimizers: the optimizers of the network's parameters.
         batch_plan: settings for accumulation and clipping.
-        count_terms: function that returns the number of terms over which the loss of a batch is averaged. None if the
-            loss is a sum.
+        count_terms: function that returns the number of terms in a batch's mean loss. None if the loss is a sum.
         parallel: wrapper that distributes the network across ranks.
         levers: memory techniques installed in the network's forward, such as recomputation.
         updates: object that determines when the optimizers step: during backward or after it.

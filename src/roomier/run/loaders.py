@@ -80,8 +80,7 @@ class RunLoaders:
         return batch_size_of(self.train_loader)
 
     def first_batch(self) -> Any:
-        """Return a batch of the training data without consuming the batch. Call this method before ``train_source`` is
-        used.
+        """Return a batch of the training data without consuming it. Call this method before ``train_source`` is used.
 
         Raises:
             DataError: no batch is available, or reading a batch would change the data that the run reads.
@@ -91,8 +90,7 @@ class RunLoaders:
         return batch
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Set the size of training micro-batches to ``batch_size`` samples. Call this method before ``train_source`` is
-        used."""
+        """Set the number of samples in a training micro-batch. Call this method before ``train_source`` is used."""
         assert self._train is None
         self._train_loader = with_batch_size(self.train_loader, batch_size)
 
@@ -130,8 +128,7 @@ class RunLoaders:
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and their limits on batches. Limits count the
-        batches of all ranks.
+        """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and their limits on batches over all ranks.
 
         Raises:
             DataError: no data is available, or a loader of ``"predict"`` combines batches of several loaders.

@@ -44,8 +44,7 @@ class Batches:
         num_training: number of batches in a training epoch on each rank; infinite if unknown.
         evaluated: the loaders of an evaluation, or of the validation within a fit; empty if no validation runs.
         limits: maximum number of batches of each loader in ``evaluated``, over all ranks.
-        val_interval: number of training batches between two validations; infinite if validation runs at the end of an
-            epoch.
+        val_interval: training batches between two validations; infinite if validation runs at the end of an epoch.
     """
 
     train: Source | None = None
@@ -163,14 +162,12 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method at that
-        point.
+        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method there.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 
         Args:
-            waits: wait for the other ranks, so that the outcome applies immediately. If False, the outcome applies at
-                the next vote.
+            waits: wait for the other ranks, so that the outcome applies immediately and not at the next vote.
 
         Raises:
             TrainingError: the ranks ran different units of a sharded model.

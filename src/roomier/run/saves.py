@@ -31,8 +31,7 @@ class Saves:
     Attributes:
         step, path: step and path of the newest complete checkpoint that this run wrote or resumed from.
         deferred: checkpoints requested by hooks. These checkpoints are written at the next save point.
-        background: object that writes checkpoints in a thread while training continues; None until the first background
-            checkpoint is requested.
+        background: object that writes checkpoints in a thread during training; None before the first such checkpoint.
         when_settled: function that is called after the checkpoint of ``background`` is committed.
         num_ended: number of background checkpoints that have ended on all ranks, according to the last vote.
         state_at_end: the checkpoint at the last save point of training, without the state of the engine.

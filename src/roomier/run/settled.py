@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from roomier.planner.choice import Choice
 
 CutBatches = Callable[[Plan, RunLoaders, "Request"], Plan]
-"""Function that changes the size of the loaders' micro-batches and returns the plan with the corresponding
-accumulation."""
+"""Function that changes the size of micro-batches and returns the plan with the corresponding accumulation."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +164,7 @@ class Settled:
 
     @cached_property
     def step_limit(self) -> float:
-        """Number of optimizer steps after which training ends. The number is infinite if only epochs or time limit
-        training."""
+        """Number of optimizer steps after which training ends; infinite if only epochs or time limit training."""
         return self.request.options.step_limit()
 
     def num_steps(self) -> float:

@@ -98,8 +98,7 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
 
 
 def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], None]) -> bool:
-    """Run the update, and return True if the update counts as a step. If a hook skips the update, the loss of the step
-    is discarded."""
+    """Run the update, and return True if it counts as a step. If a hook skips the update, the loss is discarded."""
     if loss is None:
         check_trains(run)
         if not run.counts_empty_steps:
@@ -113,8 +112,7 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
 
 
 def go_back(run: Run, error: GoBackError) -> bool:
-    """Restore the newest checkpoint of the run in the same way as a resumed run. Return True if training ends at this
-    checkpoint.
+    """Restore the newest checkpoint of the run as a resumed run does. Return True if training ends there.
 
     Raises:
         TrainingError: the run has no checkpoint.
@@ -249,8 +247,7 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     """Run the code that follows the last step of an epoch.
 
     Args:
-        is_left: True if a hook skipped the remaining batches of the epoch. As in Lightning, validation is skipped after
-            such an epoch.
+        is_left: True if a hook skipped the rest of the epoch. As in Lightning, no validation follows.
     """
     progress, results = run.progress, run.results
     check_trains(run, is_epoch_over=True)

@@ -1,5 +1,4 @@
-"""One optimizer step in the loop. It consists of ``training_step`` and the update, with the hooks that the module
-overrides."""
+"""One optimizer step in the loop: ``training_step``, the update, and the hooks that the module overrides."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# These hooks run after on_train_batch_end and before the next window. Lightning frees gradients only in the next
-# window.
+# These hooks run after on_train_batch_end. Lightning frees gradients only in the next window.
 _HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of the epoch, as in Lightning
 
@@ -36,8 +34,7 @@ class TrainingStep:
 
     Attributes:
         batch_idx: index of the current micro-batch in the epoch, starting with 0.
-        first_step: value of ``global_step`` before this window. Manual optimization may perform several steps in a
-            window.
+        first_step: value of ``global_step`` before this window. A manual optimization window can have several steps.
         skips_epoch: True if a hook requested to skip the remaining epoch, including this micro-batch and its step.
         frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.
     """
@@ -91,8 +88,7 @@ class TrainingStep:
         self._loss = loss
 
     def end(self, index: int = -1) -> None:
-        """Call the hooks after a micro-batch. For the last micro-batch of a window, the hooks run after the optimizer
-        step."""
+        """Call the hooks after a micro-batch, and after the optimizer step for the last micro-batch of a window."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
@@ -101,8 +97,7 @@ class TrainingStep:
         self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
-        """Return the outputs that the hooks receive. As in Lightning, they are a dict that contains the loss on which
-        backward was run."""
+        """Return the outputs that hooks receive. As in Lightning, a dict that contains the loss given to backward."""
         output = self._output
         if output is None:
             return {}
@@ -159,8 +154,7 @@ def _is_of_library(hook: Callable[..., Any]) -> bool:
 
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Return one function that calls the three transfer hooks of the module and the DataModule; None if no hook is
-    overridden."""
+    """Return one function for the three transfer hooks of the module and the DataModule; None without overrides."""
     return transfer_to(run.engine.device, run.module, run.settled.request.datamodule, dataloader_idx)
 
 

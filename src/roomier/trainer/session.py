@@ -232,8 +232,7 @@ def _setup(trainer: Trainer, request: Request, adds_callbacks: bool) -> None:
 
 
 def prepares(trainer: Any, owner: Any) -> bool:
-    """Return whether this rank calls ``prepare_data``. Either one rank of each machine or one rank of all machines
-    calls it."""
+    """Return whether this rank calls ``prepare_data``: one rank of each machine, or one rank of all machines."""
     rank = trainer.local_rank if owner.prepare_data_per_node else trainer.global_rank
     return bool(rank == 0)
 

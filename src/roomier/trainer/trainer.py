@@ -56,16 +56,14 @@ class Trainer(LastCall):
     """Trains, validates and tests a model, and runs predictions with it, on one device or on many ranks.
 
     The Trainer combines its arguments into a :class:`roomier.Plan`. It validates the Plan immediately, prints it when a
-    run starts, and stores it in each checkpoint. Arguments that also exist in Lightning's Trainer have the same
-    meaning.
+    run starts, and stores it in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
 
     Example:
         >>> trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
         >>> trainer.fit(module, train_loader, val_loader)
         >>> trainer.test(module, test_loader, ckpt_path="best")
 
-    A class name in parentheses, such as ``OptimizerPlan``, refers to the class in ``roomier.plan`` that documents the
-    values.
+    A class name in parentheses, such as ``OptimizerPlan``, is the class in ``roomier.plan`` that lists the values.
 
     Args:
         plan: a Plan, a mapping that contains its sections, or the path of a YAML file. The plan replaces all arguments
@@ -91,14 +89,12 @@ class Trainer(LastCall):
             budget for the peak of a step in bytes (``"6GiB"``) or as a fraction (0.5), or a dict such as ``{"every_n":
             3}``. True means ``"full"`` (``ActivationPlan``).
         offload: tensors to store in host memory, such as ``{"activations": "cpu"}`` (``OffloadPlan``).
-        chunked_loss: compute the loss of a language model in chunks of tokens. An integer is the number of tokens in a
-            chunk (``LossPlan``).
+        chunked_loss: compute the loss of a language model in chunks of this many tokens (``LossPlan``).
         attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
         lora: rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``, ``targets``,
             ``trained`` and ``base`` (``AdapterPlan``).
         compile: compile each block with ``torch.compile`` (``CompilePlan``).
-        memory_budget: upper limit for the peak memory use of a device, such as ``"22GiB"``. None uses all memory of the
-            device (``ChoicePlan``).
+        memory_budget: upper limit for a device's peak memory, such as ``"22GiB"``. None uses all memory (``ChoicePlan``).
         accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
         gradient_clip_val: upper limit for the norm or the values of gradients. None and 0 disable clipping
             (``BatchPlan``).
@@ -108,16 +104,13 @@ class Trainer(LastCall):
         auto_scale_batch_size: before a fit, search for the largest micro-batch that fits in memory. The number of
             samples per optimizer step stays the same. True means ``"power"``, which doubles the size as long as the
             micro-batch fits. ``"binsearch"`` then refines the size.
-        max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if neither the number of steps nor
-            the time is limited.
+        max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if no other limit is set.
         min_epochs: minimum number of epochs.
         max_steps: maximum number of optimizer steps. -1 means no limit.
         min_steps: minimum number of optimizer steps.
-        max_time: maximum training time, as a string ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with the keywords of
-            a ``timedelta``.
+        max_time: maximum training time: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with its keyword arguments.
         limit_train_batches: limit on batches per epoch on each rank, as a number (int) or as a fraction (float).
-        limit_val_batches: limit on batches of a validation over all ranks, as a number (int) or as a fraction (float).
-            0 disables validation.
+        limit_val_batches: limit on batches of a validation over all ranks (int or fraction). 0 disables validation.
         limit_test_batches: limit on batches of a test, in the same form as ``limit_val_batches``.
         limit_predict_batches: limit on batches of a prediction, in the same form as ``limit_val_batches``.
         overfit_batches: number (int) or fraction (float) of the training batches that are used for both training and
@@ -125,8 +118,7 @@ class Trainer(LastCall):
         fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
         val_check_interval: number of training batches between two validations (int), or fraction of an epoch (float).
             The default is one epoch.
-        check_val_every_n_epoch: number of epochs between two validations. With None, ``val_check_interval`` counts
-            batches across all epochs.
+        check_val_every_n_epoch: epochs between two validations. With None, ``val_check_interval`` spans epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
         callbacks: one callback or a list of callbacks.
@@ -134,11 +126,9 @@ class Trainer(LastCall):
         enable_checkpointing: add a ModelCheckpoint callback if the callbacks contain none.
         enable_progress_bar: add a ProgressBar callback if the callbacks contain none.
         enable_model_summary: add a ModelSummary callback if the callbacks contain none.
-        deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no deterministic
-            algorithm.
+        deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no such algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
-        detect_anomaly: raise an error that identifies the forward operation that produces NaN in backward. This is
-            slow.
+        detect_anomaly: raise an error that identifies the forward operation of a NaN in backward. This is slow.
         inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
         profiler: ``"torch"``, or a ``torch.profiler.profile`` object.
         hang_timeout: time after which the run ends if ranks wait for a rank that hangs in a step, in the same formats
@@ -248,8 +238,7 @@ class Trainer(LastCall):
             val_dataloaders: one loader or a list of loaders, of the same types as ``train_dataloaders``.
             datamodule: a DataModule that provides the data in place of loaders.
             ckpt_path: checkpoint from which the run resumes with bit-identical results. ``"last"`` is the newest
-                checkpoint in ``default_root_dir``. A ``.ckpt`` file of Lightning is resumed in the same way as in
-                Lightning.
+                checkpoint in ``default_root_dir``. A ``.ckpt`` file of Lightning is resumed as in Lightning.
             weights_only: must be None or True, because loading a checkpoint never executes code.
             weights: initial weights, from a ``.safetensors`` file, a folder that contains ``model.safetensors`` or its
                 index, or a checkpoint. Each rank reads only its shard. Ignored if ``ckpt_path`` is found.
@@ -396,16 +385,14 @@ class Trainer(LastCall):
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
     ) -> None:
-        """Save the state of the last fit in the folder ``filepath``. On several ranks, every rank must call this
-        method.
+        """Save the state of the last fit in the folder ``filepath``. Every rank must call this method.
 
         If a hook of a running fit calls this method, the checkpoint is written at the end of the step. A fit that
         resumes from this checkpoint is bit-identical.
 
         Args:
             filepath: the folder to create.
-            weights_only: whether to save only the weights and the hyperparameters. A run cannot be resumed from such a
-                checkpoint.
+            weights_only: save only the weights and the hyperparameters. A run cannot be resumed from this checkpoint.
             storage_options: must be None, because a checkpoint is a folder in the file system.
             asynchronous: during a fit, copy the state to host memory, and write the checkpoint while training
                 continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is

@@ -1,5 +1,4 @@
-"""Values that a module logs. Both the value of the current step and the reduction over the epoch are stored on the
-device of the value.
+"""Values that a module logs. The value of the step and the reduction over the epoch are stored on its device.
 
 [Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced across ranks when a row is written, and at the end of an epoch
@@ -32,8 +31,7 @@ from roomier.run.logged.over_ranks import REDUCTIONS, reduce_over_ranks
 
 
 def _weight(batch_size: Any) -> Any:
-    """Return ``batch_size`` as a number or a tensor. The value of a tensor is not checked, because the check would wait
-    for the device.
+    """Return ``batch_size`` as a number or a tensor. A tensor is not checked, because this would synchronize.
 
     Raises:
         RoomierError: ``batch_size`` is neither a non-negative number nor a tensor.
@@ -105,10 +103,8 @@ class Results:
         is_in_batch: True while a batch is processed. In training, ``on_step`` is then the default.
         batch: the current batch, from which roomier infers the batch size.
         dataloader_idx: index of the current loader if a stage has several loaders.
-        is_muted: True if the current forward runs only because other ranks require it, so its logged values are
-            ignored.
-        loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
-            several loaders.
+        is_muted: True if the current forward runs only for other ranks. Its logged values are ignored.
+        loader_of: index of the loader of each name in the last evaluation; None if several loaders logged the name.
     """
 
     def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
@@ -200,8 +196,7 @@ class Results:
     def _entry_for(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
-        """Return the entry for the first call of ``log`` with ``name``, or for the first call after ``entry`` was
-        restored."""
+        """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
         if not isinstance(name, str):
             raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)
@@ -270,8 +265,7 @@ class Results:
         return running | self._logged_values.keys()
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes the training logs made after this call. Updates of torchmetrics objects are not
-        undone."""
+        """Return a function that undoes later training logs, except updates of torchmetrics objects."""
         kept = {key: copy(entry) for key, entry in self._entries["train"].items()}
 
         def take_back() -> None:
@@ -322,16 +316,14 @@ class Results:
         return [each for each, _ in gathered]
 
     def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
-        """Call ``hooks`` at the end of an epoch. Each hook can read all previously logged values, reduced across
-        ranks."""
+        """Call ``hooks`` at the end of an epoch. Each hook can read previously logged values, reduced across ranks."""
         self.settle()
         for hook in hooks:
             hook()
             self.settle()
 
     def _reduced(self, entry: Entry) -> Any:
-        """Return the value of the epoch so far, or None. The value is reduced across ranks if they exchanged their
-        values."""
+        """Return the value of the epoch so far, reduced across ranks if they exchanged their values, or None."""
         if not entry.on_epoch:
             return None
         if self._ranks.is_alone:
@@ -389,8 +381,7 @@ class Results:
             entry.reset()
 
     def _show_steps(self, names: set[str] | None) -> None:
-        """Show the logged values of training steps for ``names``, or for all names, before newer values replace
-        them."""
+        """Show the logged values of training steps for ``names``, or for all names, before newer ones replace them."""
         shown = self._callback_values, self._logged_values, self._bar_values
         for entry in self._unseen_steps():
             if names is None or not names.isdisjoint(entry.names_for_step()):

@@ -80,8 +80,7 @@ def open_run(
     hooked: Sequence[Any] | None = None,
     build: BuildEngine = build_eager,
 ) -> Run:
-    """Build the engine, open the loaders, and return a run that is ready for its loop. The state of the run is not yet
-    restored.
+    """Build the engine, open the loaders, and return a run whose state is not yet restored.
 
     Args:
         settled: the facts of the run.
@@ -236,8 +235,7 @@ def close_run(run: Run, status: str) -> None:
 
 
 def num_batches_of_loaders(batches: Batches, limit: float) -> list[float]:
-    """Return the number of batches of each loader. As in Lightning, each loader in a CombinedLoader is counted
-    separately."""
+    """Return the number of batches of each loader, counting each loader in a CombinedLoader separately."""
     counts = list[float]()
     for source, num_batches in zip(batches.evaluated, batches.limits, strict=True):
         if not isinstance(source.loader, CombinedLoader):
