@@ -94,7 +94,7 @@ class Trainer(LastCall):
         lora: rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``, ``targets``,
             ``trained`` and ``base`` (``AdapterPlan``).
         compile: compile each block with ``torch.compile`` (``CompilePlan``).
-        memory_budget: upper limit for a device's peak memory, such as ``"22GiB"``. None uses all memory (``ChoicePlan``).
+        memory_budget: upper limit for a device's peak memory (``"22GiB"``). None uses all memory (``ChoicePlan``).
         accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
         gradient_clip_val: upper limit for the norm or the values of gradients. None and 0 disable clipping
             (``BatchPlan``).
