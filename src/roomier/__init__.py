@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from roomier.api.logger import Logger
     from roomier.api.module import Module
     from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
-    from roomier.core.rng import seed_everything
+    from roomier.device.rng import seed_everything
     from roomier.engine.prepared import prepare
     from roomier.plan import Plan
     from roomier.trainer import Trainer
@@ -35,7 +35,7 @@ _HOMES = {
     "Trainer": "roomier.trainer",
     "TrainingError": "roomier.core.errors",
     "prepare": "roomier.engine.prepared",
-    "seed_everything": "roomier.core.rng",
+    "seed_everything": "roomier.device.rng",
 }
 
 

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from roomier.core import torch_private
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import computing_stream, synchronize
 
 MIN_BYTES = 2**20  # a smaller tensor does not justify a separate copy
 _MEASURED_BYTES, _NUM_MEASURED = 2**26, 5
@@ -47,7 +49,7 @@ class CopyTimes:
 
 
 class Copies:
-    """Synchronous copies to the host and back, for devices without streams.
+    """Synchronous copies to the host and back, for devices without streams or without pinned memory.
 
     Args:
         device: device of the tensors.
@@ -75,9 +77,8 @@ class Copies:
         return CopyTimes(min(out_ns) / _MEASURED_BYTES, min(back_ns) / _MEASURED_BYTES)
 
     def _finished_ns(self) -> int:
-        """Return the time in nanoseconds at which all submitted work of the device has completed."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Return the time in nanoseconds at which all submitted work of the device is done."""
+        synchronize(self.device)
         return time.perf_counter_ns()
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class StreamCopies(Copies):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -114,16 +115,21 @@ class StreamCopies(Copies):
         return made
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        # Wait for the preceding computation, which may write the source or still use the memory of the target.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        # Wait for the computation so far, which may write the source or still use the memory of the target.
+        self._stream.wait_stream(computing_stream(self.device))
+        with self._stream:
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        computing_stream(self.device).wait_event(mark)
+
+
+def copies_on(device: torch.device) -> Copies:
+    """Return copies that overlap with computation if ``device`` supports them, otherwise blocking copies."""
+    return StreamCopies(device) if capabilities_of(device).copies_asynchronously else Copies(device)
 
 
 class Parcel:
@@ -270,7 +276,7 @@ class Offload:
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
         self.device = device
         self._min_bytes = min_bytes
-        self._copies = copies or (StreamCopies if device.type == "cuda" else Copies)(device)
+        self._copies = copies or copies_on(device)
         self._present: list[Visit] = []  # visits whose storages can be on the device
         self._current: Visit | None = None
         self._known: WeakValueDictionary[int, Parcel] = WeakValueDictionary()

@@ -30,6 +30,8 @@ from roomier.activation.selective import ATTENTION, PRODUCTS, OnDevice, Products
 from roomier.core import torch_private
 from roomier.core.tree import tensors
 from roomier.core.wrapped_forward import WrappedForward
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import synchronize, timed_event
 
 StorageReference = weakref.ref[torch.UntypedStorage]
 KEEPS = (Keep.INPUT, Keep.PRODUCTS, Keep.ALL)
@@ -137,9 +139,8 @@ class Recorder:
         for block in self._blocks:
             if isinstance(block.forward, _Observed):
                 block.forward = block.forward.forward
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "cpu":
+        synchronize(self._device)
+        if self._device.type == "cpu":
             self.interception = measured_interception()
 
     def note_update(self) -> None:
@@ -242,7 +243,8 @@ class _Watch:
     def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
         self._notes_made = notes_made
         self.product_spans: list[tuple[Any, Any]] = []
-        self._on_cuda = device.type == "cuda"
+        self._device = device
+        self._has_events = capabilities_of(device).has_streams
         self._live = live
         self._products: list[StorageReference] = []
         self._made: dict[int, StorageReference] = {}
@@ -291,12 +293,10 @@ class _Watch:
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
-        """Return the current time for :func:`total_ns`, excluding the time that counting requires."""
-        if not self._on_cuda:
+        """Return the current time for :func:`total_ns`, without the time that counting takes."""
+        if not self._has_events:
             return time.perf_counter_ns() - self._live.own_ns
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return timed_event(self._device)
 
 
 class _SavedStorages:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from roomier.core import torch_private
+from roomier.device.rng import generator_state, set_generator_state
 
 PRODUCTS = torch_private.product_operators()
 ATTENTION = torch_private.attention_operators()  # some kernels sample their own dropout
@@ -128,20 +129,6 @@ class Products:
         if result.generator_state is not None:
             set_generator_state(result.device, result.generator_state)
         return output
-
-
-def generator_state(device: torch.device) -> Tensor:
-    """Return the state of torch's default generator of ``device``, without a synchronization."""
-    state: Tensor = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set the state that :func:`generator_state` returned."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state)
 
 
 def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader
 
 from roomier.api.callback import Callback
 from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes
+from roomier.device.resolve import accelerator_type
+from roomier.device.streams import synchronize
 from roomier.memory.tracker import MemoryTracker
 from roomier.models.gpt import SIZES
 
@@ -65,8 +67,7 @@ class Measurement:
         for _ in range(self._num_steps):
             start = time.perf_counter()
             yield
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             durations.append(time.perf_counter() - start)
         self.result["step_s"] = durations
 
@@ -83,12 +84,12 @@ def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str)
 
     keywords = {"optimizer": "adamw", **ROWS[settings["lever"]].roomier}
     if keywords.get("precision") == "16":
-        keywords["precision"] = "16-mixed" if torch.cuda.is_available() else "bf16-mixed"
+        keywords["precision"] = "16-mixed" if accelerator_type() else "bf16-mixed"
     micro_batch = BATCH_SIZE // keywords.get("accumulate_grad_batches", 1)
     trainer = Trainer(
         **keywords,
         learning_rate=1e-5,
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        accelerator="auto",
         devices=1,
         max_epochs=1,
         callbacks=[AtStepEnd()],
@@ -116,15 +117,15 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
 
     fields = dict(ROWS[settings["lever"]].transformers or {})
     if fields.pop("precision", None) == "16":
-        fields["fp16" if torch.cuda.is_available() else "bf16"] = True
+        fields["fp16" if accelerator_type() else "bf16"] = True
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=BATCH_SIZE // fields.get("gradient_accumulation_steps", 1),
         max_steps=_NUM_BATCHES,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,  # no clipping: the guide does not measure clipping
-        use_cpu=not torch.cuda.is_available(),
+        max_grad_norm=0.0,  # no clipping: the guide does not measure it
+        use_cpu=accelerator_type() is None,
         report_to="none",
         log_level="error",
         logging_strategy="no",

@@ -23,9 +23,11 @@ from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, FRAMEWORKS, ROWS
 from roomier.bench.machine import circumstances
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
+from roomier.device.resolve import accelerator_type
 from roomier.models.gpt import SIZES
 
 _NUM_LAST_LINES = 15
+_COUNTED = "all tensors of the process, counted operation by operation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all rows, with the seconds per step and the peak bytes. Every turn runs in a separate process, and rows
-    alternate."""
-    import torch
-
-    has_gpu = torch.cuda.is_available()
+    """Return all rows: seconds per step and peak bytes. Every turn runs in a separate process, and rows alternate."""
+    has_gpu = accelerator_type() is not None
     facts = circumstances()
     settings = {
         "model": _known("--model", options.model, [*BERT_SIZES, *SIZES]),
@@ -64,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "case": "levers",
         **settings,
         "batch_size": BATCH_SIZE,
-        "peak_is_of": "the CUDA allocator" if has_gpu else "all tensors of the process, counted operation by operation",
+        "peak_is_of": "the allocator of the device" if has_gpu else _COUNTED,
         "rows": [_row(*turn, runs) for turn, runs in found.items()],
         **facts,
     }

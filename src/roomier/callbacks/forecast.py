@@ -11,7 +11,7 @@ from roomier.api.kept_weights import KeepsWeights, kept_by
 from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.hardware import this_machine
 from roomier.planner.workload import Workload
 

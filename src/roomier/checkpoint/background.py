@@ -18,6 +18,8 @@ from roomier.checkpoint.parts import Part
 from roomier.checkpoint.saving import Prepared, prepare, write
 from roomier.core import torch_private
 from roomier.core.ranks import Ranks
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import synchronize
 
 
 class BackgroundSaver:
@@ -26,8 +28,8 @@ class BackgroundSaver:
     With several ranks, the threads communicate in a separate process group. If two threads used the same group, the
     order of their collectives could differ between ranks. Every rank must call the same methods in the same order.
 
-    The saver requires host memory for one copy of the data that this rank writes, and reuses this memory for the next
-    save. The host memory is pinned for tensors on a CUDA device.
+    The saver requires host memory for one copy of the data that this rank writes, and reuses it for the next save. The
+    memory is pinned for tensors on a device that copies asynchronously.
 
     Args:
         ranks: ranks that save together. If None, the ranks are the ranks of the default process group, or only this
@@ -126,10 +128,9 @@ class BackgroundSaver:
         buffers = {part.name: self._buffer(part) for part in parts}
         self._buffers = buffers  # frees the buffers of tensors that are no longer in the state
         for part in parts:
-            # Only CUDA copies are synchronized below. On other devices, the copy must be blocking.
-            buffers[part.name].copy_(part.tensor.detach(), non_blocking=part.tensor.is_cuda)
-        for device in {part.tensor.device for part in parts if part.tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # a model can use several devices
+            buffers[part.name].copy_(part.tensor.detach(), non_blocking=_copies_asynchronously(part))
+        for device in {part.tensor.device for part in parts if _copies_asynchronously(part)}:
+            synchronize(device)  # a model can use several devices
         return [replace(part, tensor=buffers[part.name]) for part in parts]
 
     def _buffer(self, part: Part) -> Tensor:
@@ -137,4 +138,8 @@ class BackgroundSaver:
         held = self._buffers.get(part.name)
         if held is not None and held.shape == shape and held.dtype == dtype:
             return held
-        return torch.empty(shape, dtype=dtype, pin_memory=part.tensor.is_cuda)
+        return torch.empty(shape, dtype=dtype, pin_memory=_copies_asynchronously(part))
+
+
+def _copies_asynchronously(part: Part) -> bool:
+    return capabilities_of(part.tensor.device).copies_asynchronously

@@ -31,8 +31,8 @@ from roomier.core.forms import (
     tensor,
     text,
 )
-from roomier.core.rng import RNG_FORM
 from roomier.data.position import POSITION_FORM
+from roomier.device.rng import rng_form
 from roomier.plan import Plan
 from roomier.plan.rules import each_error
 
@@ -107,7 +107,7 @@ FORMS: Mapping[str, Form] = {
     "pretrained": fields({"prefix": text, "config": _STATE}, others=anything),
     "hyperparameters": _STATE,
     "hyperparameters_argument": text,
-    "random": _by_rank(RNG_FORM),
+    "random": _by_rank(rng_form),
     "data": POSITION_FORM,
     "datamodule": _STATE,
     "results": fields(

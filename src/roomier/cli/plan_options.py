@@ -15,9 +15,9 @@ from roomier.api.datamodule import DataModule
 from roomier.api.kept_weights import KeptWeights, kept_by
 from roomier.api.lightning_types import LightningDataModule
 from roomier.cli.options import VerbParser
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.units import parse_bytes
+from roomier.device.resolve import num_devices, resolve_device
 from roomier.hardware.machine import Machine
 from roomier.hardware.spec import machine_of
 from roomier.hardware.this_machine import this_machine
@@ -193,19 +193,20 @@ def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
 
 
 def _num_devices(devices: Any, device: torch.device) -> int:
-    """Return the number of devices of this machine. ``"auto"`` and -1 mean all GPUs, or 1 without GPUs."""
+    """Return the number of devices of this machine. ``"auto"`` and -1 mean all accelerators, or 1 without them."""
     if isinstance(devices, int) and devices > 0:
         return devices
-    return torch.cuda.device_count() if device.type == "cuda" else 1
+    return num_devices(device)
 
 
 def _check_names_the_same(config: Namespace, machine: Machine, given: Collection[str]) -> None:
     trainer, hardware = config.trainer, f"--hardware {config.hardware}"
-    kinds = {"gpu": ("cuda", "mps"), "auto": ("cuda", "mps", "cpu")}.get(trainer.accelerator, (trainer.accelerator,))
+    kind, accelerator = machine.device.kind, trainer.accelerator
+    is_same = accelerator in ("auto", kind) or (accelerator == "gpu" and kind != "cpu")
     action = "Remove one of the two"
-    if "accelerator" in given and machine.device.kind not in kinds:
-        problem = f"contradicts {hardware}, which is {machine.device.kind}"
-        raise RoomierError("--trainer.accelerator", trainer.accelerator, problem, action)
+    if "accelerator" in given and not is_same:
+        problem = f"contradicts {hardware}, which is {kind}"
+        raise RoomierError("--trainer.accelerator", accelerator, problem, action)
     own = trainer.devices
     if "devices" in given and isinstance(own, int) and own not in (-1, machine.devices_per_node):
         problem = f"contradicts {hardware}, which has {machine.devices_per_node} devices per node"

@@ -117,7 +117,7 @@ def table(folder: Path, record: Record) -> Table:
             found.add_row(kind.value.replace("_", " "), *_cells(expected.get(kind, 0), measured.get(kind, 0)))
     found.add_row("all tensors", *_cells(forecast.tensor_bytes, worst.peak.peak_bytes), style="bold")
     if worst.allocator_bytes is not None:
-        found.add_row("CUDA allocator", *_cells(record.forecast_bytes, worst.allocator_bytes), style="bold")
+        found.add_row("allocator", *_cells(record.forecast_bytes, worst.allocator_bytes), style="bold")
     for name, count in forecast.fixed_bytes.items():
         found.add_row(f"outside tensors: {name}", format_bytes(count, 2), "", "")
     return found

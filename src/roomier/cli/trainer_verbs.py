@@ -17,7 +17,7 @@ from roomier.api.overrides import overrides
 from roomier.cli.options import parse, text_of, trainer_parser
 from roomier.cli.saved_config import SavedConfig
 from roomier.core.log import notice
-from roomier.core.rng import seed_everything
+from roomier.device.rng import seed_everything
 from roomier.trainer import Trainer
 
 

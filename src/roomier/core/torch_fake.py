@@ -62,12 +62,12 @@ def few_of(items: Sequence[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
+def fake_tensors_in_groups(*, by_default: bool) -> Iterator[None]:
     """Make functions over lists of tensors (``_foreach_*``) accept fake tensors inside the context.
 
     Args:
-        as_on_cuda: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False,
-            ``torch.optim`` updates one parameter at a time, as on a CPU.
+        by_default: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False, it
+            updates one parameter at a time, as on a CPU.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import _foreach_utils
@@ -77,7 +77,7 @@ def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
     devices = optimizer._get_foreach_kernels_supported_devices
     for each in lists:
         each.append(FakeTensor)
-    if as_on_cuda:
+    if by_default:
         optimizer._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
     try:
         yield

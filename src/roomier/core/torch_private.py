@@ -407,6 +407,11 @@ def missing_compiler(device: torch.device) -> str | None:
         from torch.utils._triton import has_triton
 
         return None if has_triton() else "Triton"
+    else:
+        from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+        init_backend_registration()
+        return None if get_scheduling_for_device(device.type) else "a code generator"
     return None
 
 

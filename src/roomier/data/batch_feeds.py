@@ -18,13 +18,13 @@ from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.data.common_draws import CommonDraws
 from roomier.data.feeds import PASS, Feed, OwnGenerators, begin
 from roomier.data.same import is_same
 from roomier.data.sampler import WalkedSampler
 from roomier.data.seeding import EpochSeed, mix_seed
 from roomier.data.share import Share
+from roomier.device.rng import rng_state, set_rng_state
 
 
 class SpeaksState(Protocol):

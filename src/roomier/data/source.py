@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
 from roomier.data.batch_feeds import ListFeed, ReplayedFeed
 from roomier.data.choose import check_is_one_loader, in_own_processes, no_batch, training_feed
@@ -24,6 +23,7 @@ from roomier.data.rebuild import set_loader_epoch
 from roomier.data.share import Share
 from roomier.data.turns import Turn, Turns, without_padding
 from roomier.data.workers import end_with_signals
+from roomier.device.rng import rng_state, set_rng_state
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.engine import Step, StepHooks
 from roomier.core.errors import CheckpointError, TrainingError
-from roomier.core.transfer import BatchMover
+from roomier.device.transfer import BatchMover
 from roomier.engine.facts import Facts
 from roomier.engine.levers import Levers
 from roomier.engine.losses import CountTerms, complex_loss_error, loss_of, term_weights

@@ -10,8 +10,9 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
-from roomier.core.device import resolve_device
 from roomier.core.ranks import Ranks
+from roomier.device.capability import check_computes_in, report_missing
+from roomier.device.resolve import resolve_device
 from roomier.plan import Plan
 from roomier.precision.policy import Precision, precision_of
 
@@ -47,6 +48,8 @@ def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
             module that is not part of the network.
     """
     device = resolve_device(plan.parallel.accelerator)
+    check_computes_in(plan.precision.mode, device)
+    report_missing(device.type)
     precision = precision_of(plan.precision.mode, device)
     network = network_of(module)
     is_manual = not module.automatic_optimization

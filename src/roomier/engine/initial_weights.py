@@ -21,7 +21,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.rng import of_devices, rng_state, set_rng_state
 from roomier.parallel.pages import PagedTensor
 
 
@@ -32,7 +32,7 @@ def same_random_numbers(ranks: Ranks) -> Iterator[None]:
     of_zero = ranks.from_zero(own["torch"])
     differs = ranks.any(not torch.equal(own["torch"], of_zero))
     if differs:
-        set_rng_state({**ranks.from_zero(own), "cuda": own.get("cuda", {})})
+        set_rng_state({**ranks.from_zero(own), **of_devices(own)})
     yield
     if differs and not ranks.is_zero:
         set_rng_state(own)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from roomier.api.adapt import as_module
 from roomier.api.engine import StepHooks
 from roomier.api.wrapped import network_of
-from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, TrainingError
+from roomier.device.resolve import resolve_device
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure_by_name

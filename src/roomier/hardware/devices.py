@@ -45,6 +45,7 @@ from functools import cache
 
 import torch
 
+from roomier.device.resolve import device_name
 from roomier.hardware.machine import Device, Link, Machine
 
 LINK_EFFICIENCY = 0.78
@@ -63,7 +64,7 @@ class Sheet:
 
     Attributes:
         device: the device of the row.
-        aliases: additional names used by people and ``torch.cuda.get_device_name``; see :func:`plain_name`.
+        aliases: additional names used by people and by CUDA; see :func:`plain_name`.
         capability: major version of CUDA's compute capability; 0 for devices of other vendors.
         num_links: NVLinks per device; 0 if the devices of a node are connected by PCIe.
         in_node, host, network: rate of each link in one direction in bytes/s, from the data sheet.
@@ -229,6 +230,6 @@ def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
     Returns None if the table does not contain the device. The table contains no CPUs, because the peak rate of a CPU
     depends on its clock under load.
     """
-    sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     dtype = {"16": "fp16", "tf32": "tf32", "32": "fp32"}[precision]
     return None if sheet is None else sheet.device.flops_per_s.get(dtype)

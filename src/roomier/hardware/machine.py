@@ -29,7 +29,7 @@ class Device:
 
     Attributes:
         name: name such as ``"a100-40gb"``; for the CPU of this machine, its model name.
-        kind: ``"cuda"``, ``"mps"`` or ``"cpu"``.
+        kind: device type, such as ``"cuda"``, ``"mps"`` or ``"cpu"``.
         memory_bytes: memory of the device; for a CPU, memory of the host.
         flops_per_s: rates of matrix products, by ``"fp64"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``.
         memory_bytes_per_s: bandwidth of the device's memory, reads plus writes.
@@ -47,6 +47,11 @@ class Device:
     product_efficiency: float = 1.0
     operation_s: float = 0.0
     update_bytes_per_s: float | None = None
+
+    @property
+    def has_own_memory(self) -> bool:
+        """True if the memory of the device is separate from the memory of the host. Apple's GPUs share it."""
+        return self.kind not in ("cpu", "mps")
 
 
 @dataclass(frozen=True)

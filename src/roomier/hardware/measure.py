@@ -19,6 +19,8 @@ import psutil
 import torch
 
 from roomier.core.errors import RoomierError
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import synchronize
 
 DTYPES = {
     "fp64": torch.float64,
@@ -74,7 +76,7 @@ def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = No
 
 
 def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27) -> float:
-    """Return the bytes per second from pinned host memory to a CUDA device."""
+    """Return the bytes per second from pinned host memory to ``device``."""
     source = torch.ones(num_bytes // 4, pin_memory=True)
     target = torch.ones(num_bytes // 4, device=device)
     return source.nbytes / _typical_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds)
@@ -93,11 +95,15 @@ def operation_seconds(device: torch.device, seconds: float, num_operations: int 
 
 
 def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**24) -> float:
-    """Return the bytes per second of a fused AdamW, which reads 4 numbers and writes 3 per parameter."""
+    """Return the bytes per second of a fused AdamW, which reads 4 numbers and writes 3 per parameter.
+
+    A device without fused optimizers runs separate kernels, so its rate is lower than its memory bandwidth.
+    """
     parameters = [torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    is_fused = "adamw" in capabilities_of(device).fused_optimizers
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=is_fused)
     num_bytes = 7 * sum(parameter.nbytes for parameter in parameters)
     return num_bytes / _typical_seconds(optimizer.step, device, seconds)
 
@@ -144,14 +150,6 @@ def _read_rate(file: int, seconds: float) -> float:
             break
         num_read += len(part)
     return num_read / (time.perf_counter() - start)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished all submitted work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from roomier.core.log import notice
+from roomier.device.resolve import device_name
 from roomier.hardware import cache
 from roomier.hardware.host import cpu_model, host_name, threads_of_rank
 
@@ -24,7 +25,7 @@ class Circumstances:
         host: network name of the machine.
         cpu: model name of the processor.
         torch: version of torch.
-        device: name of the device; for a CPU its model name.
+        device: name of the device; for a CPU, or if a driver reports no name, the model name of the processor.
         kind: type of the device, such as ``"cuda"``.
         num_ranks: number of processes that computed at the same time.
         num_threads: threads of each process.
@@ -78,7 +79,7 @@ def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
         host=host_name(),
         cpu=model,
         torch=torch.__version__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else model,
+        device=device_name(device) or model,
         kind=device.type,
         num_ranks=num_ranks,
         num_threads=threads_of_rank(num_ranks),

@@ -28,7 +28,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
     """Measure this machine with ``num_ranks`` processes at the same time, and the disk.
 
     Args:
-        device: device of the ranks; each rank uses its own CUDA device.
+        device: device of the ranks; each rank uses a different accelerator of this type.
         num_ranks: number of processes.
         seconds: time for the measurements without communication. Startup and collectives take about 5 s more.
         folder: folder for the measurement of the disk; None skips this measurement.
@@ -50,12 +50,17 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
         memory_bytes_per_s=statistics.median(rank["memory_bytes_per_s"] for rank in ranks),
         operation_s=statistics.median(rank["operation_s"] for rank in ranks),
         update_bytes_per_s=statistics.median(rank["update_bytes_per_s"] for rank in ranks),
-        host_bytes_per_s=None if device.type != "cuda" else statistics.median(r["host_bytes_per_s"] for r in ranks),
+        host_bytes_per_s=_median([rank["host_bytes_per_s"] for rank in ranks]),
         gather=_link("gather", ranks),
         reduce=_link("reduce", ranks),
         disk_read=disk_read,
         disk_write=disk_write,
     )
+
+
+def _median(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) if known else None
 
 
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:

@@ -7,7 +7,9 @@ from functools import cache
 
 import torch
 
-from roomier.core.device import resolve_device
+from roomier.core.errors import RoomierError
+from roomier.device.memory import total_bytes
+from roomier.device.resolve import device_name, resolve_device
 from roomier.hardware import measured as measurements
 from roomier.hardware.devices import sheet_of
 from roomier.hardware.host import available_memory_bytes, total_memory_bytes
@@ -56,14 +58,13 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
     known = _with_rates(device, measured, gpu)
     exchange, reduce = _link(measured.gather), _link(measured.reduce)
     memory = Link(measured.memory_bytes_per_s)
-    is_in_memory = device.type != "cuda"
     return Machine(
         device=replace(known, memory_bytes=_memory_bytes(device, devices)),
         devices_per_node=devices,
         num_nodes=num_nodes,
         in_node=exchange or (gpu.in_node if gpu else _EXCHANGE),
         between_nodes=gpu.between_nodes if gpu else _NETWORK,
-        to_host=memory if is_in_memory else Link(measured.host_bytes_per_s or 12e9, 1e-5),
+        to_host=Link(measured.host_bytes_per_s or 12e9, 1e-5) if known.has_own_memory else memory,
         disk_read=_DISK_READ if measured.disk_read is None else Link(measured.disk_read, _DISK_READ.latency_s),
         disk_write=_DISK_WRITE if measured.disk_write is None else Link(measured.disk_write, _DISK_WRITE.latency_s),
         host_memory_bytes=total_memory_bytes(),
@@ -128,8 +129,8 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """Return the machine as its data sheet describes it, with the actual memory size; None without a data sheet."""
-    sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    """Return the machine of the data sheet with the actual memory; None without a data sheet."""
+    sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     if sheet is None:
         return None
     machine = sheet.machine(devices, num_nodes)
@@ -142,13 +143,18 @@ def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
 
 
 def _memory_bytes(device: torch.device, devices: int) -> int:
-    """Return the memory of one rank: the memory of a GPU, or its share of the available host memory on a CPU."""
-    if device.type == "cuda":
-        # mem_get_info returns the same total, but creates a context of 400 MiB (unslothai/unsloth-zoo#1053).
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory())
-    return available_memory_bytes() // devices
+    """Return the memory of one rank: the memory of an accelerator, or its share of the available host memory on a CPU.
+
+    Raises:
+        RoomierError: the driver of the accelerator does not report its memory.
+    """
+    if device.type == "cpu":
+        return available_memory_bytes() // devices
+    found = total_bytes(device)
+    if found is None:
+        action = "Pass memory_budget, or describe the machine in a file: see `roomier hardware --json`"
+        raise RoomierError("accelerator", device.type, "does not report its memory", action)
+    return found
 
 
 def _link(measured: tuple[float, float] | None) -> Link | None:

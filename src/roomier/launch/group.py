@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from roomier.core.errors import TrainingError
 from roomier.core.world import World
+from roomier.device.resolve import group_backend, resolve_device
 from roomier.launch import heartbeat
 from roomier.launch.environment import launch_of
 from roomier.launch.failure import FailureNews
@@ -26,8 +26,7 @@ from roomier.launch.start import start_ranks
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 """Environment variable: maximum number of seconds for which the ranks wait for each other at the start (600)."""
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# This limit is longer than an operation that only rank 0 runs, such as a download or a write of a large file.
+# Longer than an operation that only rank 0 runs, such as a download or writing a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _news: FailureNews | None = None
@@ -78,12 +77,12 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
     timer.start()
     try:
         dist.init_process_group(
-            _BACKENDS[device_type],
+            group_backend(device_type),
             store=store,
             rank=world.rank,
             world_size=world.size,
             timeout=_COLLECTIVE_TIMEOUT,
-            device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
+            device_id=None if device_type == "cpu" else resolve_device(device_type),
         )
     finally:
         timer.cancel()

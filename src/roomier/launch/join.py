@@ -13,6 +13,7 @@ import torch.distributed as dist
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.device.resolve import group_backend, visible_devices_variable
 
 
 def join(world: World, device_type: str) -> Ranks:
@@ -21,7 +22,7 @@ def join(world: World, device_type: str) -> Ranks:
     If no launcher started the other ranks of this machine, this function starts these ranks.
 
     Args:
-        device_type: device type of the tensors that the ranks exchange, ``"cpu"`` or ``"cuda"``.
+        device_type: device type of the tensors that the ranks exchange, such as ``"cpu"`` or ``"cuda"``.
 
     Raises:
         RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group does not match
@@ -29,11 +30,11 @@ def join(world: World, device_type: str) -> Ranks:
     """
     if world.size == 1:
         return Ranks(world)
-    if device_type not in ("cpu", "cuda"):
+    if group_backend(device_type) is None:
         action = "Use accelerator='cpu' or strategy='single'"
         raise RoomierError("accelerator", device_type, "does not support several ranks", action)
-    if device_type == "cuda":
-        torch.cuda.set_device(_device_index(world))
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(_device_index(world, device_type))
     if not dist.is_initialized():
         from roomier.launch.group import initialize  # late: a run with one rank does not require this import
 
@@ -55,18 +56,17 @@ def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextMan
     return group.exits_together(where)
 
 
-def _device_index(world: World) -> int:
-    """Return the index of the CUDA device of this rank. The index is 0 if the launcher makes one device visible to each
-    rank.
+def _device_index(world: World, device_type: str) -> int:
+    """Return the index of the device of this rank. It is 0 if the launcher makes one device visible to each rank.
 
     Raises:
         RoomierError: the machine has fewer devices than ranks.
     """
-    count = torch.cuda.device_count()
+    count = torch.accelerator.device_count()
     if world.local_size <= count:
         return world.local_rank
-    is_chosen_by_launcher = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ and "SLURM_PROCID" in os.environ
-    if is_chosen_by_launcher:
+    is_chosen = visible_devices_variable(device_type) in os.environ
+    if count == 1 and is_chosen and "SLURM_PROCID" in os.environ:
         return 0
-    problem = f"each rank requires a CUDA device, but this machine has only {count}"
+    problem = f"each rank requires a {device_type} device, but this machine has only {count}"
     raise RoomierError("devices", world.local_size, problem, f"Use devices={count}, or accelerator='cpu'")

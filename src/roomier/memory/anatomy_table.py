@@ -40,7 +40,7 @@ class StepPeak:
         phase: phase of the step at the peak: ``"forward"``, ``"backward"``, ``"update"``.
         whole: bytes by row, at the moment when the sum of all tensors is largest.
         states: bytes by row, at the moment when the sum of weights, gradients and optimizer states is largest.
-        allocator_bytes: maximum bytes that the CUDA allocator allocated; None on other devices.
+        allocator_bytes: maximum bytes that the device's allocator allocated; None if it reports none.
     """
 
     step: int
@@ -70,7 +70,7 @@ class RankAnatomy:
             step.
         rule: prediction of these rows at the peak of their sum; None if the states of the optimizer are unknown.
         peak: peak of a tracked step; None if no step was tracked.
-        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the CUDA allocator; None on other devices.
+        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the device's allocator; None if it reports none.
     """
 
     rank: int
@@ -172,7 +172,7 @@ class Anatomy:
         )
         if worst.allocator is not None:
             given = worst.allocator
-            table.add_row("CUDA allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
+            table.add_row("allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
             table.add_row("reserved", "", format_bytes(given["reserved"]))
         return table
 

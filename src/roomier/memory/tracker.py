@@ -12,7 +12,8 @@ becomes a gradient. Therefore, kinds are assigned to storages instead of moments
 end.
 
 The tracker does not count memory that a kernel allocates and frees within one operation, buffers of a communication
-library, or the rounding of the allocator. On CUDA, the tracker also records the peak of the allocator.
+library, and the rounding of the allocator. If the allocator of the device reports its bytes, the tracker also records
+the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch.optim import Optimizer
 from roomier.api.engine import Engine
 from roomier.core import torch_fake, torch_private
 from roomier.core.tree import tensors
+from roomier.device import memory
+from roomier.device.capability import capabilities_of
 from roomier.memory.kinds import Kind, total_bytes
 
 _COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors are sent
@@ -102,10 +105,12 @@ class MemoryTracker:
     Attributes:
         phase: current phase, set by :meth:`enter`.
         place: current module; set by the caller.
-        allocator_peak_bytes: on CUDA, maximum bytes allocated by the allocator since :meth:`restart`; otherwise None.
-        reserved_peak_bytes: on CUDA, maximum bytes reserved by the allocator since :meth:`restart`; otherwise None.
-        beside_bytes: on CUDA, memory of the device that is used outside the allocator (contexts, kernels, NCCL buffers
-            and other programs); otherwise None.
+        allocator_peak_bytes: maximum bytes allocated by the allocator since :meth:`restart`; None if the allocator does
+            not report them.
+        reserved_peak_bytes: maximum bytes reserved by the allocator since :meth:`restart`; None if the allocator does
+            not report them.
+        beside_bytes: used memory of the device outside the allocator: contexts, kernels, buffers for collectives, and
+            memory of other programs; None if the driver does not report it.
 
     Example:
         >>> with MemoryTracker(module, [optimizer], torch.device("cpu")) as tracker:
@@ -132,6 +137,7 @@ class MemoryTracker:
         self._optimizers = optimizers
         self._kept = kept
         self._device = device
+        self._has_statistics = capabilities_of(device).has_memory_statistics
         self._is_sharded = any(isinstance(each, DTensor) for each in self._owned())
         self._owned_once: list[nn.Parameter] = []
         self._frees_gradients = False  # hooks free gradients during backward
@@ -157,8 +163,8 @@ class MemoryTracker:
         self._note_roles()
         self._owned_once = list(dict.fromkeys(self._owned()))
         self._frees_gradients = any(torch_private.has_gradient_hooks(each) for each in self._owned_once)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._has_statistics:
+            memory.reset_peaks(self._device)
         self._interception.__enter__()
 
     def pause(self) -> None:
@@ -167,7 +173,7 @@ class MemoryTracker:
         self._interception.__exit__(None, None, None)
         self._note_sizes()
         self._note_roles()
-        if self._device.type == "cuda":
+        if self._has_statistics:
             self._note_allocator()
 
     def close(self) -> None:
@@ -186,8 +192,8 @@ class MemoryTracker:
         self._changes = []
         for each in alive:
             each.phase = "rest"
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._has_statistics:
+            memory.reset_peaks(self._device)
             self.allocator_peak_bytes = self.reserved_peak_bytes = None
 
     def enter(self, phase: str) -> None:
@@ -229,10 +235,12 @@ class MemoryTracker:
 
     def _note_allocator(self) -> None:
         device = self._device
-        self.allocator_peak_bytes = max(torch.cuda.max_memory_allocated(device), self.allocator_peak_bytes or 0)
-        self.reserved_peak_bytes = max(torch.cuda.max_memory_reserved(device), self.reserved_peak_bytes or 0)
-        free_bytes, total_bytes_of_device = torch.cuda.mem_get_info(device)
-        self.beside_bytes = max(total_bytes_of_device - free_bytes - torch.cuda.memory_reserved(device), 0)
+        self.allocator_peak_bytes = max(memory.peak_allocated_bytes(device), self.allocator_peak_bytes or 0)
+        self.reserved_peak_bytes = max(memory.peak_reserved_bytes(device), self.reserved_peak_bytes or 0)
+        info = memory.free_and_total_bytes(device)
+        if info is not None:
+            free_bytes, total_bytes_of_device = info
+            self.beside_bytes = max(total_bytes_of_device - free_bytes - memory.reserved_bytes(device), 0)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(issubclass(each, DTensor) for each in types):

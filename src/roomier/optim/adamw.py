@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.device.capability import capabilities_of
 from roomier.optim import block_codes
 from roomier.optim.block_codes import Region
 from roomier.optim.local import first_element, is_sharded, local
@@ -222,7 +223,8 @@ class StepValues:
         moves = -self.lr * self.root_correction2 / self.correction1
         factors = (root_beta2, self.beta1 / root_beta2, 1 - self.beta1, 1 - self.beta2)
         found = torch.tensor([*factors, eps_before, self.eps * self.root_correction2, self.shrinks, moves])
-        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+        copies_asynchronously = capabilities_of(device).copies_asynchronously
+        return found.pin_memory().to(device, non_blocking=True) if copies_asynchronously else found.to(device)
 
 
 # ---- 32-bit moments --------------------------------------------------------------------------------------------------

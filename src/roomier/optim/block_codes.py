@@ -39,6 +39,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roomier.device.capability import capabilities_of
+
 MIN_ELEMENTS = 4096  # smaller tensors save little
 MIN_BLOCK = 80  # elements: 8 bytes of scales for 80 elements are 0.1 bytes per parameter
 _BLOCK = {8: 256, 4: 128}  # approximate number of elements, by bits
@@ -85,7 +87,7 @@ def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
 
 def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
     """Return ``u - 1`` of [Note: dither], float32 ``[num_columns]``."""
-    there = device if device.type in ("cpu", "cuda") else torch.device("cpu")  # mps does not support float64
+    there = device if torch.float64 in capabilities_of(device).dtypes else torch.device("cpu")
     column = torch.arange(num_columns, dtype=torch.float64, device=there)
     shifts = column.mul_(_COLUMN_SHIFT).add_(step * _STEP_SHIFT % 1).frac_()
     return shifts.mul_(1 - 2 * _MARGIN).add_(_MARGIN - 1).float().to(device)

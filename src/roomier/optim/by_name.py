@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.device.capability import capabilities_of
 from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.groups import Trait, trained_parameters
 from roomier.optim.lion import Lion
@@ -144,4 +145,4 @@ def _rank(name: str, trait: Trait) -> int:
 def _has_fused(name: str, parameter: nn.Parameter) -> bool:
     if name == "sgd" and is_sharded(parameter):  # for sharded parameters, torch 2.13 has only Adam's fused kernels
         return False
-    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")
+    return parameter.is_floating_point() and name in capabilities_of(parameter.device).fused_optimizers

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from roomier.core import torch_private
+from roomier.device.capability import capabilities_of
 from roomier.optim.local import is_sharded, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -73,7 +74,8 @@ class Muon(Optimizer):
         if hidden:  # runs torch's checks of settings and shapes; a sharded matrix has its unsharded shape
             torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, **settings)  # type: ignore[arg-type]
         rest = lr if adamw_lr is None else adamw_lr
-        is_fused = all(each.device.type in ("cpu", "cuda", "mps") for group in others for each in group["params"])
+        devices = {each.device for group in others for each in group["params"]}
+        is_fused = all("adamw" in capabilities_of(device).fused_optimizers for device in devices)
         self._adamw = AdamW(others, rest, betas, eps, weight_decay, fused=is_fused) if others else None
         shared = [] if self._adamw is None else self._adamw.param_groups
         super().__init__([{**settings, **group} for group in hidden] + shared, {"lr": lr, "weight_decay": weight_decay})

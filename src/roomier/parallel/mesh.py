@@ -14,7 +14,7 @@ def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
     Consecutive ranks share a replica, because they are usually on the same node.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: device type of the tensors, such as ``"cpu"`` or ``"cuda"``.
         num_ranks: number of ranks of the run.
         num_shards: number of ranks that share a replica.
     """

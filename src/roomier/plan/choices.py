@@ -86,11 +86,14 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "powersgd": _approximate("low-rank gradients with error feedback, after a warm-up"),
     },
     "parallel.accelerator": {
-        "auto": Choice(None, "cuda if available, otherwise mps, otherwise cpu"),
+        "auto": Choice(None, "the accelerator of this machine, otherwise the CPU"),
         "cpu": Choice(None, ""),
-        "gpu": Choice(None, "cuda if available, otherwise mps"),
+        "gpu": Choice(None, "the accelerator of this machine"),
         "cuda": Choice(None, ""),
         "mps": Choice(None, ""),
+        "xpu": Choice(None, ""),
+        "npu": Choice(None, ""),
+        "tpu": Choice(None, ""),
     },
     "precision.mode": {
         "32-true": _exact("weights, gradients and states in float32"),
@@ -177,7 +180,8 @@ _OWN_OPTIMIZER = "Use optimizer='adamw', or return another optimizer from config
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or 'adafactor'"
 _NOT_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or offload={'activations': 'cpu'}"
 _OWN_SCHEDULE = "Use lr_schedule='cosine', or return another scheduler from configure_optimizers"
-_KNOWN_DEVICES = "Use accelerator='cuda', 'mps' or 'cpu'"
+_NOT_REGISTERED = "is not an accelerator of this installation of torch"
+_KNOWN_DEVICES = "Use accelerator='cuda', 'mps', 'xpu', 'npu', 'tpu' or 'cpu'"
 _BF16_MIXED = "Use precision='bf16-mixed'"
 
 
@@ -192,9 +196,8 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "context_parallel": Refusal("Use strategy='zero3'"),
     },
     "parallel.accelerator": {
-        "tpu": Refusal(_KNOWN_DEVICES),
-        "xpu": Refusal(_KNOWN_DEVICES),
-        "hpu": Refusal(_KNOWN_DEVICES),
+        "hpu": Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED),
+        "ipu": Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED),
     },
     "precision.mode": {
         "16-true": Refusal(
@@ -307,9 +310,14 @@ def aliases_of(field: str, value: str) -> list[str]:
 
 def kind_of(field: str, value: str) -> Kind | None:
     """Return the label of a choice of a valid Plan, or None if the choice has no label."""
-    return CHOICES[field][value].kind
+    return _choice(field, value).kind
 
 
 def note_of(field: str, value: str) -> str:
     """Return the remark on a choice of a valid Plan."""
-    return CHOICES[field][value].note
+    return _choice(field, value).note
+
+
+def _choice(field: str, value: str) -> Choice:
+    # An accelerator can be the name of a device that a package added to torch.
+    return CHOICES[field].get(value, Choice(None, "")) if field == "parallel.accelerator" else CHOICES[field][value]

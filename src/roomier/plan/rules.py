@@ -167,7 +167,7 @@ def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]
 
 
 def _check_word(field: str, value: str) -> Iterator[PlanError]:
-    if value in CHOICES[field]:
+    if value in CHOICES[field] or (field == "parallel.accelerator" and _is_device_of_torch(value)):
         return
     refused = REFUSED.get(field, {})
     if value in refused:
@@ -183,6 +183,12 @@ def _check_word(field: str, value: str) -> Iterator[PlanError]:
     else:
         action = f"Did you mean {near[0]!r}? It {meant.problem}. {meant.instead}"
     yield PlanError(field, value, "is unknown", action)
+
+
+def _is_device_of_torch(name: str) -> bool:
+    from roomier.device.resolve import is_known_to_torch  # late: a plan with a known accelerator does not load torch
+
+    return is_known_to_torch(name)
 
 
 def _check_options(field: str, options: Options) -> Iterator[PlanError]:

@@ -13,9 +13,9 @@ from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.loss.lazy_logits import computed
 from roomier.run.logged.muted import muted
 from roomier.run.run import Run, call

@@ -11,7 +11,7 @@ from torch import Tensor
 from roomier.api.go_back import GoBackError
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
-from roomier.core.rng import set_rng_state
+from roomier.device.rng import set_rng_state
 from roomier.run.checks import check_finite, check_trains
 from roomier.run.progress import Window
 from roomier.run.run import Run, call

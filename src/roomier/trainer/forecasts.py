@@ -13,9 +13,9 @@ from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import network_of
 from roomier.callbacks import MemoryForecast
-from roomier.core.device import resolve_device
 from roomier.core.log import notice
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.resolve import resolve_device
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.memory.kinds import total_bytes
 from roomier.plan import Plan
 from roomier.planner.fake.shapes import shapes_of

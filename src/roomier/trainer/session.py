@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import OutOfMemoryError
 
 from roomier.api.adapt import as_module, seen_by_user
@@ -22,9 +21,10 @@ from roomier.api.lightning import with_methods_of_module
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.overrides import lightning_base
-from roomier.core.device import resolve_device
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
+from roomier.device.capability import capabilities_of
+from roomier.device.resolve import resolve_device
 from roomier.launch import exits_together, join
 from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
@@ -121,7 +121,7 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
 def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool) -> Iterator[Run]:
     status, module = "failed", request.module
     run: Run | None = None
-    pins = torch.cuda.is_available() and request.plan.parallel.accelerator in ("auto", "cuda", "gpu")
+    pins = capabilities_of(resolve_device(request.plan.parallel.accelerator)).copies_asynchronously
     data = RunLoaders(module, request.loaders, request.datamodule, request.options, trainer.ranks, pins=pins)
     try:
         with ExitStack() as stack:

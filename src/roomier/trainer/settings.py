@@ -15,10 +15,10 @@ from roomier.api.module import Module
 from roomier.api.overrides import is_one
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.checkpoint.commit import at_home
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.device.resolve import resolve_device
 from roomier.launch import join
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions

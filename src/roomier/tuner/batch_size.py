@@ -15,10 +15,11 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
 from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TrackedStep, first_step_of, tracked_step
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, parse_bytes
+from roomier.device.memory import release_cached
+from roomier.device.resolve import resolve_device
 from roomier.plan import Plan
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request
@@ -216,8 +217,7 @@ class _Trials:
         except torch.OutOfMemoryError:
             is_full = True
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_cached(resolve_device(self.plan.parallel.accelerator))
         if self.limit_bytes is None or is_full:
             notice(f"micro-batches of {size} samples {'do not fit' if is_full else 'fit'}")
             return not is_full

@@ -25,9 +25,9 @@ from roomier.api.datamodule import DataModule
 from roomier.api.overrides import is_one
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import quiet
-from roomier.core.rng import rng_state, separate_rng, set_rng_state
 from roomier.data.first_batch import check_is_repeatable, untouched
 from roomier.data.loaders import is_combined, is_loader_collection
+from roomier.device.rng import rng_state, separate_rng, set_rng_state
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
 from roomier.run.run import Run, call

@@ -147,7 +147,7 @@ def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[
     if plan.activation.policy != "none" or not workload.blocks:
         return [{}]
     found: list[Changes] = [{}, {"activation.policy": "selective"}, {"activation.policy": "full"}]
-    if machine.device.kind == "cuda" and plan.offload.activations == "none":
+    if machine.device.has_own_memory and plan.offload.activations == "none":
         found.append({"offload.activations": "cpu"})
     return found
 

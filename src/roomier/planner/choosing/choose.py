@@ -27,8 +27,9 @@ a dry run."""
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
 """Fraction of the device memory that remains free if no budget is set, by kind of device.
 
-On a GPU, this fraction is the largest accepted error of a forecast. Memory shared with the host is also used by the
-system, the dataset and its workers, and file caches.
+Kinds that are not in the table are like ``"cuda"``.
+On a GPU, this is the largest accepted error of a forecast. Memory shared with the host is also used by the system, the
+dataset and its workers, and file caches.
 """
 
 _NUM_KEPT = 12  # plans that fit, and plans that do not fit, in the result, in addition to the best of each strategy
@@ -95,7 +96,7 @@ def budget_of(plan: Plan, machine: Machine) -> int:
     given = plan.choice.memory_budget_bytes
     if given is not None:
         return given
-    return int(machine.device.memory_bytes * (1 - FREE_SHARE[machine.device.kind]))
+    return int(machine.device.memory_bytes * (1 - FREE_SHARE.get(machine.device.kind, FREE_SHARE["cuda"])))
 
 
 def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:

@@ -18,12 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from roomier.api.module import Module
-from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
+from roomier.device.resolve import accelerator_type, resolve_device
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
@@ -257,7 +255,6 @@ def _of_arithmetic(asked: Keywords) -> Iterator[_Edit]:
 
 def _of_hardware(asked: Keywords) -> Iterator[_Edit]:
     if asked.get("accelerator", "auto") not in ("auto", "cpu"):
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        yield _Edit({"accelerator": found}, 2.5)
+        yield _Edit({"accelerator": accelerator_type() or "cpu"}, 2.5)
     if asked.get("devices", 1) not in (1, "auto"):
         yield _Edit({"devices": 1}, 5)

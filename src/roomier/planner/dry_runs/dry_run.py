@@ -104,7 +104,8 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
         plan: plan with a concrete strategy.
         rank: rank to simulate. Rank 0 requires at least as much memory as any other rank.
         is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
-        like: device whose kernels determine the saved memory, ``"cpu"`` or ``"cuda"``; see [Note: like CUDA].
+        like: kind of the device whose kernels determine the saved memory; see
+            :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
         RoomierError: ``build`` rejects the plan, or shapes in the step depend on unknown values.

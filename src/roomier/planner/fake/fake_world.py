@@ -18,8 +18,8 @@ from torch import Tensor
 from roomier.core import torch_fake, torch_private
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.planner.fake.answers import Answers
 from roomier.planner.fake.like_cuda import attention_like_cuda, functions_like_cuda
 from roomier.planner.fake.rnn import rnn_kernels
@@ -65,14 +65,20 @@ class FakeRanks(Ranks):
         """Return immediately."""
 
 
+def updates_together(kind: str) -> bool:
+    """Return whether optimizers of torch update all parameters together by default (``foreach``) on this device."""
+    return kind not in ("cpu", "mps")
+
+
 @contextmanager
 def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterator[FakeRanks]:
     """Context manager in which tensors and process groups are fake and notices are not printed.
 
     Args:
-        world: number of ranks, and the rank that this process represents.
-        is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
-        like: ``"cpu"``, or ``"cuda"`` to model the known differences of a GPU; see [Note: like CUDA].
+        world: number of ranks, and which of them this process represents.
+        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
+            GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU.
 
     Raises:
         RoomierError: code inside the context fails. A RoomierError is raised unchanged, and any other error is
@@ -90,7 +96,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         if world.size > 1:
             stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_fake.fake_tensors())
-        stack.enter_context(torch_fake.fake_tensors_in_groups(as_on_cuda=is_cuda))
+        stack.enter_context(torch_fake.fake_tensors_in_groups(by_default=updates_together(like)))
         stack.enter_context(torch_private.intercept(Answers(is_cuda=is_cuda)))
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:

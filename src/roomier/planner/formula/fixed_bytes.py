@@ -81,8 +81,8 @@ class Calibration:
 def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str, int]:
     """Return device memory in addition to tensors, by purpose; see [Note: fixed bytes of a GPU].
 
-    The result is empty for a CPU, because forecasts for a CPU are compared with the bytes of tensors. The result is
-    also empty for Apple's GPUs, because they share the memory of the host and no values are known.
+    The result is empty for a CPU, where forecasts are compared with the bytes of tensors. It is also empty for Apple's
+    GPUs, which share the memory of the host, and for devices other than CUDA, for which no values are known.
 
     Args:
         plan: strategy and techniques, which determine communication and fragmentation.
@@ -117,10 +117,10 @@ def calibrate(
     Args:
         plan: plan of the run.
         machine: machine of the run.
-        allocated_bytes: value of ``torch.cuda.max_memory_allocated()`` after several steps.
-        reserved_bytes: value of ``torch.cuda.max_memory_reserved()`` at the same time.
+        allocated_bytes: ``torch.accelerator.max_memory_allocated()`` after some steps.
+        reserved_bytes: ``torch.accelerator.max_memory_reserved()`` at the same time.
         used_bytes: memory in use on the device at the same time (total minus free, from
-            ``torch.cuda.mem_get_info()``); None if other processes use the device.
+            ``torch.accelerator.get_memory_info()``); None if other processes use the device.
 
     Raises:
         RoomierError: the values cannot come from one run on a GPU.

@@ -233,7 +233,7 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
         workload: module and micro-batch.
         plan: plan whose techniques inside the forward are applied.
         is_sharded: trace the model as sharded across ranks.
-        like: ``"cpu"`` or ``"cuda"``; see :func:`roomier.planner.fake.fake_world.fake_world`.
+        like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
         RoomierError: ``build`` rejects the plan.

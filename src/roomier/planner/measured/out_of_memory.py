@@ -19,6 +19,8 @@ import torch
 from roomier.api.kept_weights import kept_by
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.units import format_bytes
+from roomier.device import memory
+from roomier.device.capability import capabilities_of
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.kinds import Kind
 from roomier.plan.levers import used_levers
@@ -157,15 +159,16 @@ def _held(engine: Engine) -> str:
         pass
     num_bytes = look.now().num_bytes
     parts = [f"{name} {format_bytes(num_bytes.get(kind, 0))}" for kind, name in _NAMES.items() if num_bytes.get(kind)]
-    if engine.device.type != "cuda":
+    if not capabilities_of(engine.device).has_memory_statistics:
         return ", ".join(parts)
-    allocated = torch.cuda.memory_allocated(engine.device)
+    allocated = memory.allocated_bytes(engine.device)
     rest = max(allocated - sum(num_bytes.get(kind, 0) for kind in _NAMES), 0)
-    free, total = torch.cuda.mem_get_info(engine.device)
     parts.append(f"activations and other tensors {format_bytes(rest)}")
+    info = memory.free_and_total_bytes(engine.device)
+    of_device = "" if info is None else f" of {format_bytes(info[1])}, {format_bytes(info[0])} free"
     return (
         f"{', '.join(parts)}; the allocator had allocated {format_bytes(allocated)} and reserved "
-        f"{format_bytes(torch.cuda.memory_reserved(engine.device))} of {format_bytes(total)}, {format_bytes(free)} free"
+        f"{format_bytes(memory.reserved_bytes(engine.device))}{of_device}"
     )
 
 
@@ -198,11 +201,7 @@ def _machine(failed: FailedRun) -> Machine:
     if failed.choice is not None:
         return failed.choice.machine
     parallel = failed.plan.parallel
-    machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
-    if machine.device.kind != "cuda":
-        return machine
-    total_bytes = torch.cuda.mem_get_info()[1]  # available without other programs
-    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory_bytes=total_bytes))
+    return this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
 
 
 def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:

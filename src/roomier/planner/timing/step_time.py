@@ -73,7 +73,8 @@ def step_time(
         RoomierError: the rate of the device is not known for a dtype.
     """
     network = network_of(workload.module)
-    device = torch.device(machine.device.kind)
+    # This build of torch may not know the device of a planned machine. With its own memory, it is planned like CUDA.
+    device = torch.device("cuda" if machine.device.has_own_memory else machine.device.kind)
     precision = precision_of(plan.precision.mode, device)
     if units is None:
         adapted, blocks_of_adapted = with_adapters(network, workload.blocks, plan.adapter)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roomier.device.capability import capabilities_of
 from roomier.run.logged.over_ranks import RankEntry
 
 OF_LOADER = "/dataloader_idx_"
@@ -86,7 +87,7 @@ class Entry:
                 self.total, self.weight = torch.add(self.total, value, alpha=weight), self.weight + weight
             return
         if isinstance(value, Tensor):  # sums over thousands of steps lose precision in float32 and bfloat16
-            value = value.float() if value.device.type == "mps" else value.double()
+            value = value.double() if torch.float64 in capabilities_of(value.device).dtypes else value.float()
         if self.reduce_fx == "mean":
             if isinstance(weight, Tensor):  # a comparison with 0 in Python would wait for the device
                 value = torch.where(weight == 0, 0.0, value * weight)

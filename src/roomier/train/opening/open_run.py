@@ -22,9 +22,9 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
-from roomier.core.rng import separate_rng
 from roomier.data.batch_feeds import length_of
 from roomier.data.combined import CombinedLoader
+from roomier.device.rng import separate_rng
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of

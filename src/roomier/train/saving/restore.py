@@ -29,8 +29,8 @@ from roomier.core.errors import CheckpointError
 from roomier.core.forms import item_of
 from roomier.core.log import notice
 from roomier.core.paths import check_path
-from roomier.core.rng import check_rng_state, rng_state, seed_everything, set_rng_state
 from roomier.data.position import check_generators
+from roomier.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
 from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan

@@ -17,8 +17,8 @@ from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.paths import check_path
-from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
+from roomier.device.rng import rng_state
 from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, call

@@ -22,7 +22,7 @@ from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan

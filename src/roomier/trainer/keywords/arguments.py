@@ -52,12 +52,12 @@ FORMER_KEYWORDS: dict[str, str] = {
     ),
     "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log them",
     "model_registry": "Remove it: checkpoints are in the run folder; upload them in on_fit_end of a callback",
-    "backend": "Remove it: the backend is gloo on the CPU and nccl on CUDA",
+    "backend": "Remove it: the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
     "terminate_on_nan": "Remove it: a loss that is not finite ends the run at the next log step",
     "stochastic_weight_avg": "Write callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
     "process_position": "Remove it: there is one progress bar",
     "flush_logs_every_n_steps": "Remove it: each row is written to its file immediately",
-    "log_gpu_memory": "Log torch.cuda.max_memory_allocated() in training_step",
+    "log_gpu_memory": "Log torch.accelerator.max_memory_allocated() in training_step",
     "multiple_trainloader_mode": (
         "Pass it with the loaders: fit(model, roomier.data.CombinedLoader(loaders, mode='max_size_cycle'))"
     ),
@@ -96,7 +96,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     "num_epochs": "Write max_epochs",
     "steps": "Write max_steps",
     "batch_size": _OF_DATA_LOADER,
-    "device": "Write accelerator='cpu', 'cuda' or 'mps'",
+    "device": "Write accelerator='cpu', 'cuda', 'mps', 'xpu', 'npu' or 'tpu'",
 }
 """Arguments of other Trainers and of earlier versions, with their replacements."""
 

@@ -9,6 +9,7 @@ import torch
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.device.resolve import accelerator_type
 from roomier.launch import Launch
 from roomier.plan.choices import canonical
 
@@ -18,7 +19,7 @@ _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
     """Return ``flags`` in which ``devices="auto"`` and ``num_nodes="auto"`` are replaced by numbers.
 
-    The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all CUDA devices of the
+    The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all accelerators of the
     machine.
 
     Raises:
@@ -64,8 +65,9 @@ def _is_single(strategy: object) -> bool:
 
 
 def _all_devices(strategy: object, accelerator: object) -> int:
-    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return torch.cuda.device_count()
+    present = accelerator_type()
+    if present is not None and accelerator in ("auto", "gpu", present):
+        return torch.accelerator.device_count()
     notice(
         f"strategy={strategy!r} with devices='auto' starts one process on this machine; devices=N starts N processes"
     )

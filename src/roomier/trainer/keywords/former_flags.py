@@ -9,6 +9,7 @@ from typing import Any
 from roomier.core.errors import RoomierError
 
 _DEVICE_FLAGS = ("gpus", "num_gpus", "num_processes", "tpu_cores", "ipus", "hpus")
+_ACCELERATORS = {"gpus": "gpu", "num_gpus": "gpu", "tpu_cores": "tpu", "hpus": "hpu", "ipus": "ipu"}
 _FLAGS = (*_DEVICE_FLAGS, "distributed_backend", "plugins", "amp_backend", "amp_level", "auto_lr_finder")
 _KEPT = ("accelerator", "devices", "num_nodes", "strategy", "precision")
 _STRATEGIES = {
@@ -108,10 +109,12 @@ def _add_devices(today: dict[str, Any], remarks: list[str], name: str, value: An
     if not number:
         today.setdefault("accelerator", "cpu")
         return
-    today["accelerator"] = "gpu"
+    today["accelerator"] = _ACCELERATORS[name]
     today["devices"] = number
-    if name not in ("gpus", "num_gpus"):
-        remarks.append(f"{name} selects devices that are not supported; roomier supports 'cuda', 'mps' and 'cpu'")
+    if name == "tpu_cores":
+        remarks.append("accelerator='tpu' requires the package torch-tpu")
+    elif name not in ("gpus", "num_gpus"):
+        remarks.append(f"It requires a package that adds the device {_ACCELERATORS[name]!r} to torch")
     elif isinstance(value, (list, tuple)) or (isinstance(value, str) and "," in value):
         listed = value if isinstance(value, str) else ",".join(map(str, value))
         remarks.append(
