@@ -77,7 +77,7 @@ class Copies:
         return CopyTimes(min(out_ns) / _MEASURED_BYTES, min(back_ns) / _MEASURED_BYTES)
 
     def _finished_ns(self) -> int:
-        """Return the time in nanoseconds at which all submitted work of the device is done."""
+        """Return the time in nanoseconds at which all submitted work of the device has completed."""
         synchronize(self.device)
         return time.perf_counter_ns()
 
@@ -115,7 +115,7 @@ class StreamCopies(Copies):
         return made
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        # Wait for the computation so far, which may write the source or still use the memory of the target.
+        # Wait for the preceding computation, which may write the source or still use the memory of the target.
         self._stream.wait_stream(computing_stream(self.device))
         with self._stream:
             target.copy_(source, non_blocking=True)

@@ -293,7 +293,7 @@ class _Watch:
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
-        """Return the current time for :func:`total_ns`, without the time that counting takes."""
+        """Return the current time for :func:`total_ns`, excluding the time that counting requires."""
         if not self._has_events:
             return time.perf_counter_ns() - self._live.own_ns
         return timed_event(self._device)

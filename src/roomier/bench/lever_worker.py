@@ -124,7 +124,7 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
         max_steps=_NUM_BATCHES,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,  # no clipping: the guide does not measure it
+        max_grad_norm=0.0,  # no clipping: the guide does not measure clipping
         use_cpu=accelerator_type() is None,
         report_to="none",
         log_level="error",

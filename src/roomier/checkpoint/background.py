@@ -28,8 +28,8 @@ class BackgroundSaver:
     With several ranks, the threads communicate in a separate process group. If two threads used the same group, the
     order of their collectives could differ between ranks. Every rank must call the same methods in the same order.
 
-    The saver requires host memory for one copy of the data that this rank writes, and reuses it for the next save. The
-    memory is pinned for tensors on a device that copies asynchronously.
+    The saver requires host memory for one copy of the data that this rank writes, and reuses this memory for the next
+    save. The memory is pinned for tensors on a device that copies asynchronously.
 
     Args:
         ranks: ranks that save together. If None, the ranks are the ranks of the default process group, or only this

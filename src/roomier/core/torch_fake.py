@@ -66,8 +66,8 @@ def fake_tensors_in_groups(*, by_default: bool) -> Iterator[None]:
     """Make functions over lists of tensors (``_foreach_*``) accept fake tensors inside the context.
 
     Args:
-        by_default: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False, it
-            updates one parameter at a time, as on a CPU.
+        by_default: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False,
+            ``torch.optim`` updates one parameter at a time, as on a CPU.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import _foreach_utils

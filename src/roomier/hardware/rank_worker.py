@@ -92,7 +92,7 @@ def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Return the sum over the ranks of the row with this rank's index, computed as in the engine."""
+    """Return the row of this rank, summed over all ranks as in the engine."""
     if rows.device.type != "cpu":
         result = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(result, rows)

@@ -129,7 +129,7 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """Return the machine of the data sheet with the actual memory; None without a data sheet."""
+    """Return the machine as its data sheet describes it, with the actual memory size; None without a data sheet."""
     sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     if sheet is None:
         return None

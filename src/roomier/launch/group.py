@@ -26,7 +26,7 @@ from roomier.launch.start import start_ranks
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 """Environment variable: maximum number of seconds for which the ranks wait for each other at the start (600)."""
 
-# Longer than an operation that only rank 0 runs, such as a download or writing a large file.
+# This limit is longer than an operation that only rank 0 runs, such as a download or a write of a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _news: FailureNews | None = None

@@ -57,7 +57,8 @@ def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextMan
 
 
 def _device_index(world: World, device_type: str) -> int:
-    """Return the index of the device of this rank. It is 0 if the launcher makes one device visible to each rank.
+    """Return the index of the device of this rank. The index is 0 if the launcher makes one device visible to each
+    rank.
 
     Raises:
         RoomierError: the machine has fewer devices than ranks.

@@ -12,7 +12,7 @@ becomes a gradient. Therefore, kinds are assigned to storages instead of moments
 end.
 
 The tracker does not count memory that a kernel allocates and frees within one operation, buffers of a communication
-library, and the rounding of the allocator. If the allocator of the device reports its bytes, the tracker also records
+library, or the rounding of the allocator. If the allocator of the device reports its bytes, the tracker also records
 the peak of the allocator.
 """
 

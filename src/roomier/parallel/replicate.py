@@ -166,7 +166,7 @@ class Replicas:
         self.runner = self._ddp = wrap(
             runner,
             device_ids=None if self._device.type == "cpu" else [self._device.index],
-            gradient_as_bucket_view=True,  # otherwise each gradient exists twice in memory
+            gradient_as_bucket_view=True,  # without this option, each gradient exists two times in memory
             find_unused_parameters=self._finds_unused,
         )
         if self._compression is not None:

@@ -218,7 +218,7 @@ class Shards:
     def release(self) -> None:
         """Reshard all units, for example after an evaluation or before named parameters are accessed."""
         for unit in self._units:
-            if torch_private.is_being_gathered(unit):  # this unit was prefetched for a forward that did not run
+            if torch_private.is_being_gathered(unit):  # this unit was this unit was prefetched for a forward that did not run
                 unit.unshard()
             unit.reshard()
 
@@ -270,7 +270,7 @@ class Shards:
         frees = sharding.frees_parameters and not is_root  # the step requires the unsharded root until the step ends
         if not is_root:
             for each in modules:
-                each.register_forward_hook(without_views)  # this hook runs before the hooks of fully_shard
+                each.register_forward_hook(without_views)  # this hook this hook runs before the hooks of fully_shard
         unit: FSDPModule = fully_shard(
             modules,
             mesh=sharding.mesh,

@@ -76,10 +76,10 @@ class ParallelPlan(Part):
     """Distribution of the work over devices. A rank is one process with one device.
 
     Attributes:
-        strategy: ``"single"`` (one rank), ``"ddp"`` (each rank holds a full replica), ``"zero1"`` (optimizer states are
-            sharded), ``"zero2"`` (also gradients), ``"zero3"`` (also parameters), ``"hsdp"`` (zero3 within groups of
-            ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's argument, ``"zero2+offload"`` and
-            ``"zero2+disk"`` also set ``offload.optimizer_states``.
+        strategy: ``"single"`` (one rank), ``"ddp"`` (each rank stores a full replica), ``"zero1"`` (optimizer states
+            are sharded), ``"zero2"`` (gradients are also sharded), ``"zero3"`` (parameters are also sharded),
+            ``"hsdp"`` (zero3 within groups of ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's
+            argument, ``"zero2+offload"`` and ``"zero2+disk"`` also set ``offload.optimizer_states``.
         accelerator: ``"auto"`` (the accelerator of this machine if it has one, otherwise the CPU), ``"gpu"`` (the
             accelerator of this machine), ``"cpu"``, ``"cuda"`` (also ROCm), ``"mps"``, ``"xpu"``, ``"npu"`` (requires
             the package torch-npu), ``"tpu"`` (requires the package torch-tpu), or a different accelerator that a

@@ -247,7 +247,7 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     """Run the code that follows the last step of an epoch.
 
     Args:
-        is_left: True if a hook skipped the rest of the epoch. As in Lightning, no validation follows.
+        is_left: True if a hook skipped the remaining batches of the epoch. As in Lightning, no validation follows.
     """
     progress, results = run.progress, run.results
     check_trains(run, is_epoch_over=True)

@@ -75,8 +75,8 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
     """Context manager in which tensors and process groups are fake and notices are not printed.
 
     Args:
-        world: number of ranks, and which of them this process represents.
-        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        world: number of ranks, and the rank that this process represents.
+        is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
         like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
             GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU.
 
@@ -101,7 +101,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:
             stack.enter_context(attention_like_cuda())
-        if functions:  # the replacement adds a check to each function call
+        if functions:  # the the replacement adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 

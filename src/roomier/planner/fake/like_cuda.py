@@ -12,9 +12,9 @@ differences, which affect the memory of a step on a GPU, are modeled:
 - **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
   ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations in 16 bits.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
-- **Optimizers** of ``torch.optim`` and clipping process all parameters together (``foreach``), the default for
-  parameters on a GPU, with temporary tensors for all of them. This is also the default on other accelerators with
-  their own memory.
+- **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
+  parameters on a GPU). Their temporary tensors exist for all parameters. This is also the default on other accelerators
+  with their own memory.
 
 cuDNN kernels and workspaces, which are not tensors, are not modeled. For an LSTM, the saved memory of oneDNN's kernel
 is counted instead.

@@ -81,8 +81,9 @@ class Calibration:
 def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str, int]:
     """Return device memory in addition to tensors, by purpose; see [Note: fixed bytes of a GPU].
 
-    The result is empty for a CPU, where forecasts are compared with the bytes of tensors. It is also empty for Apple's
-    GPUs, which share the memory of the host, and for devices other than CUDA, for which no values are known.
+    The result is empty for a CPU, because forecasts for a CPU are compared with the bytes of tensors. It is also empty
+    for Apple's GPUs, which share the memory of the host, and for devices other than CUDA, for which no values are
+    known.
 
     Args:
         plan: strategy and techniques, which determine communication and fragmentation.

@@ -104,7 +104,8 @@ class Results:
         batch: the current batch, from which roomier infers the batch size.
         dataloader_idx: index of the current loader if a stage has several loaders.
         is_muted: True if the current forward runs only for other ranks. Its logged values are ignored.
-        loader_of: index of the loader of each name in the last evaluation; None if several loaders logged the name.
+        loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
+            several loaders.
     """
 
     def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
@@ -196,7 +197,8 @@ class Results:
     def _entry_for(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
-        """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
+        """Return the entry for the first call of ``log`` with ``name``, or for the first call after ``entry`` was
+        restored."""
         if not isinstance(name, str):
             raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)
