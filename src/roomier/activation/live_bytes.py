@@ -26,7 +26,7 @@ class LiveBytes(Protocol):
 
     @property
     def base_bytes(self) -> int:
-        """Bytes that existed before the start, to be added to each level and peak. Final after :meth:`stop`."""
+        """Bytes that were allocated before the start, to be added to each level and peak. Final after :meth:`stop`."""
         ...
 
     @property

@@ -84,7 +84,8 @@ class Products:
         return torch_private.intercept(self._compute_and_save)
 
     def replayed(self) -> AbstractContextManager[Any]:
-        """Return the context for the second forward. A third forward (for a retained graph) computes all products."""
+        """Return the context for the second forward. A third forward pass (for a retained graph) computes all
+        products."""
         self._next = 0
         return torch_private.intercept(self._take_or_compute)
 

@@ -173,7 +173,8 @@ def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """Return a profile with the maximum of all bytes and times, so that its choices are valid for all ``profiles``.
+    """Return a profile in which each number of bytes and each time is the maximum over ``profiles``, so that choices
+    based on it are valid for all of them.
 
     Args:
         profiles: profiles with the same order of blocks.

@@ -24,7 +24,7 @@ def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan 
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:
         return None
-    layer = next(iter(layers.values()))  # rank and scale are the same for all adapters adapters
+    layer = next(iter(layers.values()))  # rank and scale are the same for all adapters
     in_blocks = adaptable_in_blocks(network, blocks)
     formats = {each.weight_format for each in layers.values() if isinstance(each, InFewBits)}
     return AdapterPlan(

@@ -48,7 +48,7 @@ def ignored_label(network: nn.Module) -> int:
 
 
 def reduction_of(network: nn.Module) -> Literal["mean", "sum"]:
-    """Return the reduction of the loss of ``network`` over its terms."""
+    """Return how ``network`` reduces its loss over the individual terms."""
     is_sum = counts_samples(network) and getattr(network.config, "ctc_loss_reduction", "mean") == "sum"
     return "sum" if is_sum else "mean"
 

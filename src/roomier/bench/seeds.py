@@ -49,7 +49,7 @@ class Published:
         source: the article.
         what: the configuration.
         hardware: name of the machine, as accepted by :func:`machine_of`.
-        workload: function that creates the trained model and its micro-batch.
+        workload: function that creates the model to train and its micro-batch.
         flags: arguments of :func:`plan_from_flags`.
         published_mib: the value in MiB; None if the article states only whether the model fits.
         meter: ``"allocated"`` or ``"occupied"``.

@@ -84,7 +84,7 @@ class Ledger:
     def enters(self, score: float | None, keep: Keep) -> bool:
         """Return True if a checkpoint with this score would be among the top-k.
 
-        A checkpoint with score A checkpoint with score NaN is among the top-k only if all checkpoints are kept. If a
+        A checkpoint with score NaN is among the top-k only if all checkpoints are kept. If a
         metric is monitored, a checkpoint without a score is never among the top-k.
         """
         if keep.top_k == 0 or (keep.monitored and score is None):

@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: callback that changes the number of micro-batches per step by epoch."""
+"""GradientAccumulationScheduler: callback that changes the number of micro-batches per step at given epochs."""
 
 from __future__ import annotations
 

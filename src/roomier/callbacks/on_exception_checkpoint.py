@@ -106,7 +106,7 @@ class OnExceptionCheckpoint(Callback):
             }
             self.dirpath.mkdir(parents=True, exist_ok=True)
             checkpoint.save(path, state, Ranks())
-        except Exception as error:  # a save error a save error must not replace the error that ended the run
+        except Exception as error:  # a save error must not replace the error that ended the run
             notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
             return
         way = "there is no checkpoint for an exact resume"

@@ -22,7 +22,7 @@ class Standing:
     Attributes:
         title: title of the stage, such as ``"epoch 2/10"`` or ``"validation"``.
         num_done: number of completed batches.
-        num_total: number of all batches; infinite if this number is unknown.
+        num_total: total number of batches; infinite if this number is unknown.
         step_text: text such as ``"step 50/1000"``; empty in a stage without optimizer steps.
         batches_per_s: batches per second; 0 if the speed is unknown.
         left_s: remaining seconds of the stage, or of the run during training; infinite if unknown.

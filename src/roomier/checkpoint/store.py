@@ -59,7 +59,7 @@ def _write_file(path: Path, parts: Sequence[Part]) -> StoredFile:
 
 
 def _file_groups(parts: Sequence[Part], section_of: Mapping[str, Any]) -> list[list[Part]]:
-    """Group ``parts`` by file. A new file is started for each section, and after a file is full."""
+    """Group ``parts`` by file. A new file is started for each section, and whenever a file is full."""
     groups: list[list[Part]] = []
     held_bytes, section = 0, object()
     for part in parts:

@@ -57,9 +57,9 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
             there is no process group.
 
     Raises:
-        CheckpointError: ``state`` contains another type (in this case nothing is written), ``path`` exists and is not a
-            checkpoint, the disk is full, or the folder cannot be written. An error on one rank is raised on all ranks.
-            Existing checkpoints are unchanged.
+        CheckpointError: ``state`` contains an unsupported type (in this case nothing is written), ``path`` exists and
+            is not a checkpoint, the disk is full, or the folder is not writable. An error on one rank is raised on all
+            ranks. Existing checkpoints are unchanged.
 
     Example:
         >>> roomier.checkpoint.save("checkpoints/step-100", {"model": model.state_dict(), "step": 100})

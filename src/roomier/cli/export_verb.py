@@ -87,8 +87,7 @@ def _check_options(options: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def _default_output(path: Path, to: str) -> Path:
-    # For a link such as "last", the output is written next to the link. The path The path "." has no name, so it is
-    # resolved.
+    # For a link such as "last", the output is written next to the link. The path "." has no name, so it is resolved.
     folder = path.parent if path.name else path.resolve().parent
     return folder / f"{path.resolve().name.removesuffix('.ckpt')}{_SUFFIXES[to]}"
 

@@ -96,6 +96,6 @@ def moved(leaf: Any, device: torch.device) -> Any:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor of ``batch``, or 1 without a tensor."""
+    """Return the size of the first dimension of the first tensor in ``batch``, or 1 if ``batch`` contains no tensor."""
     first = batch if isinstance(batch, Tensor) else next(tensors(batch), None)
     return first.size(0) if first is not None and first.dim() else 1  # a nested tensor has size(), but no shape

@@ -149,7 +149,7 @@ class BatchFeed(Feed):
 
 
 class ListFeed(BatchFeed):
-    """Feed for a list of batches, which resumes at an index."""
+    """Resumable feed for a list of batches."""
 
     kind = "list"
 
@@ -428,7 +428,7 @@ class StatefulFeed(BatchFeed):
             set_rng_state(random_state)
 
     def _goes_on(self) -> bool:
-        """Return True if a new iterator continues after the last batch instead of starting an epoch.
+        """Return True if a new iterator continues after the last yielded batch instead of starting an epoch.
 
         A loader over an endless stream can behave in this way. Loaders do not report this behavior, so this method
         reads a few batches and compares states.

@@ -23,8 +23,8 @@ def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> No
     """Compare the lengths of ``loader`` on all ranks. A loader without a length is not checked.
 
     Every rank must call this function. In training, each epoch has as many batches as the shortest loader, and roomier
-    prints a notice if the lengths differ. In an evaluation, the ranks take turns with the batches of one loader, so
-    different lengths are an error, unless the loader shards itself.
+    prints a notice if the lengths differ. During an evaluation, the ranks take turns with the batches of one loader.
+    Different lengths on the ranks are therefore an error, unless the loader shards itself.
 
     Args:
         loader: loader of this rank.

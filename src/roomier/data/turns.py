@@ -53,7 +53,7 @@ class TurnSampler(Sampler[Any]):
     Attributes:
         inner: the argument ``inner``.
         limit: maximum number of batches of all ranks.
-        order: ``(number, counts)`` of each batch that was yielded but not evaluated yet.
+        order: ``(number, counts)`` of each batch that has been yielded but not yet evaluated.
     """
 
     def __init__(self, inner: Iterable[Any], world: World, draws: CommonDraws) -> None:

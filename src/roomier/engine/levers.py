@@ -28,7 +28,7 @@ class Levers:
 
     Attributes:
         network: the network in which the techniques are installed.
-        forward_context: object that creates the context of a forward.
+        forward_context: object that creates the context of a forward pass.
         backward_context: function that creates the context of a backward, in which blocks may be recomputed.
         recompute: recomputation of blocks. There are no such blocks if no activations are recomputed or offloaded.
         output_layer: the layer whose logits are computed in chunks. None without a chunked loss.

@@ -24,7 +24,7 @@ States = dict[str, Any]
 
 
 def check_values(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str], place: str) -> None:
-    """Check the settings and the states in ``saved``. The tensors need not be read yet.
+    """Check the settings and the states in ``saved``. The tensors may still be unread.
 
     Args:
         optimizer: the optimizer of this run.

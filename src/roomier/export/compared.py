@@ -53,7 +53,7 @@ def check_same(
     Args:
         exported: function that calls the exported model and returns its output tensors in order.
         fixed_shapes: do not change the batch size.
-        max_difference: maximum difference of an output, relative to its largest value.
+        max_difference: largest difference in any output, relative to the largest value of that output.
         to: name of the format, for messages.
         hints: messages of the exporter, which are added to the error.
 

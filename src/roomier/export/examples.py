@@ -110,7 +110,7 @@ def _check_call(model: nn.Module, example: Example, field: str) -> None:
         text = " ".join(str(error).split())[:200]
         problem = f"cannot be passed to forward ({type(error).__name__}: {text})"
         taken = ", ".join(inspect.signature(model.forward).parameters)
-        action = f"Pass the arguments of forward({taken}), with the shapes and dtypes of the training"
+        action = f"Pass the arguments of forward({taken}), with the shapes and dtypes used in training"
         raise RoomierError(field, f"{', '.join(shown)}{names}", problem, action) from error
 
 

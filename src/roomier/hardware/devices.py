@@ -33,8 +33,8 @@ in RCCL's table (``hwLat``, protocol Simple): 3.6 us over NVLink, 5.7 over PCIe,
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
 with one network card per device unless the comment above the table states otherwise. For workstation cards, the table
-assumes a node with eight cards on PCIe 4.0 or 5.0, 512 GiB of memory, and one shared network card of 100 Gbit/s. Disks
-are assumed to be one NVMe drive of PCIe 4.0 per node, with 6 GB/s for reads and 4 GB/s for writes.
+assumes a node with eight cards on PCIe 4.0 or 5.0, 512 GiB of memory, and one shared network card of 100 Gbit/s. Each
+node is assumed to have one PCIe 4.0 NVMe drive, with 6 GB/s for reads and 4 GB/s for writes.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[fl
 
 
 def _write_rate(file: int, num_bytes: int, seconds: float) -> float:
-    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # zeros would be too fast on drives that compress data data
+    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # zeros would be too fast on drives that compress data
     start, written = time.perf_counter(), 0
     while written < num_bytes and (written == 0 or time.perf_counter() - start < seconds):
         written += os.write(file, chunk)

@@ -85,7 +85,7 @@ def watched(run: WatchedRun) -> Iterator[None]:
         heartbeat.watch(before)
 
 
-def _forget() -> None:  # a forked process does not have the threads of the heartbeat of the heartbeat
+def _forget() -> None:  # a forked process does not have the threads of the heartbeat
     global _heartbeat
     _heartbeat = None
 

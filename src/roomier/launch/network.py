@@ -37,7 +37,7 @@ def _interface_towards(address: str) -> str | None:
         target = _ANYWHERE  # rank 0 resolves its own host name to the loopback
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, 1))  # this call this call sends no packet; the system only selects the route
+            probe.connect((target, 1))  # this call sends no packet; the system only selects the route
         except OSError:
             return None
         own: str = probe.getsockname()[0]

@@ -26,9 +26,9 @@ AverageAll = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
 def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: float) -> None:
     """Compute ``average += weight * (tensor - average)`` for each pair, in place.
 
-    With ``weight = 1 / (n + 1)`` for the n-th of equally weighted iterates, the result is their mean (Polyak and
-    Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"). With ``weight = 1 - decay``, the result is
-    the exponential moving average ``decay * average + (1 - decay) * tensor``.
+    With ``weight = 1 / (n + 1)`` for iterate ``n`` of several equally weighted iterates, the result is their mean
+    (Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"). With ``weight = 1 - decay``,
+    the result is the exponential moving average ``decay * average + (1 - decay) * tensor``.
 
     Args:
         averages: floating-point tensors on any device, with the same sharding as their tensors.

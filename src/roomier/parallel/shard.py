@@ -218,7 +218,7 @@ class Shards:
     def release(self) -> None:
         """Reshard all units, for example after an evaluation or before named parameters are accessed."""
         for unit in self._units:
-            if torch_private.is_being_gathered(unit):  # this unit was this unit was prefetched for a forward that did not run
+            if torch_private.is_being_gathered(unit):  # it was prefetched for a forward that did not run
                 unit.unshard()
             unit.reshard()
 
@@ -270,7 +270,7 @@ class Shards:
         frees = sharding.frees_parameters and not is_root  # the step requires the unsharded root until the step ends
         if not is_root:
             for each in modules:
-                each.register_forward_hook(without_views)  # this hook this hook runs before the hooks of fully_shard
+                each.register_forward_hook(without_views)  # this hook runs before the hooks of fully_shard
         unit: FSDPModule = fully_shard(
             modules,
             mesh=sharding.mesh,
@@ -311,8 +311,8 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _gather_ahead(units: list[list[FSDPModule]]) -> None:
-    # On a GPU, fully_shard overlaps all-gathers with computation on a separate stream. Without streams, the overlap
-    # requires explicit forward prefetching.
+    # On a GPU, fully_shard runs all-gathers on a separate stream, so that they overlap with computation. Without
+    # streams, the overlap requires explicit forward prefetching.
     for parts, following in pairwise(units):
         parts[-1].set_modules_to_forward_prefetch([*parts[:-1], *following])
 

@@ -21,7 +21,7 @@ from roomier.run.settled import Request
 
 _HOOKS = frozenset((*SHARED_HOOKS, *CALLBACK_HOOKS))
 _DEBUGGERS = ("bdb", "pdb", "code", "IPython.core.debugger", "IPython.terminal.embed")
-_DEBUG_SERVERS = ("pydevd", "debugpy")  # debuggers may stop all threads, including the heartbeat thread thread
+_DEBUG_SERVERS = ("pydevd", "debugpy")  # debuggers may stop all threads, including the heartbeat thread
 _LONG = {
     "torch._dynamo.convert_frame": "compiling",
     "torch._inductor.compile_fx": "compiling",

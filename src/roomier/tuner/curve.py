@@ -41,7 +41,7 @@ class LearningRateCurve:
 
     @property
     def results(self) -> dict[str, list[float]]:
-        """Dict Dict ``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's finder."""
+        """Dict ``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's finder."""
         return {"lr": list(self.learning_rates), "loss": list(self.losses)}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:

@@ -206,7 +206,7 @@ def _words(plan: Plan) -> tuple[str, ...]:
 
 def _settings_of_auto(plan: Plan) -> dict[str, Any]:
     auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None), choice=ChoicePlan())
-    found = trainer_keywords(auto)["strategy"]  # the key the key exists, because "auto" is not the default
+    found = trainer_keywords(auto)["strategy"]  # the key exists, because "auto" is not the default
     return {} if isinstance(found, str) else {name: value for name, value in found.items() if name != "name"}
 
 

@@ -37,7 +37,7 @@ Keywords = Mapping[str, Any]
 Works = Callable[[Plan], bool]
 
 _MAX_EDITS = 3
-_MAX_BUILDS = 12  # maximum number of maximum number of builds that are tried for one error
+_MAX_BUILDS = 12  # maximum number of builds that are tried for one error
 _STRATEGIES = ("zero2", "ddp", "zero3", "zero1", "single", "hsdp")
 _DEFAULT = object()
 
@@ -64,7 +64,7 @@ def with_nearest(
         fixed: keywords that cannot change anymore.
     """
     found = nearest_legal(error, asked, works or has_its_device, fixed=fixed)
-    if not found:  # either either None, or a Trainer without keywords, which is no useful advice
+    if not found:  # either None, or a Trainer without keywords, which is no useful advice
         return error
     advice = f"The nearest plan that works: {as_call(found)}"
     if isinstance(error, CombinedPlanError):

@@ -34,8 +34,8 @@ _NUM_TRACED = _NUM_FIRST + _NUM_LAST
 _LEAST = _NUM_TRACED + 2  # shorter rows are traced in full
 
 
-class _IsNotLinear(Exception):  # noqa: N818 - a finding; it is never raised to a caller
-    """The timelines of copies with two depths do not determine the timelines of models with different depths."""
+class _IsNotLinear(Exception):  # noqa: N818 - a finding, not an error; callers never see it
+    """The timelines of copies of two depths do not determine the timelines of models of different depths."""
 
     def __str__(self) -> str:
         return "changes in more than the added blocks"

@@ -101,7 +101,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:
             stack.enter_context(attention_like_cuda())
-        if functions:  # the the replacement adds a check to each function call
+        if functions:  # the replacement adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 

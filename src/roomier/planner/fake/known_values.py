@@ -2,8 +2,8 @@
 
 [Note: assumed values]
 Shapes can depend on values, such as sequence lengths or the number of tokens that a mask retains. Fake tensors have no
-values. Small integer and boolean tensors therefore carry a real tensor. Each operation computes the real tensor of its
-result from known values. Unknown values are assumed as follows, which corresponds to a typical step:
+values. Small integer and boolean tensors therefore carry a real tensor. Each operation computes its result as a real
+tensor from the known values. Unknown values are assumed as follows, which corresponds to a typical step:
 
 - A number is 1 and a flag is true, so no value is infinite, no element is dropped, and a mask retains all elements. If
   a mask is computed from numbers in the batch, the actual values of these numbers are used.

@@ -117,7 +117,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
     explained = OutOfMemory("strategy", plan.parallel.strategy, ". ".join(problem), action)
     explained.plan = nearest
     for failure in attempt.failures:
-        explained.add_note(f"roomier could not compute all of this message: {failure}")
+        explained.add_note(f"roomier could not complete this message: {failure}")
     return explained
 
 

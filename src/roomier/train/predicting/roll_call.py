@@ -71,7 +71,7 @@ class RollCall:
             return
         self._store.set(self._key(self._world.rank), _HERE)
         left = [rank for rank, word in enumerate(self._announcements(self._store)) if word == _LEFT]
-        self._num_rounds += 1  # before an error is raised, because this rank was present in the round in the round
+        self._num_rounds += 1  # before an error is raised, because this rank was present in the round
         if left:
             raise _left(left) from (DistError(f"ranks {left} have failed") if _have_failed() else None)
         if self._num_rounds > 1:  # all ranks are present, so no rank will read the previous round again

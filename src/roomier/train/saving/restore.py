@@ -156,7 +156,7 @@ def restore(run: Run, path: Path) -> None:
         check_same_optimizer(stored_plan, run.plan)
         into: dict[str, Any] = {"module": _places(run, weights, stored["module"])}
         with malformed(path):
-            for callback in run.callbacks:  # called called first, because a callback may restore the parameter groups
+            for callback in run.callbacks:  # called first, because a callback may restore the parameter groups
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
             run.engine.check(stored)

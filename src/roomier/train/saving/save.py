@@ -104,7 +104,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
     then = partial(_committed, run, wanted, run.progress.global_step)
     is_training = run.settled.request.state.stage is RunningStage.TRAINING
-    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends ends
+    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends
         checkpoint.save(wanted.path, state, run.ranks)
         then()
         return
