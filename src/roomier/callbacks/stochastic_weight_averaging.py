@@ -32,9 +32,10 @@ KEY = "stochastic_average"  # key in a checkpoint
 class StochasticWeightAveraging(Callback):
     """Stochastic Weight Averaging.
 
-    The callback implements Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization" (arXiv:1803.05407). Starting from a given epoch, torch's ``SWALR`` replaces
-    the module's scheduler, anneals the learning rate to ``swa_lrs`` and then keeps the rate constant. The average
-    includes the weights at the start of each of these epochs.
+    The callback implements Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
+    Generalization" (arXiv:1803.05407). Starting from a given epoch, torch's ``SWALR`` replaces the module's scheduler,
+    anneals the learning rate to ``swa_lrs`` and then keeps the rate constant. The average includes the weights at the
+    start of each of these epochs.
 
     After ``max_epochs``, the model receives the average. The running statistics of the model's BatchNorm modules are
     then recomputed with one pass over the training data of all ranks, without updates and without hooks. If a run ends
