@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.accelerator import (
     current_device_index,
-    device_count,
     empty_cache,
     max_memory_allocated,
     max_memory_reserved,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Generator
 
 __all__ = [
-    "device_count",
     "empty_cache",
     "max_memory_allocated",
     "max_memory_reserved",
@@ -61,6 +59,11 @@ _lazy_init = init
 
 def _is_in_bad_fork() -> bool:
     return False  # ranks are forked before the device is used
+
+
+def device_count() -> int:
+    count: int = extension.device_count()  # torch.accelerator.device_count calls this function
+    return count
 
 
 def current_device() -> int:

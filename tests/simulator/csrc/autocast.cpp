@@ -17,7 +17,8 @@ void for_each_tensor(const c10::IValue& value, const std::function<void(const at
 }
 
 void cast_arguments(c10::ArrayRef<c10::Argument> arguments, Stack* stack, at::ScalarType dtype) {
-  for (c10::IValue& value : torch::jit::last(*stack, arguments.size())) {
+  for (size_t i = stack->size() - arguments.size(); i < stack->size(); ++i) {
+    c10::IValue& value = (*stack)[i];
     if (value.isTensor()) {
       value = cached_cast(dtype, value.toTensor(), kDevice);
     } else if (value.isTensorList()) {
@@ -44,11 +45,10 @@ void run_in_fp32(const c10::OperatorHandle& operation, Stack* stack) {
 void run_with_dtype_fp32(const c10::OperatorHandle& operation, Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastPrivateUse1);
   const auto& arguments = operation.schema().arguments();
-  auto values = torch::jit::last(*stack, arguments.size());
+  c10::IValue* values = stack->data() + stack->size() - arguments.size();
   if (values[0].isTensor() && is_eligible(values[0].toTensor(), kDevice)) {
     for (size_t i = 0; i < arguments.size(); ++i) {
-      auto& value = const_cast<c10::IValue&>(values[i]);
-      if (arguments[i].name() == "dtype" && value.isNone()) value = static_cast<int64_t>(at::kFloat);
+      if (arguments[i].name() == "dtype" && values[i].isNone()) values[i] = static_cast<int64_t>(at::kFloat);
     }
   }
   operation.callBoxed(*stack);

@@ -22,6 +22,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("exempt_this_thread", &exempt_this_thread);
   module.def("set_memory_limit", &set_memory_limit, without_gil);
   module.def("memory_limit", &memory_limit, without_gil);
+  module.def("device_count", &device_count);
   module.def("set_device_count", &set_device_count);
   module.def("remove_capability", [](const std::string& name) {
     if (name == "streams") capabilities().streams = false;

@@ -100,8 +100,8 @@ struct Generator final : c10::GeneratorImpl {
 
   void set_state(const c10::TensorImpl& state) override {
     TORCH_CHECK(
-        state.device().is_cpu() && state.nbytes() == kStateBytes, "The state of a generator has ", kStateBytes,
-        " bytes and is on the CPU. Received ", state.nbytes(), " bytes on ", state.device(), ".");
+        state.device().is_cpu() && state.numel() == kStateBytes, "The state of a generator has ", kStateBytes,
+        " elements and is on the CPU. Received ", state.numel(), " elements on ", state.device(), ".");
     const auto* words = static_cast<const uint64_t*>(state.data());
     seed_ = words[0];
     offset_ = words[1];
