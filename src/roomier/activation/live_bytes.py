@@ -1,9 +1,9 @@
 """Bytes of tensors that are in use on a device, at each moment of a step.
 
 If the allocator of the device reports its bytes, the numbers come from the allocator. Otherwise, the storages that
-operations use are counted. A storage counts from the operation that returns it until Python frees it. A storage that
-first appears as an argument existed before the start. ``fully_shard`` frees and fills storages by resizing, so their
-sizes are checked before each operation.
+operations use are counted. A storage is counted from the operation that returns it until Python frees it. A storage
+that first appears as an argument existed before the start. ``fully_shard`` frees and allocates storages by resizing
+them, so the sizes of storages are checked before each operation.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from roomier.device.capability import capabilities_of
 
 
 class LiveBytes(Protocol):
-    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, except :attr:`base_bytes`."""
+    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, excluding :attr:`base_bytes`."""
 
     @property
     def base_bytes(self) -> int:
-        """Bytes that existed before the start, to be added to each level and peak. Final after :meth:`stop`."""
+        """Bytes that were allocated before the start, to be added to each level and peak. Final after :meth:`stop`."""
         ...
 
     @property
     def own_ns(self) -> int:
-        """Time that the counting has taken so far, in nanoseconds."""
+        """Time that the counting has required so far, in nanoseconds."""
         ...
 
     def start(self) -> None:
@@ -59,7 +59,7 @@ def live_bytes_on(device: torch.device) -> LiveBytes:
 
 
 class AllocatorBytes:
-    """Measurement with the allocator of the device. It resets the peak statistics of the allocator."""
+    """Measurement with the allocator of the device. The measurement resets the peak statistics of the allocator."""
 
     base_bytes = 0
     own_ns = 0

@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all rows: seconds per step and peak bytes. Every turn runs in a separate process, and rows alternate."""
+    """Return all rows, with the seconds per step and the peak bytes. Every turn runs in a separate process, and rows
+    alternate."""
     has_gpu = accelerator_type() is not None
     facts = circumstances()
     settings = {

@@ -1,4 +1,4 @@
-"""Machine, versions, commit and command of a measurement. Every result contains them."""
+"""Description of a measurement: machine, versions, commit and command. Every result contains them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _device_names() -> list[str]:
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit of this checkout, and whether files differ from the commit.
+    """Return the commit of this checkout, and whether files differ from this commit.
 
     Both values are None if the package is not in a git checkout, for example if a wheel is installed.
     """

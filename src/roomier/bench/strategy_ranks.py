@@ -1,7 +1,7 @@
-"""A rank of ``roomier bench strategies``: ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
+"""One rank of ``roomier bench strategies``, which runs as ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
 
-Memory and time are measured separately, because the tracker makes steps slow. Both use the same objects. If the objects
-of all strategies do not fit into memory together, they are created again for each turn.
+Memory and time are measured separately, because the memory tracker slows down the steps. Both use the same objects. If
+the objects of all strategies do not fit into memory at the same time, they are created again for each turn.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TrainedGPT(Module):
 
 
 class PlainLoop:
-    """The step of the PyTorch tutorials: DDP, autocast and a fused optimizer."""
+    """The training step from the PyTorch tutorials, with DDP, autocast and a fused optimizer."""
 
     def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
         precision = precision_of(plan.precision.mode, _DEVICE)
@@ -73,7 +73,7 @@ class PlainLoop:
         self._context = precision.forward_context()
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
-        """Run one step and return its loss; call ``enter`` with each phase."""
+        """Run one step, call ``enter`` at the start of each phase, and return the loss."""
         enter("forward")
         self.optimizer.zero_grad()
         with self._context():
@@ -102,7 +102,7 @@ class EngineLoop:
         self._num_ranks = ranks.world.size
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
-        """Run one step and return its loss; call ``enter`` with each phase."""
+        """Run one step, call ``enter`` at the start of each phase, and return the loss."""
         enter("forward")
         loss = self.engine.forward_backward(lambda batch, _: self.module.training_step(batch), [batch])
         enter("update")
@@ -127,7 +127,7 @@ class Strategy:
         name: name of the strategy.
         settings: settings of the benchmark.
         ranks: ranks of the run.
-        keeps: whether the loop stays in memory between its turns.
+        keeps: True if the loop stays in memory between its turns.
     """
 
     def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, *, keeps: bool) -> None:
@@ -146,7 +146,7 @@ class Strategy:
         self._batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def formula(self, rank: int = 0) -> ModelStates:
-        """Return the model states of ``rank`` by formula."""
+        """Return the size of the model states of ``rank``, computed with a formula."""
         with torch.device("meta"):
             network = GPT(self._config)
         return predict(network, self._plan, rank=rank)
@@ -195,7 +195,7 @@ class Strategy:
                 loop.step(self._batch, _ignore)
         self._loop = loop if self._keeps else None
         yield loop
-        gc.collect()  # no strategy spends time on collecting the garbage of the previous one
+        gc.collect()  # so that no strategy spends time on the garbage collection of the previous strategy
 
 
 def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:

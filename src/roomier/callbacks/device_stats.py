@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: logs the memory statistics of the device and the load of the host."""
+"""DeviceStatsMonitor: callback that logs the memory statistics of the device and the load of the host."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class DeviceStatsMonitor(Callback):
     """Logs the statistics of the device's allocator and the load of the host.
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
-    (bytes, as named by torch), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``.
-    They are logged at log steps, before and after the step, and after each evaluation. The values are from the first
-    rank. Reading them does not synchronize the device.
+    (bytes, as named by torch), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. The metrics
+    are logged at log steps, before and after the step, and after each evaluation. The values are from the first rank.
+    Reading the statistics does not synchronize the device.
 
     Args:
         cpu_stats: log the load of the host; None logs it only if training runs on the CPU.
 
     Raises:
-        RoomierError: a fit starts without a logger.
+        RoomierError: the Trainer has no logger when a fit starts.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[DeviceStatsMonitor()])

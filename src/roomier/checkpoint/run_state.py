@@ -1,7 +1,7 @@
 """The entries that a Trainer stores in a checkpoint, and the schema of each entry.
 
 Callers of :func:`roomier.checkpoint.save` can use any names, so these schemas apply only to functions that read the
-state of a run. Values that depend on the objects of the present run (its optimizers, schedulers and callbacks) are
+state of a run. Values that depend on the objects of the current run (its optimizers, schedulers and callbacks) are
 checked by the code that loads them.
 """
 
@@ -133,7 +133,7 @@ def check_run_state(path: Path, state: Mapping[str, Any]) -> None:
         for name, form in FORMS.items():
             if name in state:
                 form(state[name], name)
-    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # the layers of the model depend on it
+    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # model layers depend on the adapter
 
 
 def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:

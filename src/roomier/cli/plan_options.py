@@ -38,8 +38,8 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     """Return the parser, with all keywords of the Trainer and of the given classes.
 
     Args:
-        gpt: ``"gpt"`` or the name of one of its sizes if ``--model`` has this value; the options of the model are then
-            the fields of :class:`GPTConfig`.
+        gpt: value of ``--model`` if it is ``"gpt"`` or the name of a GPT size. The model options are then the fields of
+            :class:`GPTConfig`.
     """
     parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
@@ -130,13 +130,14 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
 
 
 def trainer_words(words: Sequence[str]) -> frozenset[str]:
-    """Return the Trainer keywords in ``words`` itself, without those in a YAML file."""
+    """Return the Trainer keywords that ``words`` contains, without the keywords in YAML files."""
     options = (word.partition("=")[0] for word in words)
     return frozenset(option.split(".")[1] for option in options if option.startswith("--trainer."))
 
 
 def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
-    """Plan only the strategy of ``--trainer.strategy`` if it was passed on the command line, as with ``--strategy``.
+    """Plan only the strategy of ``--trainer.strategy`` if this option was passed on the command line, as for
+    ``--strategy``.
 
     Args:
         given: result of :func:`trainer_words`.
@@ -155,7 +156,7 @@ def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
 
 
 def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machine:
-    """Return the machine of ``--hardware`` and ``--nodes``, otherwise this machine with the devices of the Trainer.
+    """Return the machine of ``--hardware`` and ``--nodes``, or by default this machine with the devices of the Trainer.
 
     Args:
         given: result of :func:`trainer_words`; these keywords must not contradict ``--hardware``.
@@ -181,7 +182,8 @@ def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machin
 
 
 def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
-    """Return the number of nodes; None if it is not given, so that 1 or the value in a machine file applies."""
+    """Return the number of nodes. None if no option sets the number, so that 1 or the value in a machine file
+    applies."""
     own, asked = config.trainer.num_nodes, config.nodes
     is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
     if asked is not None and "num_nodes" in given and own != asked:
@@ -212,7 +214,7 @@ def _check_names_the_same(config: Namespace, machine: Machine, given: Collection
 
 
 def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
-    """Return the copies of weights that the configured callbacks hold. Other callbacks are not created."""
+    """Return the copies of weights that the configured callbacks store. Other callbacks are not created."""
     callbacks = config.trainer.callbacks or ()
     made: list[Any] = []
     for each in callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,):

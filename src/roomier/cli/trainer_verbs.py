@@ -26,7 +26,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
     Raises:
         RoomierError: an option is invalid, or the request is not supported.
-        SystemExit: after ``--help`` or ``--print_config``, or a signal ended the run.
+        SystemExit: ``--help`` or ``--print_config`` was passed, or a signal terminated the run.
     """
     with current_folder_importable():
         parser = trainer_parser(verb)

@@ -55,11 +55,11 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
     Args:
         seed: integer in ``[0, 2**32)``.
-        workers: has no effect. It exists for compatibility with Lightning. roomier always seeds the workers of a
-            DataLoader, separately for each sample.
+        workers: has no effect. This argument exists for compatibility with Lightning. roomier always seeds the workers
+            of a DataLoader, separately for each sample.
 
     Raises:
-        RoomierError: ``seed`` is not an integer in this range.
+        RoomierError: ``seed`` is not an integer in ``[0, 2**32)``.
 
     Example:
         >>> roomier.seed_everything(42)
@@ -74,7 +74,8 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
 
 def separate_rng(rank: int) -> None:
-    """Seed the generators of this rank differently from other ranks with the same state. Rank 0 keeps its state.
+    """Reseed the generators of this rank, so that ranks with the same state obtain different states. Rank 0 keeps its
+    state.
 
     The new state depends only on the current state and on ``rank``.
     """
@@ -145,7 +146,7 @@ def check_rng_state(state: dict[str, Any], place: str) -> None:
 def check_generator_state(state: torch.Tensor, place: str) -> None:
     """Raise FormError if a generator of torch on the CPU does not accept ``state``.
 
-    States of other devices have other sizes and are not checked.
+    States of other devices have different sizes and are not checked.
     """
     if state.shape != torch.Generator().get_state().shape:
         return

@@ -30,7 +30,7 @@ class BatchMover:
         def move(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 copied = moved(leaf, self.device)
-                copied.record_stream(computing)  # freed memory must not be reused while kernels still read it
+                copied.record_stream(computing)  # freed memory must not be reused while kernels still read the memory
                 return copied
             with computing:  # record_stream cannot be called for tensors inside an unknown object
                 return moved(leaf, self.device)

@@ -22,7 +22,7 @@ class Facts:
 
     Attributes:
         network: the module whose parameters are trained and saved.
-        blocks: its blocks, see :func:`roomier.api.blocks.find_blocks`. Empty if no layer repeats.
+        blocks: blocks of the network, see :func:`roomier.api.blocks.find_blocks`. Empty if no layer repeats.
         device: the device of this rank.
         precision: the dtypes of weights and computation.
         ranks: the ranks that train the network together.
@@ -40,7 +40,7 @@ class Facts:
 def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
     """Return the facts of the network in ``module`` under ``plan``.
 
-    Techniques replace the parameters and forwards of the network, but its blocks stay the same modules.
+    Techniques replace the parameters and forwards of the network, but its blocks remain the same modules.
 
     Raises:
         RoomierError: the device is not available or does not support the precision, or ``model_blocks()`` returns a

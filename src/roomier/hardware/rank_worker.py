@@ -1,7 +1,7 @@
 """Process of one rank in a measurement of several ranks: ``python -m roomier.hardware.rank_worker SETTINGS``.
 
-The settings are JSON on the command line, and the result is a JSON file. All ranks measure the same value at the same
-time, so each rank has the same share of the machine as in a run.
+The settings are JSON on the command line, and the result is a JSON file. All ranks take the same measurement at the
+same time, so each rank has the same share of the machine as in a run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure the rates of one rank without communication, in about ``seconds`` altogether."""
+    """Measure the rates of one rank without communication, in about ``seconds`` in total."""
     rates = {}
     for dtype in DTYPES:
         _meet()
@@ -79,8 +79,8 @@ def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Measure large and small collectives: seconds of each repetition, and the bytes that a rank sends in one
-    collective."""
+    """Measure large and small collectives. The result contains the seconds of each repetition, and the bytes that a
+    rank sends in one collective."""
     exchange = Exchange()
     result: dict[str, Any] = {}
     for size, num_bytes in (("large", _WHOLE_BYTES), ("small", _SMALL_BYTES)):
@@ -92,7 +92,7 @@ def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Return the sum over the ranks of the row with this rank's index, computed as in the engine."""
+    """Return the row of this rank, summed over all ranks as in the engine."""
     if rows.device.type != "cpu":
         result = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(result, rows)

@@ -17,7 +17,8 @@ from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.measured import Circumstances, Measured, circumstances_of
 from roomier.hardware.measuring import measure_quickly
 
-# Assumed values without a measurement: loopback between processes of one host, and one drive of a typical server.
+# Values that are assumed without a measurement: loopback between processes of one host, and one drive of a typical
+# server.
 _EXCHANGE = Link(2e9, 2e-4)
 _NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; links between machines are never measured
 _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
@@ -26,10 +27,11 @@ _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto") -> Machine:
     """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
-    The rates are stored measurements of ``roomier hardware`` for this host with the same processor, version of torch,
-    number of ranks and threads per rank. Otherwise, the rates of GPUs in the table come from their data sheets, and
-    other values come from a quick measurement of about a second, one time per process. ``source`` states the origin.
-    The memory is the currently available memory.
+    The rates come from stored measurements of ``roomier hardware`` for this host, if the processor, the torch version,
+    the number of ranks and the number of threads per rank are the same. Without a stored measurement, the rates of GPUs
+    in the table come from their data sheets. Other values come from a quick measurement, which takes about one second
+    and runs one time per process. ``source`` states the origin. The memory size is the memory that is currently
+    available.
 
     Args:
         devices: ranks per node.
@@ -74,7 +76,8 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
 def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
     """Return the stored measurement for ``num_ranks``, otherwise a quick one; None if a data sheet is used instead.
 
-    Disk and collectives of a quick measurement come from another measurement of this host if one exists.
+    The disk and collective rates of a quick measurement come from another stored measurement of this host, if one
+    exists.
     """
     circumstances = circumstances_of(device, num_ranks)
     kept = measurements.stored()
@@ -126,7 +129,7 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """Return the machine of the data sheet with the actual memory; None without a data sheet."""
+    """Return the machine as its data sheet describes it, with the actual memory size; None without a data sheet."""
     sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     if sheet is None:
         return None

@@ -1,4 +1,5 @@
-"""Process group of a run. A process joins it when its first run begins, and leaves it when the process ends."""
+"""Process group of a run. A process joins the process group when its first run begins, and leaves the process group
+when the process ends."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from roomier.device.resolve import group_backend
 def join(world: World, device_type: str) -> Ranks:
     """Return the ranks of ``world`` after the rendezvous. An initialized process group is reused.
 
-    If no launcher started the other ranks of this machine, this function starts them.
+    If no launcher started the other ranks of this machine, this function starts these ranks.
 
     Args:
         device_type: device type of the tensors that the ranks exchange, such as ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group has different
-            ranks.
+        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group does not match
+            the requested ranks.
     """
     if world.size == 1:
         return Ranks(world)
@@ -36,7 +37,7 @@ def join(world: World, device_type: str) -> Ranks:
     if device_type != "cpu":
         torch.accelerator.set_device_index(_device_index(world, device_type))
     if not dist.is_initialized():
-        from roomier.launch.group import initialize  # late: one rank does not require this import
+        from roomier.launch.group import initialize  # late: a run with one rank does not require this import
 
         initialize(world, device_type)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:
@@ -57,7 +58,8 @@ def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextMan
 
 
 def _device_index(world: World, device_type: str) -> int:
-    """Return the index of the device of this rank. It is 0 if the launcher makes one device visible to each rank.
+    """Return the index of the device of this rank. The index is 0 if the launcher makes one device visible to each
+    rank.
 
     Raises:
         RoomierError: the machine has fewer devices than ranks.

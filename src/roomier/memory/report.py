@@ -95,10 +95,11 @@ class MemoryReport:
 
 
 def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker | None = None) -> MemoryReport:
-    """Return the current memory of each rank between two steps, and the prediction. Every rank must call this function.
+    """Return the current memory of each rank between two steps, and the predicted memory. Every rank must call this
+    function.
 
     Args:
-        plan: plan from which ``engine`` was built.
+        plan: plan from which ``engine`` was created.
         tracker: tracker of a completed step, for the peaks.
     """
     engine.settle()

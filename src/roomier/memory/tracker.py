@@ -3,15 +3,16 @@
 [Note: how bytes are counted]
 While a :class:`MemoryTracker` is active, it receives each operation that torch dispatches on this rank, including the
 operations of backward and of optimizers. Each storage of an argument or a result is counted one time, regardless of the
-number of tensors that share it. A result is counted from the operation that returns it. An argument that was not seen
-before is counted from the start, because it already existed. A storage is counted until Python destroys it. Sizes are
-read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
+number of tensors that share it. A result is counted from the operation that returns it onward. An argument that was not
+recorded before is counted from the start, because the argument already existed. A storage is counted until Python
+destroys it. Sizes are read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
 
 The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
-becomes a gradient. So kinds are assigned to storages instead of moments, and sums by kind are computed at the end.
+becomes a gradient. Therefore, kinds are assigned to storages instead of moments, and sums by kind are computed at the
+end.
 
 The tracker does not count memory that a kernel allocates and frees within one operation, buffers of a communication
-library, and the rounding of the allocator. If the allocator of the device reports its bytes, the tracker also records
+library, or the rounding of the allocator. If the allocator of the device reports its bytes, the tracker also records
 the peak of the allocator.
 """
 
@@ -62,7 +63,7 @@ class Snapshot:
     Attributes:
         phase: phase of the step: ``"forward"``, ``"backward"``, ``"update"``, or another name given to ``enter``.
         num_bytes: bytes by kind.
-        place: module that runs; empty if it was not set.
+        place: module that is running; empty if no module was set.
     """
 
     phase: str
@@ -91,7 +92,7 @@ class _Change:
 
 
 class MemoryTracker:
-    """Counts the bytes of the operations that run while it is active. See [Note: how bytes are counted].
+    """Counts the bytes of the operations that run while the tracker is active. See [Note: how bytes are counted].
 
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
 
@@ -167,7 +168,8 @@ class MemoryTracker:
         self._interception.__enter__()
 
     def pause(self) -> None:
-        """Stop recording until :meth:`resume`. Until then, only deallocations of known storages are recorded."""
+        """Stop recording until :meth:`resume`. While recording is paused, only deallocations of known storages are
+        recorded."""
         self._interception.__exit__(None, None, None)
         self._note_sizes()
         self._note_roles()
@@ -176,7 +178,7 @@ class MemoryTracker:
 
     def close(self) -> None:
         """Stop recording permanently."""
-        self._storages.clear()  # so that later deallocations are not recorded
+        self._storages.clear()  # prevents the recording of later deallocations
 
     def restart(self) -> None:
         """Discard the timeline and start with the storages that exist now.
@@ -195,7 +197,8 @@ class MemoryTracker:
             self.allocator_peak_bytes = self.reserved_peak_bytes = None
 
     def enter(self, phase: str) -> None:
-        """Start a phase. Storages that were created in ``"forward"`` and outlive it count as activations."""
+        """Start a phase. Storages that were created in ``"forward"`` and still exist after this phase count as
+        activations."""
         self._note_sizes()
         self._note_roles()
         if self.phase == "forward" and phase != "forward":
@@ -220,7 +223,8 @@ class MemoryTracker:
         return last
 
     def moments(self) -> Iterator[Snapshot]:
-        """Yield the start and the moment after each change. The snapshots share one dict; copy it to keep it."""
+        """Yield a snapshot of the start and a snapshot after each change. The snapshots share one dict, so a caller
+        must copy the dict to preserve its values."""
         num_bytes = dict.fromkeys(Kind, 0)
         for change in self._at_start:
             num_bytes[change.storage.kind] += change.num_bytes
@@ -240,7 +244,7 @@ class MemoryTracker:
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # the operations on its local tensor are dispatched separately
+            return NotImplemented  # operations on the local tensor of a DTensor are dispatched separately
         self._note_sizes()
         if self._is_sharded:
             self._note_gathered()
@@ -257,7 +261,7 @@ class MemoryTracker:
         for tensor in given:
             self._record(tensor, kind, existed=True)  # a new argument belongs to a batch
         if packs:
-            for tensor in given[:-1]:  # the last one is the output buffer
+            for tensor in given[:-1]:  # the last tensor is the output buffer
                 self._record(tensor, Kind.GRADIENT)
 
     def _record(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, existed: bool = False) -> None:
@@ -307,7 +311,7 @@ class MemoryTracker:
         for each, name in found:
             parameter = getattr(each, name)
             if id(parameter) not in self._gathered:
-                self._gathered[id(parameter)] = parameter  # a reference, so that the id is not reused
+                self._gathered[id(parameter)] = parameter  # this reference prevents a reuse of the id
                 self._record(parameter, Kind.GATHERED)
         if found:
             self._not_gathered = [each for each in self._not_gathered if each not in found]
@@ -335,7 +339,7 @@ class MemoryTracker:
                     self._record(tensor, Kind.OPTIMIZER_STATE, existed=True)
 
     def _note_gradients(self) -> None:
-        # Optimizers that step in backward free the gradients before it ends.
+        # Optimizers that step in backward free the gradients before the backward ends.
         for parameter in self._owned_once:
             if parameter.grad is not None:
                 self._record(parameter.grad, Kind.GRADIENT)

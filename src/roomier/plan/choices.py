@@ -9,7 +9,7 @@ from numbers import Integral
 
 
 class Kind(StrEnum):
-    """How a run with a choice differs from a run of the same plan without the choice, on the same ranks.
+    """Difference between a run with a choice and a run of the same plan without the choice, on the same ranks.
 
     An option that defines the training (optimizer, schedule, clipping, adapters) is compared with plain PyTorch code
     that uses the same option. Labels assume deterministic kernels.
@@ -18,10 +18,11 @@ class Kind(StrEnum):
     EXACT = "exact"
     """Parameters, optimizer states and losses have the same bits."""
     NEAR = "near"
-    """The mathematics is the same, but rounding differs, because sums are split differently across ranks,
-    shards, micro-batches or chunks, different kernels run, or intermediate results have a different number format."""
+    """The mathematics is the same, but the rounding differs. Either sums are split differently across ranks, shards,
+    micro-batches or chunks, or different kernels run, or intermediate results have a different number format."""
     APPROXIMATE = "approximate"
-    """The mathematics differs, for example with compressed gradients, or weights and optimizer states in fewer bits."""
+    """The mathematics differs, for example because gradients are compressed, or because weights and optimizer states
+    have fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ SWITCHES: dict[str, Choice] = {
     "compile.enabled": _near("fused kernels round differently; dropout uses other random numbers"),
     "choice.memory_budget_bytes": _exact("per device, at the peak of a step"),
 }
-"""Flags and numbers, each with the label and the remark that apply if it is set. An option that is not set is exact."""
+"""Flags and numbers, each with the label and the remark that apply if it is set. An option that is not set has the
+label exact."""
 
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return another optimizer from configure_optimizers"
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or 'adafactor'"
