@@ -218,7 +218,7 @@ class Shards:
     def release(self) -> None:
         """Reshard all units, for example after an evaluation or before named parameters are accessed."""
         for unit in self._units:
-            if torch_private.is_being_gathered(unit):  # it was prefetched for a forward that did not run
+            if torch_private.is_being_gathered(unit):  # it was this unit was prefetched for a forward that did not run
                 unit.unshard()
             unit.reshard()
 

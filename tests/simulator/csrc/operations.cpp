@@ -113,7 +113,7 @@ TensorDescription describe_argument(const Call& call, const at::Tensor& tensor) 
   CpuDispatch dispatch;
   description.block = nullptr;
   description.cpu_tensor = tensor.clone();
-  description.cpu_tensor.unsafeGetTensorImpl()->set_wrapped_number(is_number);
+  if (is_number) description.cpu_tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return description;
 }
 
@@ -130,6 +130,21 @@ Argument describe_argument(const Call& call, const c10::Argument& formal, const 
   return argument;
 }
 
+// PyTorch calls these operators for devices other than its own. The CPU's operators have the same arguments, except that
+// the backward pass also receives the sizes of the bias.
+void replace_convolution(Call& call) {
+  auto find = [](const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); };
+  if (call.name == "aten::convolution_overrideable") call.operation = find("aten::convolution");
+  if (call.name == "aten::convolution_backward_overrideable") {
+    call.operation = find("aten::convolution_backward");
+    const bool is_transposed = call.arguments.at(6).value.toBool();
+    const auto& weight = call.arguments.at(2).tensors.at(0).sizes;
+    Argument bias_sizes;
+    bias_sizes.value = std::vector<int64_t>{is_transposed ? weight.at(1) * call.arguments.at(8).value.toInt() : weight.at(0)};
+    call.arguments.insert(call.arguments.begin() + 3, bias_sizes);
+  }
+}
+
 Call describe_call(const c10::OperatorHandle& operation, at::ArrayRef<c10::IValue> values) {
   const c10::FunctionSchema& schema = operation.schema();
   const std::string name = c10::toString(schema.operator_name());
@@ -142,6 +157,7 @@ Call describe_call(const c10::OperatorHandle& operation, at::ArrayRef<c10::IValu
   }
   call.is_random = call.generator_argument || operation.hasTag(at::Tag::nondeterministic_seeded);
   if (call.is_random) call.seed = next_seed(generator, call.device);
+  replace_convolution(call);
   return call;
 }
 
@@ -264,19 +280,19 @@ const Prediction& predict(const Call& call) {
   return known->emplace(signature.text(), std::move(prediction)).first->second;
 }
 
-// Return true if the results depend on the values of the arguments: the host must wait for them.
+// Return true if the host must wait because shape or type of the results depend on the values of the arguments.
 bool depends_on_data(const Call& call) {
-  if (call.operation.hasTag(at::Tag::dynamic_output_shape) || call.operation.hasTag(at::Tag::data_dependent_output)) return true;
   for (const auto& each : call.operation.schema().returns()) {
     if (!each.alias_info() && !is_tensor_type(each.type())) return true;
   }
-  for (const Argument& argument : call.arguments) {  // a mask as an index
+  for (const Argument& argument : call.arguments) {
     if (argument.kind != Argument::Kind::optional_tensors) continue;
-    for (const TensorDescription& each : argument.tensors) {
-      if (each.is_defined && (each.dtype == at::kBool || each.dtype == at::kByte)) return true;
-    }
+    // Indexing waits for masks only, although torch tags it as data-dependent.
+    return std::any_of(argument.tensors.begin(), argument.tensors.end(), [](const TensorDescription& each) {
+      return each.is_defined && (each.dtype == at::kBool || each.dtype == at::kByte);
+    });
   }
-  return false;
+  return call.operation.hasTag(at::Tag::dynamic_output_shape) || call.operation.hasTag(at::Tag::data_dependent_output);
 }
 
 c10::IValue written_argument(const c10::Argument& result, const Call& call, at::ArrayRef<c10::IValue> values) {
@@ -411,6 +427,11 @@ void run_operation(const c10::OperatorHandle& operation, Stack* stack) {
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_operation>());
+  library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_operation>());
+}
 
 void register_kernels_of_cpu() {
   static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
