@@ -150,7 +150,10 @@ def compare(keywords: dict[str, Any], batch_size: int = 4) -> Comparison:
     return Comparison(
         losses=float(((device.losses - cpu.losses).abs() / cpu.losses.abs()).max()),
         weights=max(
-            float((device.weights[name].float() - weight.float()).abs().max() / weight.float().abs().max().clamp(min=1e-12))
+            float(
+                (device.weights[name].float() - weight.float()).abs().max()
+                / weight.float().abs().max().clamp(min=1e-12)
+            )
             for name, weight in cpu.weights.items()
         ),
         fit=replace(device, losses=torch.empty(0), weights={}),

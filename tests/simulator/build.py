@@ -35,7 +35,14 @@ _FLAGS = (
     f"-I{_TORCH / 'include/torch/csrc/api/include'}",
     f"-I{sysconfig.get_paths()['include']}",
 )
-_LIBRARIES = (f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}")
+_LIBRARIES = (
+    f"-L{_TORCH / 'lib'}",
+    "-ltorch",
+    "-ltorch_cpu",
+    "-ltorch_python",
+    "-lc10",
+    f"-Wl,-rpath,{_TORCH / 'lib'}",
+)
 _NUM_PROCESSES = 2
 
 

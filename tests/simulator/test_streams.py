@@ -92,14 +92,14 @@ def result_and_races(program: Callable[[], Tensor]) -> tuple[list[float], list[s
 def test_unordered_accesses_are_reported(
     on_simulated: SimulatedRanks, program: Callable[[], Tensor], tasks: tuple[str, str], schedule: str
 ) -> None:
-    (result, races), = on_simulated(1, result_and_races, program, schedule=schedule)
+    ((result, races),) = on_simulated(1, result_and_races, program, schedule=schedule)
     assert [race for race in races if all(task in race for task in tasks)], races
     assert (result == [2.0] * 4) == (schedule != "LATE")
 
 
 @pytest.mark.parametrize("schedule", ["LATE", "OTHERS_FIRST"])
 def test_a_pinned_source_that_the_host_changes_is_reported(on_simulated: SimulatedRanks, schedule: str) -> None:
-    (result, races), = on_simulated(1, result_and_races, overwrites_a_pinned_source, schedule=schedule)
+    ((result, races),) = on_simulated(1, result_and_races, overwrites_a_pinned_source, schedule=schedule)
     assert result == [0.0] * 4
     assert len(races) == 1
     assert "host changed pinned memory" in races[0]
@@ -113,7 +113,7 @@ def read_a_copy_too_early() -> tuple[float, float]:
 
 
 def test_a_copy_to_the_host_is_nan_until_the_host_waits(on_simulated: SimulatedRanks) -> None:
-    (early, late), = on_simulated(1, read_a_copy_too_early)
+    ((early, late),) = on_simulated(1, read_a_copy_too_early)
     assert math.isnan(early)
     assert late == 4
 

@@ -5,9 +5,10 @@ Each call of a block is a visit. Tensors that are saved during a visit are copie
 continues. The device memory of these tensors is freed when the second block after this block begins. Only then does the
 computation wait for the copies. In backward, the computation waits for the tensors of a visit, and starts the copies of
 the visit before it, which overlap with computation. Therefore, only the tensors of at most two visits are on the
-device. The tensors of the last two visits are still on the device when backward begins. The computation waits for their
-copies as well, because backward frees their memory. All device memory belongs to the compute stream, which waits for the copies before memory is freed.
-``record_stream`` is not used, because it would keep the memory allocated while the host runs ahead of the device.
+device. The tensors of the last two visits are still on the device when backward begins. The computation also waits for
+their copies, because backward frees their memory. All device memory belongs to the compute stream, which waits for the
+copies before memory is freed. ``record_stream`` is not used, because it would keep the memory allocated while the host
+runs ahead of the device.
 
 A storage is moved completely and only one time, even if several blocks save views of it (for example of a mask).
 Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Parameters and tensors

@@ -61,14 +61,32 @@ def few_of(items: Sequence[Any]) -> Iterator[Any]:
     yield items[-1]
 
 
-@contextmanager
-def fake_tensors_in_groups(*, by_default: bool) -> Iterator[None]:
-    """Make functions over lists of tensors (``_foreach_*``) accept fake tensors inside the context.
+_kind = "cpu"  # type of the device that fake tensors represent
 
-    Args:
-        by_default: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False,
-            ``torch.optim`` updates one parameter at a time, as on a CPU.
+
+def fake_kind() -> str:
+    """Return the type of the device that fake tensors represent."""
+    return _kind
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return the type of the device of ``tensor``. For a fake tensor, return the type that the tensor represents."""
+    return _kind if is_fake([tensor]) else tensor.device.type
+
+
+def updates_together(kind: str) -> bool:
+    """Return whether optimizers of torch update all parameters together by default (``foreach``) on this device."""
+    return kind not in ("cpu", "mps")
+
+
+@contextmanager
+def fake_tensors_on(kind: str) -> Iterator[None]:
+    """Let fake tensors, which are on the CPU, represent tensors on a device of type ``kind`` inside the context.
+
+    Functions over lists of tensors (``_foreach_*``) accept fake tensors. ``torch.optim`` uses these functions by
+    default if :func:`updates_together` is True.
     """
+    global _kind
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import _foreach_utils
 
@@ -77,11 +95,13 @@ def fake_tensors_in_groups(*, by_default: bool) -> Iterator[None]:
     devices = optimizer._get_foreach_kernels_supported_devices
     for each in lists:
         each.append(FakeTensor)
-    if by_default:
+    if updates_together(kind):
         optimizer._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    before, _kind = _kind, kind
     try:
         yield
     finally:
+        _kind = before
         optimizer._get_foreach_kernels_supported_devices = devices
         for each in lists:
             each.remove(FakeTensor)

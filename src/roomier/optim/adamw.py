@@ -272,7 +272,8 @@ def _update_rows(
     regions = block_codes.regions(num_columns, 8 if len(codes) == 2 else 4)
     shifts = block_codes.dither(num_columns, values.step, weight.device)[None]
     numbers = values.numbers(weight.device)
-    chunk = _CHUNK_ON_DEVICE if not weight.is_cpu else _CHUNK if update is update_blocks else _CHUNK_COMPILED
+    on_host = _CHUNK if update is update_blocks else _CHUNK_COMPILED
+    chunk = on_host if torch_fake.kind_of(weight) == "cpu" else _CHUNK_ON_DEVICE
     rows_at_once = max(1, chunk // num_columns)
     for start in torch_fake.few_of(range(0, num_rows, rows_at_once)):
         rows = slice(start, start + rows_at_once)
@@ -323,8 +324,10 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
     # A dry run compiles no code, and its update must not be stored in the cache. The compiled update creates no
-    # tensors.
-    return (_skip_update if torch_private.missing_compiler(device) is None else update_blocks), None
+    # tensors. A machine that plans for CUDA does not need Triton.
+    kind = torch_fake.fake_kind()
+    planned = device if kind == "cuda" else torch.device(kind)
+    return (_skip_update if torch_private.missing_compiler(planned) is None else update_blocks), None
 
 
 def _skip_update(*arguments: Any) -> None:

@@ -49,7 +49,8 @@ def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, li
         yield 0, tensors
         return
     flat = [None if each is None else each.view(-1) for each in tensors]
-    for part in torch_fake.few_of(list(chunks(weight.numel(), CHUNK if weight.is_cpu else _CHUNK_ON_DEVICE))):
+    size = CHUNK if torch_fake.kind_of(weight) == "cpu" else _CHUNK_ON_DEVICE
+    for part in torch_fake.few_of(list(chunks(weight.numel(), size))):
         yield part.start, [None if each is None else each[part] for each in flat]
 
 

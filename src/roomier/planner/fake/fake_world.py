@@ -66,11 +66,6 @@ class FakeRanks(Ranks):
         """Return immediately."""
 
 
-def updates_together(kind: str) -> bool:
-    """Return whether optimizers of torch update all parameters together by default (``foreach``) on this device."""
-    return kind not in ("cpu", "mps")
-
-
 @contextmanager
 def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterator[FakeRanks]:
     """Context manager in which tensors and process groups are fake and notices are not printed.
@@ -98,7 +93,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         if world.size > 1:
             stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_fake.fake_tensors())
-        stack.enter_context(torch_fake.fake_tensors_in_groups(by_default=updates_together(like)))
+        stack.enter_context(torch_fake.fake_tensors_on(like))
         stack.enter_context(torch_private.intercept(Answers(is_cuda=is_cuda)))
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from roomier.api.wrapped import network_of
+from roomier.core import torch_fake
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
@@ -24,7 +25,7 @@ from roomier.optim.averaging import tensors_to_average
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
 from roomier.plan.levers import LEVERS, without
 from roomier.planner.dry_runs.dry_run import Stretch
-from roomier.planner.fake.fake_world import fake_world, updates_together
+from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.closed_form import Order, States, timeline
@@ -205,8 +206,8 @@ class Estimator:
     def _make_states(self, plan: Plan, layout: Layout) -> States:
         built = self._built_of(plan)
         sizes = state_bytes_of(plan, built.names)
-        at_once = updates_together(self._machine.device.kind)
-        with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True):
+        at_once = torch_fake.updates_together(self._machine.device.kind)
+        with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=self._machine.device.kind):
             update = {} if layout.steps_in_backward else update_bytes(built.optimizers, layout, at_once=at_once)
         kept = kept_bytes(built.units, layout, sizes, built.buffer_bytes)
         for each in self._workload.copies:
