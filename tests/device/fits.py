@@ -22,7 +22,7 @@ from tests.simulator.gpt import CONTEXT, GPT, batches
 
 NUM_STEPS = 6
 WIDTH = 256  # large enough that rounding of allocations is below 1 % of the bytes
-FIRST_STEP_WITHOUT_WAITS = 2  # DDP waits in its second step, in which it arranges its buckets
+CHECKED_STEPS = range(2, NUM_STEPS - 1)  # states are created in the first steps, and the last step is a log step
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Fit:
         losses: the losses of the rank's micro-batches.
         weights: the unsharded weights after the fit, on the CPU.
         races: accesses that no wait orders.
-        waits: waits of the host from the third step on, by kind.
+        waits: waits of the host in each of ``CHECKED_STEPS`` that has waits, by kind.
         peak_bytes: peak of the allocated bytes of the device from the third step on.
         forecast_bytes: forecast of the peak, for the rank with the highest peak.
     """
@@ -41,7 +41,7 @@ class Fit:
     losses: Tensor
     weights: dict[str, Tensor]
     races: list[str] = field(default_factory=list)
-    waits: dict[str, int] = field(default_factory=dict)
+    waits: dict[int, dict[str, int]] = field(default_factory=dict)
     peak_bytes: int = 0
     forecast_bytes: int = 0
 
@@ -71,22 +71,24 @@ class NoRows(Logger):
 
 
 class Watch(Callback):
-    """Counts waits of the host from the third step to the last step, which is a log step."""
+    """Counts the waits of the host in ``CHECKED_STEPS``, and the peak of the allocated bytes."""
 
     def __init__(self) -> None:
-        self._earlier_waits: dict[str, int] = {}
-        self.waits: dict[str, int] = {}
+        self.waits: dict[int, dict[str, int]] = {}
         self.peak_bytes = 0
+        self._before: dict[str, int] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        if trainer.global_step == FIRST_STEP_WITHOUT_WAITS:
+        waits = simulated.host_waits()
+        step = trainer.global_step
+        counted = {kind: num - self._before.get(kind, 0) for kind, num in waits.items()}
+        if step - 1 in CHECKED_STEPS and any(counted.values()):
+            self.waits[step - 1] = {kind: num for kind, num in counted.items() if num}
+        if step == CHECKED_STEPS[0]:
             torch.accelerator.reset_peak_memory_stats()
-            self._earlier_waits = simulated.host_waits()
-        if trainer.global_step == NUM_STEPS - 1:
-            counted = {kind: num - self._earlier_waits.get(kind, 0) for kind, num in simulated.host_waits().items()}
-            self.waits = {kind: num for kind, num in counted.items() if num}
+        self._before = waits
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.peak_bytes = torch.accelerator.max_memory_allocated()
