@@ -154,7 +154,7 @@ def _index(selected: Any) -> int:
 
 
 def _generator(selected: Any = None) -> Generator:
-    found: Generator = extension.default_generator(_index(selected))
+    found: Generator = torch.ops.simulated.default_generator(_index(selected))
     return found
 
 

@@ -7,15 +7,17 @@
 //   process has not used the device for some time. Without it, a rank that waits for a different rank on the CPU could
 //   block that rank's collective.
 // - A send copies the data and does not block, so two ranks that send to each other do not wait for each other.
-#include "torch_headers.h"
 #include "collectives.h"
 #include "tensors.h"
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 #include <list>
 #include <thread>
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as in torch/csrc/utils/pybind.h
 
 namespace simulator {
 namespace {
@@ -344,8 +346,11 @@ class SimulatedBackend final : public c10d::Backend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_backend(c10::intrusive_ptr<c10d::Backend> gloo) {
-  return c10::make_intrusive<SimulatedBackend>(std::move(gloo));
+void define_make_backend(pybind11::module& module) {
+  pybind11::module::import("torch.distributed");  // defines the Python class of the argument and of the result
+  module.def("make_backend", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<SimulatedBackend>(std::move(gloo));
+  });
 }
 
 }  // namespace simulator

@@ -1,9 +1,11 @@
 // The interfaces through which PyTorch uses a device: guard, streams, events, hooks, random number generator.
-#include "torch_headers.h"
 #include "random.h"
 #include "tensors.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
 #include <random>

@@ -1,10 +1,9 @@
-#include "torch_headers.h"
 #include "memory.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 
 namespace simulator {
 namespace {

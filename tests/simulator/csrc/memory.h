@@ -3,6 +3,10 @@
 
 #include "streams.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <optional>
+
 namespace simulator {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;

@@ -4,13 +4,16 @@
 // The host must know shape, strides and dtype of the results before the kernel runs. Meta kernels describe the kernels of
 // CUDA, which sometimes return different strides and dtypes. Later kernels would compute different bits than on the CPU.
 // So the first call with a signature runs the CPU kernel on blank tensors, and later calls reuse its result metadata.
-#include "torch_headers.h"
 #include "operations.h"
 #include "random.h"
 #include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
+#include <sstream>
 #include <unordered_map>
 
 namespace simulator {
@@ -100,12 +103,11 @@ int device_of(const std::string& name, at::ArrayRef<c10::IValue> values) {
 
 // Description of a tensor argument. As on other devices, CPU tensors are accepted as scalars and as indices. The device
 // receives their values, for which the host waits unless the scalar was a Python number.
-TensorDescription describe_argument(const Call& call, const at::Tensor& tensor) {
+TensorDescription describe_tensor(const Call& call, const at::Tensor& tensor, bool is_index) {
   TensorDescription description = describe(tensor);
   if (!tensor.defined() || is_simulated(tensor)) return description;
-  const bool is_indexing = call.name.find("index") != std::string::npos;
   TORCH_CHECK(
-      tensor.is_cpu() && (tensor.dim() == 0 || is_indexing),
+      tensor.is_cpu() && (tensor.dim() == 0 || is_index),
       "Expected all tensors to be on the same device, but ", call.name, " received tensors on simulated:", call.device,
       " and ", tensor.device(), ".");
   const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
@@ -126,7 +128,9 @@ Argument describe_argument(const Call& call, const c10::Argument& formal, const 
   if (value.isOptionalTensorList()) argument.kind = Argument::Kind::optional_tensors;
   if (value.isDevice()) argument.value = c10::Device(c10::kCPU);
   if (value.isGenerator() || argument.kind != Argument::Kind::value) argument.value = c10::IValue();
-  for_each_tensor(value, [&](const at::Tensor& tensor) { argument.tensors.push_back(describe_argument(call, tensor)); });
+  for_each_tensor(value, [&](const at::Tensor& tensor) {
+    argument.tensors.push_back(describe_tensor(call, tensor, value.isOptionalTensorList()));
+  });
   return argument;
 }
 
@@ -446,6 +450,10 @@ void register_kernels_of_cpu() {
     const std::string full_name = c10::toString(name);
     library->impl(full_name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_operation>());
   }
+}
+
+TORCH_LIBRARY(simulated, library) {
+  library.def("default_generator(int device) -> Generator", [](int64_t device) { return default_generator(device); });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

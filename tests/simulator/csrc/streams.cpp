@@ -1,8 +1,11 @@
-#include "torch_headers.h"
 #include "streams.h"
 
+#include <c10/util/Exception.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <utility>
 
 namespace simulator {
 namespace {

@@ -1,10 +1,10 @@
 // Operations that allocate, resize, view or copy tensors of the simulated device.
-#include "torch_headers.h"
-#include "random.h"
 #include "tensors.h"
 
-#include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/is_set_to_native.h>
@@ -12,6 +12,8 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
 namespace simulator {
 namespace {
@@ -166,7 +168,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor&, const at::Tensor&) { re
 int64_t choose_math(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
-  return static_cast<int64_t>(sdp::SDPBackend::math);
+  return static_cast<int64_t>(at::SDPBackend::math);
 }
 
 }  // namespace
@@ -258,5 +260,8 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
 }  // namespace simulator
 
 namespace at::native {
+// As in ATen/native/transformers/attention.h, which takes seconds to compile.
+using fused_sdp_choice_fn = decltype(&simulator::choose_math);
+DECLARE_DISPATCH(fused_sdp_choice_fn, _fused_sdp_choice_stub)
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &simulator::choose_math)
 }  // namespace at::native

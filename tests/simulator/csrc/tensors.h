@@ -3,6 +3,9 @@
 
 #include "memory.h"
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 namespace simulator {
 
 // While it exists, operations run plain CPU kernels, without autograd, autocast or Python dispatch modes.
