@@ -453,7 +453,8 @@ void register_kernels_of_cpu() {
 }
 
 TORCH_LIBRARY(simulated, library) {
-  library.def("default_generator(int device) -> Generator", [](int64_t device) { return default_generator(device); });
+  // The schema that torch infers for at::Generator is optional.
+  library.def("default_generator(int device) -> Generator?", [](int64_t device) { return default_generator(device); });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
