@@ -1,7 +1,7 @@
-"""Compile the simulated accelerator, one time for each version of its sources, of torch and of the compiler.
+"""Compile the simulated accelerator. Each version of the sources, of torch and of the compiler is compiled one time.
 
-The result is stored in ``.cache/simulator`` at the root of the repository. Several processes can build at the same time:
-one of them compiles, and the others wait for it.
+The result is stored in ``.cache/simulator`` at the root of the repository. If several processes build at the same time,
+one process compiles and the others wait for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ _FLAGS = (
     f"-I{_TORCH / 'include/torch/csrc/api/include'}",
     f"-I{sysconfig.get_paths()['include']}",
 )
-_LIBRARIES = (f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}")
+_LIBRARIES = (
+    f"-L{_TORCH / 'lib'}",
+    "-ltorch",
+    "-ltorch_cpu",
+    "-ltorch_python",
+    "-lc10",
+    f"-Wl,-rpath,{_TORCH / 'lib'}",
+)
 _NUM_PROCESSES = 2
 _SLOW = {"autocast", "collectives"}  # compiled first, so the processes end at about the same time
 

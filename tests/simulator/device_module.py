@@ -40,7 +40,7 @@ __all__ = [
 NAME = "simulated"
 _initialized = True  # autograd and DataLoader read this name
 has_bfloat16 = True
-extension: Any  # set at registration
+extension: Any = None  # set at registration
 
 
 def is_available() -> bool:

@@ -8,8 +8,6 @@ import pytest
 from tests.simulator import build, workers
 
 
-
-
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace the sources with one small file, and the cache with an empty folder."""
@@ -35,7 +33,9 @@ def test_a_library_is_compiled_one_time_for_each_version_of_the_sources(
     second = build.build()
     assert second != first
     assert second.exists()
-    assert sorted(path.name for path in build.CACHE.iterdir()) == sorted([first.parent.name, second.parent.name, "lock"])
+    assert sorted(path.name for path in build.CACHE.iterdir()) == sorted(
+        [first.parent.name, second.parent.name, "lock"]
+    )
 
 
 def test_errors_of_the_compiler_are_reported(small: Path) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 

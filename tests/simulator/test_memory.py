@@ -47,7 +47,7 @@ def exceed_the_limit() -> tuple[str, int, float]:
 
 
 def test_an_allocation_over_the_limit_raises_out_of_memory(on_simulated: SimulatedRanks) -> None:
-    (message, free, total), = on_simulated(1, exceed_the_limit, memory_limit=2 * MIB)
+    ((message, free, total),) = on_simulated(1, exceed_the_limit, memory_limit=2 * MIB)
     assert "Tried to allocate 1048580 bytes" in message
     assert (free, total) == (MIB, MIB // 4)
 
@@ -71,7 +71,7 @@ def use_two_devices() -> dict[str, Any]:
 
 @pytest.mark.parametrize("schedule", ["LATE", "OTHERS_FIRST"])
 def test_a_process_can_have_several_devices(on_simulated: SimulatedRanks, schedule: str) -> None:
-    found, = on_simulated(1, use_two_devices, num_devices=2, schedule=schedule)
+    (found,) = on_simulated(1, use_two_devices, num_devices=2, schedule=schedule)
     assert "to be on the same device" in found.pop("error")
     assert found == {"count": 2, "bytes": [512, 4608], "copied": [4.0] * 4, "races": []}
 
@@ -124,5 +124,5 @@ def tried_capabilities() -> dict[str, bool]:
 
 @pytest.mark.parametrize("without", [(), *((name,) for name in simulated.CAPABILITIES)])
 def test_capabilities_can_be_removed(on_simulated: SimulatedRanks, without: tuple[str, ...]) -> None:
-    found, = on_simulated(1, tried_capabilities, without=without)
+    (found,) = on_simulated(1, tried_capabilities, without=without)
     assert tuple(name for name, works in found.items() if not works) == without

@@ -61,8 +61,10 @@ def compare_with_cpu(optimizer: str, dtype: torch.dtype | None) -> dict[str, Any
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_in_fp32_computes_the_bits_of_the_cpu(on_simulated: SimulatedRanks, optimizer: str, schedule: str) -> None:
-    found, = on_simulated(1, compare_with_cpu, optimizer, None, schedule=schedule)
+def test_training_in_fp32_computes_the_bits_of_the_cpu(
+    on_simulated: SimulatedRanks, optimizer: str, schedule: str
+) -> None:
+    (found,) = on_simulated(1, compare_with_cpu, optimizer, None, schedule=schedule)
     assert found["races"] == []
     assert found["tied"]
     assert max(found["differences"]) == 0
@@ -72,7 +74,7 @@ def test_training_in_fp32_computes_the_bits_of_the_cpu(on_simulated: SimulatedRa
 
 
 def test_autocast_trains(on_simulated: SimulatedRanks) -> None:
-    found, = on_simulated(1, compare_with_cpu, "adamw-fused", torch.bfloat16)
+    (found,) = on_simulated(1, compare_with_cpu, "adamw-fused", torch.bfloat16)
     on_device, on_cpu = found["losses"]  # the CPU runs different operations in bf16
     assert on_device == pytest.approx(on_cpu, rel=2e-2)
     assert found["races"] == []
@@ -100,8 +102,12 @@ KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "native layer norm in bf16": lambda x: torch.native_layer_norm(x.bfloat16(), x.shape[-1:], None, None, 1e-5),
     "group norm": lambda x: F.group_norm(x, 2),
     "convolution": lambda x: F.conv2d(x[None].to(memory_format=torch.channels_last), x[None, :, :3, :3]),
-    "convolution backward": lambda x: gradients(F.conv2d, x[None], x[None, :, :3, :3].expand(2, -1, -1, -1), x[0, 0, :2]),
-    "transposed convolution": lambda x: gradients(F.conv_transpose2d, x[None], x[:, None, :3, :3].expand(-1, 2, -1, -1), x[0, 0, :2]),
+    "convolution backward": lambda x: gradients(
+        F.conv2d, x[None], x[None, :, :3, :3].expand(2, -1, -1, -1), x[0, 0, :2]
+    ),
+    "transposed convolution": lambda x: gradients(
+        F.conv_transpose2d, x[None], x[:, None, :3, :3].expand(-1, 2, -1, -1), x[0, 0, :2]
+    ),
     "sort": lambda x: x.sort(-1),
     "top k": lambda x: x.topk(2),
     "cumulative sum": lambda x: x.mT.cumsum(-1),
