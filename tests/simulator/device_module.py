@@ -1,4 +1,4 @@
-"""The module ``torch.simulated``: functions that PyTorch calls by name, such as ``torch.cuda.set_device``."""
+"""The module ``torch.simulated``, with the functions that PyTorch expects in the module of a device."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ struct CpuDispatch {
   c10::impl::ForceDispatchKeyGuard guard_;
 };
 
-// Memory, shape and dtype of a tensor. A task owns descriptions instead of tensors: a tensor may be owned by Python, and
-// freeing it needs the lock of the interpreter.
+// Memory, shape and dtype of a tensor. A task owns descriptions instead of tensors: a tensor may be owned by Python,
+// and freeing it needs the lock of the interpreter.
 struct TensorDescription {
   bool is_defined = false;
   BlockPointer block;  // null for a CPU tensor that is not pinned
