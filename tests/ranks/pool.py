@@ -54,7 +54,8 @@ class RankPool:
 
     Args:
         setup: function without arguments that the server calls one time, before it forks ranks.
-        prepare: function that each rank calls before it initializes the process group, with the ``settings`` of the call.
+        prepare: function that each rank calls before it initializes the process group. Its arguments are the
+            ``settings`` of the call.
         backend: backend of the default process group.
     """
 

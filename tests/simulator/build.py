@@ -1,7 +1,7 @@
-"""Compile the simulated accelerator, one time for each version of its sources, of torch and of the compiler.
+"""Compile the simulated accelerator. Each version of the sources, of torch and of the compiler is compiled one time.
 
-The result is stored in ``.cache/simulator`` at the root of the repository. Several processes can build at the same time:
-one of them compiles, and the others wait for it.
+The result is stored in ``.cache/simulator`` at the root of the repository. If several processes build at the same time,
+one process compiles and the others wait for it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _LIBRARIES = (
     f"-Wl,-rpath,{_TORCH / 'lib'}",
 )
 _NUM_PROCESSES = 2
+_SLOW = {"autocast", "collectives"}  # compiled first, so the processes end at about the same time
 
 
 def find_compiler() -> str | None:
@@ -92,14 +93,10 @@ def _key(compiler: str) -> str:
 
 def _compile(compiler: str, folder: Path) -> Path:
     """Compile the sources in ``folder`` and return the path of the library."""
-    flags = [*_FLAGS, f"-I{folder}", f"-I{SOURCES}"]
-    header = "torch_headers.h"
-    # g++ loads the compiled header from the first include folder instead of parsing 10 MB of torch's headers again.
-    _run([compiler, *flags, "-x", "c++-header", str(SOURCES / header), "-o", str(folder / f"{header}.gch")])
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stem not in _SLOW)
     objects = [folder / f"{path.stem}.o" for path in sources]
     commands = [
-        [compiler, *flags, "-include", header, "-c", str(source), "-o", str(target)]
+        [compiler, *_FLAGS, "-c", str(source), "-o", str(target)]
         for source, target in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(_NUM_PROCESSES) as pool:

@@ -1,4 +1,4 @@
-"""The module ``torch.simulated``: functions that PyTorch calls by name, such as ``torch.cuda.set_device``."""
+"""The module ``torch.simulated``, with the functions that PyTorch expects in the module of a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 NAME = "simulated"
 _initialized = True  # autograd and DataLoader read this name
 has_bfloat16 = True
-extension: Any  # set at registration
+extension: Any = None  # set at registration
 
 
 def is_available() -> bool:
@@ -154,7 +154,7 @@ def _index(selected: Any) -> int:
 
 
 def _generator(selected: Any = None) -> Generator:
-    found: Generator = extension.default_generator(_index(selected))
+    found: Generator = torch.ops.simulated.default_generator(_index(selected))
     return found
 
 

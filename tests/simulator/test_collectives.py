@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -269,4 +268,6 @@ def test_parallel_training_equals_one_process(
 ) -> None:
     for found in on_simulated(num_ranks, compare_with_one_process, kind, schedule=schedule):
         assert found["races"] == []
+        # Sums are grouped differently. In each of 4 steps, a weight changes by the learning rate 0.1 times a gradient
+        # below 2, with a relative error of a few eps: 1.2e-7 in fp32, and 7.8e-3 in bf16 for single terms of the sum.
         assert found["difference"] < (2e-3 if "bf16" in kind else 1e-5)

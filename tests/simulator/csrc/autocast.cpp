@@ -1,6 +1,8 @@
 // Autocast, with the lists of operations that PyTorch defines for CUDA.
-#include "torch_headers.h"
 #include "memory.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
 
 namespace simulator {
 namespace {

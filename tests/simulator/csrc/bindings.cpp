@@ -1,21 +1,17 @@
-// Python module: control of the simulator, and the two functions that PyTorch has no interface for.
-#include "torch_headers.h"
+// Python module: control of the simulator.
 #include "collectives.h"
 #include "operations.h"
-#include "random.h"
-#include "tensors.h"
+#include "memory.h"
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/stl.h>
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace py = pybind11;
   using namespace simulator;
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
 
-  py::module::import("torch.distributed");
   register_kernels_of_cpu();
-  module.def("make_backend", &make_backend);
-  module.def("default_generator", [](int device) { return default_generator(device); });
+  define_make_backend(module);
 
   module.def("set_schedule", [](int schedule) { set_schedule(static_cast<Schedule>(schedule)); }, without_gil);
   module.def("set_forbidden", [](int forbidden) { set_forbidden(static_cast<Forbidden>(forbidden)); }, without_gil);

@@ -1,21 +1,23 @@
 // [Note: order of collectives]
-// A collective is a task of the backend's own stream, as with NCCL. The task calls gloo on the device's memory and blocks
-// until the other ranks take part.
+// A collective is a task of the backend's own stream, as with NCCL. The task calls gloo on the device's memory and
+// blocks until the other ranks take part.
 // - All collectives of a process run in the order in which the program called them, in all groups. Otherwise two ranks
 //   could run two collectives of different groups in different order, and wait for each other forever.
 // - A real device makes progress while its host waits for something else. So a thread runs pending collectives if the
 //   process has not used the device for some time. Without it, a rank that waits for a different rank on the CPU could
 //   block that rank's collective.
 // - A send copies the data and does not block, so two ranks that send to each other do not wait for each other.
-#include "torch_headers.h"
 #include "collectives.h"
 #include "tensors.h"
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 #include <list>
 #include <thread>
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as in torch/csrc/utils/pybind.h
 
 namespace simulator {
 namespace {
@@ -69,7 +71,8 @@ class SimulatedWork final : public Work {
   SimulatedWork(OpType type, const Event& event, int device, Tensors used, Tensors results)
       : Work(-1, type), event_(event), device_(device), used_(std::move(used)), results_(std::move(results)) {
     const auto type_of_results = c10::ListType::create(c10::TensorType::get());
-    future_ = c10::make_intrusive<c10::ivalue::Future>(type_of_results, std::vector<c10::Device>{{kDevice, static_cast<c10::DeviceIndex>(device)}});
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        type_of_results, std::vector<c10::Device>{{kDevice, static_cast<c10::DeviceIndex>(device)}});
     Stream* before = exchange_stream(event_.stream);  // the future records an event on the current stream
     future_->markCompleted(c10::IValue(results_));
     exchange_stream(before);
@@ -108,7 +111,8 @@ Tensors flatten(const std::vector<Tensors>& lists) {
 // Divide tensors into lists of `size` tensors.
 std::vector<Tensors> group(const Tensors& flat, size_t size) {
   std::vector<Tensors> lists;
-  for (size_t i = 0; size > 0 && i < flat.size(); i += size) lists.emplace_back(flat.begin() + i, flat.begin() + i + size);
+  for (size_t i = 0; size > 0 && i < flat.size(); i += size)
+    lists.emplace_back(flat.begin() + i, flat.begin() + i + size);
   return lists;
 }
 
@@ -133,9 +137,8 @@ class SimulatedBackend final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return run(OpType::BROADCAST, "broadcast", tensors, tensors, [gloo = gloo_, options](Tensors, Tensors writes) {
-      gloo->broadcast(writes, options)->wait();
-    });
+    return run(OpType::BROADCAST, "broadcast", tensors, tensors,
+               [gloo = gloo_, options](Tensors, Tensors writes) { gloo->broadcast(writes, options)->wait(); });
   }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -160,46 +163,53 @@ class SimulatedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                        const c10d::AllgatherOptions& options) override {
     const size_t size = outputs.at(0).size();
-    return run(OpType::ALLGATHER, "all_gather", inputs, flatten(outputs), [=, gloo = gloo_](Tensors reads, Tensors writes) {
-      auto lists = group(writes, size);
-      gloo->allgather(lists, reads, options)->wait();
-    });
+    return run(OpType::ALLGATHER, "all_gather", inputs, flatten(outputs),
+               [=, gloo = gloo_](Tensors reads, Tensors writes) {
+                 auto lists = group(writes, size);
+                 gloo->allgather(lists, reads, options)->wait();
+               });
   }
 
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return run(OpType::_ALLGATHER_BASE, "all_gather_into_tensor", {input}, {output}, [=, gloo = gloo_](Tensors reads, Tensors writes) {
-      at::Tensor sent = reads[0].clone();  // the input may be a part of the output
-      gloo->_allgather_base(writes[0], sent, options)->wait();
-    });
+    return run(OpType::_ALLGATHER_BASE, "all_gather_into_tensor", {input}, {output},
+               [=, gloo = gloo_](Tensors reads, Tensors writes) {
+                 at::Tensor sent = reads[0].clone();  // the input may be a part of the output
+                 gloo->_allgather_base(writes[0], sent, options)->wait();
+               });
   }
 
-  WorkPointer allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) override {
     size_t i = 0;
     return for_each(outputs, [&](at::Tensor& output) { return _allgather_base(output, inputs.at(i++), options); });
   }
 
-  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
+  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                             const c10d::ReduceScatterOptions& options) override {
     const size_t size = inputs.at(0).size();
-    return run(OpType::REDUCE_SCATTER, "reduce_scatter", flatten(inputs), outputs, [=, gloo = gloo_](Tensors reads, Tensors writes) {
-      auto lists = group(reads, size);
-      gloo->reduce_scatter(writes, lists, with_sum(options))->wait();
-      if (options.reduceOp == c10d::ReduceOp::AVG) divide(writes, gloo->getSize());
-    });
+    return run(OpType::REDUCE_SCATTER, "reduce_scatter", flatten(inputs), outputs,
+               [=, gloo = gloo_](Tensors reads, Tensors writes) {
+                 auto lists = group(reads, size);
+                 gloo->reduce_scatter(writes, lists, with_sum(options))->wait();
+                 if (options.reduceOp == c10d::ReduceOp::AVG) divide(writes, gloo->getSize());
+               });
   }
 
-  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return run(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor", {input}, {output}, [=, gloo = gloo_](Tensors reads, Tensors writes) {
-      at::Tensor sent = reads[0].clone();  // the output may be a part of the input
-      gloo->_reduce_scatter_base(writes[0], sent, with_sum(options))->wait();
-      if (options.reduceOp == c10d::ReduceOp::AVG) divide(writes, gloo->getSize());
-    });
+  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                   const c10d::ReduceScatterOptions& options) override {
+    return run(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor", {input}, {output},
+               [=, gloo = gloo_](Tensors reads, Tensors writes) {
+                 at::Tensor sent = reads[0].clone();  // the output may be a part of the input
+                 gloo->_reduce_scatter_base(writes[0], sent, with_sum(options))->wait();
+                 if (options.reduceOp == c10d::ReduceOp::AVG) divide(writes, gloo->getSize());
+               });
   }
 
-  WorkPointer reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+  WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::ReduceScatterOptions& options) override {
     size_t i = 0;
     return for_each(outputs, [&](at::Tensor& output) { return _reduce_scatter_base(output, inputs.at(i++), options); });
   }
@@ -220,19 +230,17 @@ class SimulatedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPointer alltoall_base(
-      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-      const c10d::AllToAllOptions& options) override {
+  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                            std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
     return run(OpType::ALLTOALL_BASE, "all_to_all_single", {input}, {output},
                [gloo = gloo_, options, output_sizes, input_sizes](Tensors reads, Tensors writes) mutable {
-      gloo->alltoall_base(writes[0], reads[0], output_sizes, input_sizes, options)->wait();
-    });
+                 gloo->alltoall_base(writes[0], reads[0], output_sizes, input_sizes, options)->wait();
+               });
   }
 
   WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return run(OpType::ALLTOALL, "all_to_all", inputs, outputs, [=, gloo = gloo_](Tensors reads, Tensors writes) {
-      gloo->alltoall(writes, reads, options)->wait();
-    });
+    return run(OpType::ALLTOALL, "all_to_all", inputs, outputs,
+               [=, gloo = gloo_](Tensors reads, Tensors writes) { gloo->alltoall(writes, reads, options)->wait(); });
   }
 
   WorkPointer send(Tensors& tensors, int target, int tag) override {
@@ -256,7 +264,8 @@ class SimulatedBackend final : public c10d::Backend {
 
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
     const int device = options.device_ids.empty() ? current_device() : static_cast<int>(options.device_ids[0]);
-    return run_on(device, OpType::BARRIER, "barrier", {}, {}, [gloo = gloo_](Tensors, Tensors) { gloo->barrier()->wait(); });
+    return run_on(device, OpType::BARRIER, "barrier", {}, {},
+                  [gloo = gloo_](Tensors, Tensors) { gloo->barrier()->wait(); });
   }
 
   // Sends come first, so no rank waits for a message before it has sent its own messages.
@@ -264,8 +273,10 @@ class SimulatedBackend final : public c10d::Backend {
   WorkPointer endCoalescing() override {
     is_coalescing_ = false;
     WorkPointer last = last_work_;
-    for (auto& [tensors, transfer] : std::exchange(coalesced_sends_, {})) last = run(OpType::SEND, "send", tensors, {}, transfer);
-    for (auto& [tensors, transfer] : std::exchange(coalesced_receives_, {})) last = run(OpType::RECV, "recv", {}, tensors, transfer);
+    for (auto& [tensors, transfer] : std::exchange(coalesced_sends_, {}))
+      last = run(OpType::SEND, "send", tensors, {}, transfer);
+    for (auto& [tensors, transfer] : std::exchange(coalesced_receives_, {}))
+      last = run(OpType::RECV, "recv", {}, tensors, transfer);
     return last;
   }
 
@@ -297,8 +308,8 @@ class SimulatedBackend final : public c10d::Backend {
     return run_on(first.device().index(), type, name, reads, writes, std::move(transfer));
   }
 
-  WorkPointer run_on(
-      int device, OpType type, const char* name, const Tensors& reads, const Tensors& writes, Transfer transfer) {
+  WorkPointer run_on(int device, OpType type, const char* name, const Tensors& reads, const Tensors& writes,
+                     Transfer transfer) {
     std::lock_guard<std::mutex> lock(last_collective().mutex);
     Event& last = last_collective().event;
     Stream*& stream = streams_[device];
@@ -335,7 +346,8 @@ class SimulatedBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::map<int, Stream*> streams_;
   // Gloo reads the copies of a send until the receiver has them.
-  std::shared_ptr<std::list<std::pair<WorkPointer, Tensors>>> sends_ = std::make_shared<std::list<std::pair<WorkPointer, Tensors>>>();
+  std::shared_ptr<std::list<std::pair<WorkPointer, Tensors>>> sends_ =
+      std::make_shared<std::list<std::pair<WorkPointer, Tensors>>>();
   bool is_coalescing_ = false;
   std::vector<PointToPoint> coalesced_sends_;
   std::vector<PointToPoint> coalesced_receives_;
@@ -344,8 +356,11 @@ class SimulatedBackend final : public c10d::Backend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_backend(c10::intrusive_ptr<c10d::Backend> gloo) {
-  return c10::make_intrusive<SimulatedBackend>(std::move(gloo));
+void define_make_backend(pybind11::module& module) {
+  pybind11::module::import("torch.distributed");  // defines the Python class of the argument and of the result
+  module.def("make_backend", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<SimulatedBackend>(std::move(gloo));
+  });
 }
 
 }  // namespace simulator

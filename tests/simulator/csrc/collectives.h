@@ -1,11 +1,12 @@
 // Collectives of the simulated device.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pybind11/pybind11.h>
 
 namespace simulator {
 
-// Backend for tensors of the simulated device. `gloo` transfers the data.
-c10::intrusive_ptr<c10d::Backend> make_backend(c10::intrusive_ptr<c10d::Backend> gloo);
+// Define the Python function make_backend(gloo). It returns a backend for tensors of the simulated device, and `gloo`
+// transfers their data.
+void define_make_backend(pybind11::module& module);
 
 }  // namespace simulator

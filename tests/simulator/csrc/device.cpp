@@ -1,9 +1,11 @@
 // The interfaces through which PyTorch uses a device: guard, streams, events, hooks, random number generator.
-#include "torch_headers.h"
 #include "random.h"
 #include "tensors.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
 #include <random>
@@ -37,13 +39,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
 
-  c10::Stream getStream(c10::Device device) const override { return to_torch(current_stream(index_of(device.index()))); }
+  c10::Stream getStream(c10::Device device) const override {
+    return to_torch(current_stream(index_of(device.index())));
+  }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return to_torch(find_stream(index_of(device.index()), 0));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getNewStream(device, 0);
-  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
     TORCH_CHECK_NOT_IMPLEMENTED(capabilities().streams, "The simulated device has one stream.");
     return to_torch(new_stream(index_of(device.index())));
@@ -99,9 +101,8 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t get_offset() const override { return offset_; }
 
   void set_state(const c10::TensorImpl& state) override {
-    TORCH_CHECK(
-        state.device().is_cpu() && state.numel() == kStateBytes, "The state of a generator has ", kStateBytes,
-        " elements and is on the CPU. Received ", state.numel(), " elements on ", state.device(), ".");
+    TORCH_CHECK(state.device().is_cpu() && state.numel() == kStateBytes, "The state of a generator has ", kStateBytes,
+                " elements and is on the CPU. Received ", state.numel(), " elements on ", state.device(), ".");
     const auto* words = static_cast<const uint64_t*>(state.data());
     seed_ = words[0];
     offset_ = words[1];
@@ -122,7 +123,7 @@ struct Generator final : c10::GeneratorImpl {
   }
 
   uint64_t next_seed() {
-    offset_ += 4;  // as CUDA's generator, whose offset is a multiple of 4
+    offset_ += 4;                                              // as CUDA's generator, whose offset is a multiple of 4
     uint64_t mixed = seed_ * 0x9E3779B97F4A7C15ull + offset_;  // the finalizer of SplitMix64
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9ull;
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBull;
@@ -196,7 +197,8 @@ at::Generator& default_generator(int device) {
 
 uint64_t next_seed(const std::optional<at::Generator>& generator, int device) {
   at::Generator used = generator.has_value() && generator->defined() ? *generator : default_generator(device);
-  TORCH_CHECK(used.device().type() == kDevice, "Expected a generator of the simulated device, but found one of ", used.device());
+  TORCH_CHECK(used.device().type() == kDevice, "Expected a generator of the simulated device, but found one of ",
+              used.device());
   std::lock_guard<std::mutex> lock(used.mutex());
   return static_cast<Generator*>(used.unsafeGetGeneratorImpl())->next_seed();
 }

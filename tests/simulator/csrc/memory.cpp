@@ -1,18 +1,17 @@
-#include "torch_headers.h"
 #include "memory.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 
 namespace simulator {
 namespace {
 
-constexpr size_t kRounding = 512;                        // as the caching allocator of CUDA
+constexpr size_t kRounding = 512;  // as the caching allocator of CUDA
 constexpr size_t kAlignment = 64;
-constexpr int kPoison = 0xFF;                            // NaN in all floating-point types
-constexpr size_t kMaxUnusedBytes = size_t(512) << 20;    // freed memory that waits for tasks
+constexpr int kPoison = 0xFF;                          // NaN in all floating-point types
+constexpr size_t kMaxUnusedBytes = size_t(512) << 20;  // freed memory that waits for tasks
 
 struct State {
   std::mutex mutex;
@@ -69,8 +68,8 @@ void free_device_memory(void* context) {
 // [Note: reuse of memory]
 // A caching allocator gives freed memory to the next allocation on the stream where the memory was allocated, without
 // waiting for the device. Here, the next allocation on this stream may reuse all freed blocks, so a task overwrites
-// them. A task of a different stream that still uses a block is a race, unless the program called record_stream. A block
-// with recorded streams is not reused until their tasks have run, and no task waits for them.
+// them. A task of a different stream that still uses a block is a race, unless the program called record_stream. A
+// block with recorded streams is not reused until their tasks have run, and no task waits for them.
 void reuse_freed_blocks(Stream* stream) {
   std::vector<BlockPointer> reused;
   {
@@ -114,9 +113,9 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     const size_t counted = (num_bytes + kRounding - 1) / kRounding * kRounding;
     Lock lock(state().mutex);
     const size_t allocated = state().stats[device].allocated_bytes[0].current;
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, allocated + counted <= state().limit, "simulated out of memory. Tried to allocate ", num_bytes,
-        " bytes. Device ", device, " has a capacity of ", state().limit, " bytes, of which ", allocated, " are allocated.");
+    TORCH_CHECK_WITH(OutOfMemoryError, allocated + counted <= state().limit,
+                     "simulated out of memory. Tried to allocate ", num_bytes, " bytes. Device ", device,
+                     " has a capacity of ", state().limit, " bytes, of which ", allocated, " are allocated.");
     BlockPointer block = new_block(counted);
     std::memset(block->data, kPoison, block->num_bytes);
     block->device = device;
@@ -176,7 +175,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
  private:
   using Stats = c10::CachingDeviceAllocator::DeviceStats;
   static std::vector<c10::CachingAllocator::StatArray*> all(Stats& stats) {
-    return {&stats.allocation,   &stats.active,       &stats.allocated_bytes,
+    return {&stats.allocation,   &stats.active,         &stats.allocated_bytes,
             &stats.active_bytes, &stats.reserved_bytes, &stats.requested_bytes};
   }
 };
@@ -240,7 +239,8 @@ int current_device() { return device_of_thread; }
 
 void set_current_device(int device) {
   if (device < 0) return;  // torch passes -1 for "the current device"
-  TORCH_CHECK(device < device_count(), "simulated:", device, " does not exist. The process has ", device_count(), " devices.");
+  TORCH_CHECK(device < device_count(), "simulated:", device, " does not exist. The process has ", device_count(),
+              " devices.");
   device_of_thread = device;
 }
 

@@ -3,6 +3,10 @@
 
 #include "streams.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <optional>
+
 namespace simulator {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
@@ -33,8 +37,8 @@ BlockPointer block_of(const c10::DataPtr& data);
 // Pinned block that contains the address, or null.
 BlockPointer pinned_block_of(const void* address);
 
-// Asynchronous copy from or to pinned memory. Shows errors of the host, which the vector clocks do not see: the source of
-// a copy that changes before the copy has run, and a target that is read too early.
+// Asynchronous copy from or to pinned memory. Shows errors of the host, which the vector clocks do not see: the source
+// of a copy that changes before the copy has run, and a target that is read too early.
 class PinnedCopy {
  public:
   // Call when the copy is enqueued. A target is overwritten, so a host that reads it too early sees NaN.

@@ -1,16 +1,20 @@
 // Every operation that tensors.cpp does not define: a queued task runs the kernel of the CPU on the device's memory.
 //
 // [Note: predicted results]
-// The host must know shape, strides and dtype of the results before the kernel runs. Meta kernels describe the kernels of
-// CUDA, which sometimes return different strides and dtypes. Later kernels would compute different bits than on the CPU.
-// So the first call with a signature runs the CPU kernel on blank tensors, and later calls reuse its result metadata.
-#include "torch_headers.h"
+// The host must know shape, strides and dtype of the results before the kernel runs. Meta kernels describe the kernels
+// of CUDA, which sometimes return different strides and dtypes. Later kernels would compute different bits than on the
+// CPU. So the first call with a signature runs the CPU kernel on blank tensors, and later calls reuse its result
+// metadata.
 #include "operations.h"
 #include "random.h"
 #include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
+#include <sstream>
 #include <unordered_map>
 
 namespace simulator {
@@ -60,13 +64,13 @@ struct Shape {
 };
 
 struct Prediction {
-  std::vector<std::vector<Shape>> results;  // for each return of the operation; a single tensor is a list of one
+  std::vector<std::vector<Shape>> results;    // for each return of the operation; a single tensor is a list of one
   std::vector<std::optional<Shape>> written;  // for each argument: the shape of a written tensor after the call
 };
 
 bool is_tensor_type(const c10::TypePtr& type) {
   return type->kind() == c10::TypeKind::TensorType ||
-      (type->kind() == c10::TypeKind::ListType && type->containedType(0)->kind() == c10::TypeKind::TensorType);
+         (type->kind() == c10::TypeKind::ListType && type->containedType(0)->kind() == c10::TypeKind::TensorType);
 }
 
 bool is_written(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
@@ -86,9 +90,8 @@ int device_of(const std::string& name, at::ArrayRef<c10::IValue> values) {
   for (const c10::IValue& value : values) {
     for_each_tensor(value, [&](const at::Tensor& tensor) {
       if (!is_simulated(tensor)) return;
-      TORCH_CHECK(
-          !device || *device == tensor.device().index(), "Expected all tensors to be on the same device, but ", name,
-          " received tensors on simulated:", *device, " and ", tensor.device(), ".");
+      TORCH_CHECK(!device || *device == tensor.device().index(), "Expected all tensors to be on the same device, but ",
+                  name, " received tensors on simulated:", *device, " and ", tensor.device(), ".");
       device = tensor.device().index();
     });
     if (!device && value.isDevice() && value.toDevice().type() == kDevice && value.toDevice().has_index()) {
@@ -100,14 +103,11 @@ int device_of(const std::string& name, at::ArrayRef<c10::IValue> values) {
 
 // Description of a tensor argument. As on other devices, CPU tensors are accepted as scalars and as indices. The device
 // receives their values, for which the host waits unless the scalar was a Python number.
-TensorDescription describe_argument(const Call& call, const at::Tensor& tensor) {
+TensorDescription describe_tensor(const Call& call, const at::Tensor& tensor, bool is_index) {
   TensorDescription description = describe(tensor);
   if (!tensor.defined() || is_simulated(tensor)) return description;
-  const bool is_indexing = call.name.find("index") != std::string::npos;
-  TORCH_CHECK(
-      tensor.is_cpu() && (tensor.dim() == 0 || is_indexing),
-      "Expected all tensors to be on the same device, but ", call.name, " received tensors on simulated:", call.device,
-      " and ", tensor.device(), ".");
+  TORCH_CHECK(tensor.is_cpu() && (tensor.dim() == 0 || is_index), "Expected all tensors to be on the same device, but ",
+              call.name, " received tensors on simulated:", call.device, " and ", tensor.device(), ".");
   const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
   if (!is_number) wait_for_stream(current_stream(call.device), "CPU tensor in " + call.name, Wait::implicit);
   CpuDispatch dispatch;
@@ -126,12 +126,14 @@ Argument describe_argument(const Call& call, const c10::Argument& formal, const 
   if (value.isOptionalTensorList()) argument.kind = Argument::Kind::optional_tensors;
   if (value.isDevice()) argument.value = c10::Device(c10::kCPU);
   if (value.isGenerator() || argument.kind != Argument::Kind::value) argument.value = c10::IValue();
-  for_each_tensor(value, [&](const at::Tensor& tensor) { argument.tensors.push_back(describe_argument(call, tensor)); });
+  for_each_tensor(value, [&](const at::Tensor& tensor) {
+    argument.tensors.push_back(describe_tensor(call, tensor, value.isOptionalTensorList()));
+  });
   return argument;
 }
 
-// PyTorch calls these operators for devices other than its own. The CPU's operators have the same arguments, except that
-// the backward pass also receives the sizes of the bias.
+// PyTorch calls these operators for devices other than its own. The CPU's operators have the same arguments, except
+// that the backward pass also receives the sizes of the bias.
 void replace_convolution(Call& call) {
   auto find = [](const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); };
   if (call.name == "aten::convolution_overrideable") call.operation = find("aten::convolution");
@@ -140,7 +142,8 @@ void replace_convolution(Call& call) {
     const bool is_transposed = call.arguments.at(6).value.toBool();
     const auto& weight = call.arguments.at(2).tensors.at(0).sizes;
     Argument bias_sizes;
-    bias_sizes.value = std::vector<int64_t>{is_transposed ? weight.at(1) * call.arguments.at(8).value.toInt() : weight.at(0)};
+    bias_sizes.value =
+        std::vector<int64_t>{is_transposed ? weight.at(1) * call.arguments.at(8).value.toInt() : weight.at(0)};
     call.arguments.insert(call.arguments.begin() + 3, bias_sizes);
   }
 }
@@ -214,7 +217,8 @@ Prediction run_on_blank_tensors(Call call) {
     for_each_tensor(results[i], [&](const at::Tensor& tensor) { prediction.results[i].push_back(shape_of(tensor)); });
   }
   for (const Argument& argument : call.arguments) {
-    const bool is_tensor = argument.is_written && argument.kind == Argument::Kind::tensor && argument.tensors[0].is_defined;
+    const bool is_tensor =
+        argument.is_written && argument.kind == Argument::Kind::tensor && argument.tensors[0].is_defined;
     prediction.written.push_back(is_tensor ? std::optional(shape_of(argument.tensors[0].cpu_tensor)) : std::nullopt);
   }
   return prediction;
@@ -226,7 +230,8 @@ class Signature {
     add(call.name);
     const auto& returns = call.operation.schema().returns();
     // The learning rate of an in-place update changes in each step, and no shape depends on it.
-    const bool only_writes = std::all_of(returns.begin(), returns.end(), [](const auto& each) { return is_written(each); });
+    const bool only_writes =
+        std::all_of(returns.begin(), returns.end(), [](const auto& each) { return is_written(each); });
     with_numbers_ = !only_writes || call.operation.schema().overload_name().find("out") != std::string::npos;
     for (const Argument& argument : call.arguments) {
       text_ += static_cast<char>(argument.kind);
@@ -246,7 +251,8 @@ class Signature {
   void add(const TensorDescription& tensor) {
     if (!tensor.is_defined) return add(-1);
     add(static_cast<int64_t>(tensor.dtype));
-    add(static_cast<int64_t>(tensor.cpu_tensor.defined() && tensor.cpu_tensor.unsafeGetTensorImpl()->is_wrapped_number()));
+    add(static_cast<int64_t>(tensor.cpu_tensor.defined() &&
+                             tensor.cpu_tensor.unsafeGetTensorImpl()->is_wrapped_number()));
     add(tensor.sizes);
     add(tensor.strides);
   }
@@ -298,7 +304,8 @@ bool depends_on_data(const Call& call) {
 c10::IValue written_argument(const c10::Argument& result, const Call& call, at::ArrayRef<c10::IValue> values) {
   const auto& arguments = call.operation.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (is_written(arguments[i]) && arguments[i].alias_info()->beforeSets() == result.alias_info()->beforeSets()) return values[i];
+    if (is_written(arguments[i]) && arguments[i].alias_info()->beforeSets() == result.alias_info()->beforeSets())
+      return values[i];
   }
   TORCH_CHECK(false, "No argument of ", call.name, " corresponds to its result.");
 }
@@ -346,7 +353,8 @@ void resize_written_arguments(Call& call, at::ArrayRef<c10::IValue> values, cons
 
 using Outputs = std::vector<std::vector<TensorDescription>>;
 
-Outputs allocate_results(const Call& call, at::ArrayRef<c10::IValue> values, const Prediction& prediction, Stack& results) {
+Outputs allocate_results(const Call& call, at::ArrayRef<c10::IValue> values, const Prediction& prediction,
+                         Stack& results) {
   Outputs outputs(prediction.results.size());
   const auto& returns = call.operation.schema().returns();
   for (size_t i = 0; i < returns.size(); ++i) {
@@ -356,8 +364,8 @@ Outputs allocate_results(const Call& call, at::ArrayRef<c10::IValue> values, con
     }
     c10::List<at::Tensor> tensors;
     for (const Shape& shape : prediction.results[i]) {
-      tensors.push_back(
-          shape.is_defined ? empty_strided_on(call.device, shape.sizes, shape.strides, shape.dtype) : at::Tensor());
+      tensors.push_back(shape.is_defined ? empty_strided_on(call.device, shape.sizes, shape.strides, shape.dtype)
+                                         : at::Tensor());
       outputs[i].push_back(describe(tensors.get(tensors.size() - 1)));
     }
     if (returns[i].type()->kind() == c10::TypeKind::TensorType) {
@@ -388,7 +396,8 @@ void store_results(const std::string& name, const Stack& computed, const Outputs
 
 void check_capability(const std::string& name) {
   const bool is_supported = capabilities().fused_optimizers || name.rfind("aten::_fused_", 0) != 0;
-  TORCH_CHECK_NOT_IMPLEMENTED(is_supported, "The simulated device has no fused optimizers: ", name, " is not implemented.");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_supported, "The simulated device has no fused optimizers: ", name,
+                              " is not implemented.");
 }
 
 void run_operation(const c10::OperatorHandle& operation, Stack* stack) {
@@ -398,7 +407,8 @@ void run_operation(const c10::OperatorHandle& operation, Stack* stack) {
   Call call = describe_call(operation, values);
   check_capability(call.name);
   for (const auto& each : operation.schema().returns()) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!each.alias_info() || is_written(each), "The simulated device has no kernel for the view ", call.name, ".");
+    TORCH_CHECK_NOT_IMPLEMENTED(!each.alias_info() || is_written(each),
+                                "The simulated device has no kernel for the view ", call.name, ".");
   }
   c10::DeviceGuard guard(c10::Device(kDevice, call.device));
   if (depends_on_data(call)) return run_now(call, values, *stack);
@@ -434,18 +444,25 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }
 
 void register_kernels_of_cpu() {
-  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
     const auto operation = c10::Dispatcher::singleton().findSchema(name);
     if (!operation || !operation->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     if (operation->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
     const auto& returns = operation->schema().returns();
-    const bool is_view = std::any_of(returns.begin(), returns.end(), [](const auto& each) { return each.alias_info() && !is_written(each); });
+    const bool is_view = std::any_of(returns.begin(), returns.end(),
+                                     [](const auto& each) { return each.alias_info() && !is_written(each); });
     if (is_view) continue;
     const std::string full_name = c10::toString(name);
     library->impl(full_name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_operation>());
   }
+}
+
+TORCH_LIBRARY(simulated, library) {
+  // The schema that torch infers for at::Generator is optional.
+  library.def("default_generator(int device) -> Generator?", [](int64_t device) { return default_generator(device); });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

@@ -1,8 +1,11 @@
-#include "torch_headers.h"
 #include "streams.h"
 
+#include <c10/util/Exception.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <utility>
 
 namespace simulator {
 namespace {
@@ -46,7 +49,8 @@ void merge(Clock& clock, const Clock& other) {
 uint64_t at_slot(const Clock& clock, size_t slot) { return slot < clock.size() ? clock[slot] : 0; }
 
 std::string describe(const Access& access) {
-  return access.task + (access.writes ? " (writes, stream " : " (reads, stream ") + std::to_string(access.stream->id) + ")";
+  return access.task + (access.writes ? " (writes, stream " : " (reads, stream ") + std::to_string(access.stream->id) +
+         ")";
 }
 
 // Record an access, and report each earlier access that conflicts with it and is not ordered before it.
@@ -58,7 +62,8 @@ void check_access(const Access& access, std::vector<Access>& earlier) {
     if (each.end <= access.begin || access.end <= each.begin) continue;
     if (at_slot(clock, each.stream->slot) >= each.position) continue;
     is_ordered = false;
-    if (state().races.size() < kMaxRaces) state().races.push_back(describe(access) + " is not ordered after " + describe(each));
+    if (state().races.size() < kMaxRaces)
+      state().races.push_back(describe(access) + " is not ordered after " + describe(each));
   }
   // A later access that is ordered after a write is also ordered after the accesses before this write.
   auto is_obsolete = [&](const Access& each) {
@@ -257,7 +262,8 @@ void run_stream(Stream* stream) { run_until(record_event(stream)); }
 
 void run_all() {
   Lock lock(state().mutex);
-  for (size_t i = 0; i < state().streams.size(); ++i) run_until(lock, state().streams[i], state().streams[i]->num_enqueued);
+  for (size_t i = 0; i < state().streams.size(); ++i)
+    run_until(lock, state().streams[i], state().streams[i]->num_enqueued);
 }
 
 void count_wait(const std::string& kind, Wait wait) {

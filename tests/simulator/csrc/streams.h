@@ -47,12 +47,12 @@ struct Block {
   // Of device memory only.
   int device = -1;
   size_t counted_bytes = 0;
-  Stream* home = nullptr;               // the stream that was current when the block was allocated
-  std::vector<Stream*> recorded;        // streams passed to record_stream
+  Stream* home = nullptr;         // the stream that was current when the block was allocated
+  std::vector<Stream*> recorded;  // streams passed to record_stream
 
   // Of pinned memory only.
-  uint64_t num_writes = 0;              // enqueued copies from the device
-  int64_t num_pending = 0;              // enqueued copies that have not run
+  uint64_t num_writes = 0;  // enqueued copies from the device
+  int64_t num_pending = 0;  // enqueued copies that have not run
   int64_t num_pending_writes = 0;
 
   ~Block();
@@ -82,8 +82,8 @@ struct Stream {
   std::deque<Task> tasks;
   uint64_t num_enqueued = 0;
   uint64_t num_done = 0;
-  bool is_running = false;              // a thread runs a task of this stream
-  Clock clock;                          // tasks ordered before the next task of this stream
+  bool is_running = false;                                         // a thread runs a task of this stream
+  Clock clock;                                                     // tasks ordered before the next task of this stream
   std::vector<std::pair<BlockPointer, std::vector<Event>>> freed;  // blocks that the next allocation may reuse
 };
 

@@ -1,10 +1,10 @@
 // Operations that allocate, resize, view or copy tensors of the simulated device.
-#include "torch_headers.h"
-#include "random.h"
 #include "tensors.h"
 
-#include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/is_set_to_native.h>
@@ -12,6 +12,8 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
 namespace simulator {
 namespace {
@@ -21,27 +23,26 @@ const c10::DispatchKeySet kDeviceKeys(c10::DispatchKey::PrivateUse1);
 c10::DispatchKeySet keys_above_kernels() {
   using Key = c10::DispatchKey;
   return c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-      c10::DispatchKeySet({Key::Python, Key::PythonTLSSnapshot, Key::PreDispatch});
+         c10::DispatchKeySet({Key::Python, Key::PythonTLSSnapshot, Key::PreDispatch});
 }
 
 int index_or_current(const std::optional<at::Device>& device) {
   return device.has_value() && device->has_index() ? device->index() : current_device();
 }
 
-at::Tensor empty_strided(
-    at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<at::Device> device, std::optional<bool>) {
-  return empty_strided_on(
-      index_or_current(device), sizes, strides, dtype.value_or(at::get_default_dtype_as_scalartype()));
+at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  return empty_strided_on(index_or_current(device), sizes, strides,
+                          dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
 
-at::Tensor empty(
-    at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "The simulated device supports strided tensors only.");
+at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided,
+                              "The simulated device supports strided tensors only.");
   c10::DeviceGuard guard(c10::Device(kDevice, index_or_current(device)));
-  return at::detail::empty_generic(
-      sizes, &device_allocator(), kDeviceKeys, dtype.value_or(at::get_default_dtype_as_scalartype()), format);
+  return at::detail::empty_generic(sizes, &device_allocator(), kDeviceKeys,
+                                   dtype.value_or(at::get_default_dtype_as_scalartype()), format);
 }
 
 const at::Tensor& resize_(const at::Tensor& tensor, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
@@ -51,8 +52,8 @@ const at::Tensor& resize_(const at::Tensor& tensor, at::IntArrayRef sizes, std::
   return tensor;
 }
 
-at::Tensor& set_storage(
-    at::Tensor& tensor, at::Storage storage, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+at::Tensor& set_storage(at::Tensor& tensor, at::Storage storage, int64_t offset, at::IntArrayRef sizes,
+                        at::IntArrayRef strides) {
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(storage));
   impl->set_storage_offset(offset);
@@ -103,7 +104,7 @@ void copy_on_devices(const at::Tensor& source, const at::Tensor& target) {
 bool is_asynchronous(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   const at::Tensor& on_host = is_simulated(source) ? target : source;
   return non_blocking && pinned_block_of(on_host.data_ptr()) != nullptr && on_host.is_contiguous() &&
-      source.scalar_type() == target.scalar_type();
+         source.scalar_type() == target.scalar_type();
 }
 
 void copy_asynchronously(Stream* stream, const at::Tensor& source, const at::Tensor& target) {
@@ -163,10 +164,9 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
 // Without this kernel, Module.to would create new Parameters, and tied weights would no longer be tied.
 bool has_compatible_shallow_copy_type(const at::Tensor&, const at::Tensor&) { return true; }
 
-int64_t choose_math(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
-  return static_cast<int64_t>(sdp::SDPBackend::math);
+int64_t choose_math(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double,
+                    bool, std::optional<double>, bool) {
+  return static_cast<int64_t>(at::SDPBackend::math);
 }
 
 }  // namespace
@@ -193,10 +193,10 @@ Use TensorDescription::use(bool writes) const {
 
 at::Tensor TensorDescription::alias() const {
   if (block == nullptr) return cpu_tensor;
-  c10::Storage shared(
-      c10::Storage::use_byte_size_t(), storage_bytes, at::DataPtr(storage, c10::Device(c10::kCPU)), nullptr, false);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(shared), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+  c10::Storage shared(c10::Storage::use_byte_size_t(), storage_bytes, at::DataPtr(storage, c10::Device(c10::kCPU)),
+                      nullptr, false);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(shared), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                         c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return tensor;
 }
@@ -211,7 +211,8 @@ TensorDescription describe(const at::Tensor& tensor) {
   description.offset = tensor.storage_offset();
   description.storage = static_cast<char*>(const_cast<void*>(tensor.storage().data_ptr().get()));
   description.storage_bytes = tensor.storage().nbytes();
-  description.block = is_simulated(tensor) ? block_of(tensor.storage().data_ptr()) : pinned_block_of(description.storage);
+  description.block =
+      is_simulated(tensor) ? block_of(tensor.storage().data_ptr()) : pinned_block_of(description.storage);
   if (description.block == nullptr) description.cpu_tensor = tensor;
   return description;
 }
@@ -258,5 +259,8 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
 }  // namespace simulator
 
 namespace at::native {
+// As in ATen/native/transformers/attention.h, which takes seconds to compile.
+using fused_sdp_choice_fn = decltype(&simulator::choose_math);
+DECLARE_DISPATCH(fused_sdp_choice_fn, _fused_sdp_choice_stub)
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &simulator::choose_math)
 }  // namespace at::native

@@ -3,6 +3,9 @@
 
 #include "memory.h"
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 namespace simulator {
 
 // While it exists, operations run plain CPU kernels, without autograd, autocast or Python dispatch modes.
@@ -13,8 +16,8 @@ struct CpuDispatch {
   c10::impl::ForceDispatchKeyGuard guard_;
 };
 
-// Memory, shape and dtype of a tensor. A task owns descriptions instead of tensors: a tensor may be owned by Python, and
-// freeing it needs the lock of the interpreter.
+// Memory, shape and dtype of a tensor. A task owns descriptions instead of tensors: a tensor may be owned by Python,
+// and freeing it needs the lock of the interpreter.
 struct TensorDescription {
   bool is_defined = false;
   BlockPointer block;  // null for a CPU tensor that is not pinned
