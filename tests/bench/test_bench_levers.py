@@ -1,6 +1,5 @@
 """``roomier bench levers --json`` as a command, with a model that is too small for meaningful times."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -67,30 +66,27 @@ def test_every_row_is_a_plan(name: str) -> None:
 
 
 def test_a_row_without_peer_or_meaning_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = argparse.Namespace(model="bert-tiny", levers="", frameworks="")
     monkeypatch.setattr(levers, "find_spec", lambda name: None if name == "bitsandbytes" else name)
-    turns = levers._turns(options)
+    turns = levers.turns_of("bert-tiny")
     assert ("transformers", "adafactor") in turns
     assert ("transformers", "adam8bit") not in turns
     assert ("roomier", "adam8bit") in turns
     assert ("roomier", "chunked loss") not in turns
-    options.model = "gpt-nano"
-    assert ("roomier", "chunked loss") in levers._turns(options)
+    assert ("roomier", "chunked loss") in levers.turns_of("gpt-nano")
     monkeypatch.setattr(levers, "find_spec", lambda name: None if name == "accelerate" else name)
-    assert {framework for framework, _ in levers._turns(options)} == {"roomier"}
+    assert {framework for framework, _ in levers.turns_of("gpt-nano")} == {"roomier"}
 
 
 def test_unknown_names_are_rejected_before_a_process_starts() -> None:
-    options = argparse.Namespace(model="bert-tiny", levers="vanila", frameworks="")
     with pytest.raises(RoomierError, match=r"--levers=.vanila.: is unknown\. Did you mean .vanilla."):
-        levers._turns(options)
+        levers.turns_of("bert-tiny", "vanila")
     assert set(BERT_SIZES) >= {"bert-large", "bert-base", "bert-tiny"}
 
 
 def test_a_failing_row_is_reported_and_the_others_remain() -> None:
     runs = [{"step_s": [0.5, 0.25, 0.5], "peak_bytes": 10, "peak_rss_bytes": None, "peak_by_kind": {}}]
-    good = levers._row("roomier", "vanilla", runs)
-    bad = levers._row("roomier", "all", [*runs, {"error": "out of memory", "code": -9}])
+    good = levers.row_of("roomier", "vanilla", runs)
+    bad = levers.row_of("roomier", "all", [*runs, {"error": "out of memory", "code": -9}])
     assert (good["samples_per_s"], good["peak_bytes"]) == (8.0, 10)
     assert (bad["samples_per_s"], bad["error"]) == (None, "out of memory")
     assert levers.lines({"rows": [good, bad]})[1][2] == "failed"

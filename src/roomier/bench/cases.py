@@ -60,5 +60,6 @@ CASES: dict[str, Case] = {
     "choice": Case(
         "the choice of strategy='auto', compared with measurements of all plans that fit", "roomier.bench.choice"
     ),
+    "gpu": Case("memory, speed and copies on an accelerator, compared with forecasts", "roomier.bench.gpu.case"),
     "strategies": Case("memory and step time of each strategy, compared with PyTorch DDP", "roomier.bench.strategies"),
 }

@@ -41,6 +41,15 @@ class Row:
 
 FRAMEWORKS = ("roomier", "transformers")
 
+
+def keywords_of(lever: str, device_type: str) -> dict[str, Any]:
+    """Return the arguments of roomier's Trainer for a row, including the optimizer."""
+    keywords = {"optimizer": "adamw", **ROWS[lever].roomier}
+    if keywords.get("precision") == "16":
+        keywords["precision"] = "bf16-mixed" if device_type == "cpu" else "16-mixed"
+    return keywords
+
+
 ROWS: dict[str, Row] = {
     "vanilla": Row({}, {}, published=(8.86, 14949)),
     "accumulation": Row(_ACCUMULATED, _ACCUMULATED_PEER, published=(7.75, 8681)),

@@ -6,7 +6,6 @@ of all strategies do not fit into memory together, they are created again for ea
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import statistics
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,9 +23,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
+from roomier.bench.accelerator import (
+    available_bytes,
+    device_of,
+    device_of_rank,
+    free_unused,
+    group_backend,
+    synchronize,
+)
 from roomier.bench.raw_collectives import time_collectives
 from roomier.bench.strategies import PEER, config_of, plan_of
 from roomier.core.ranks import Ranks
+from roomier.core.tree import to_device
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
@@ -43,7 +50,6 @@ from roomier.precision.policy import precision_of
 
 Batch = tuple[Tensor, Tensor]
 _WARMUP_STEPS = 3
-_DEVICE = torch.device("cpu")
 
 
 class TrainedGPT(Module):
@@ -62,8 +68,11 @@ class PlainLoop:
     """The step of the PyTorch tutorials: DDP, autocast and a fused optimizer."""
 
     def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
-        precision = precision_of(plan.precision.mode, _DEVICE)
-        self.network = DistributedDataParallel(precision.convert_module(GPT(config)), gradient_as_bucket_view=True)
+        device = device_of(plan.parallel.accelerator)
+        precision = precision_of(plan.precision.mode, device)
+        network = precision.convert_module(GPT(config)).to(device)
+        self.network = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self._device = device
         weights = list(self.network.parameters())
         groups = [
             {"params": [each for each in weights if each.dim() >= 2], "weight_decay": 0.01},
@@ -75,6 +84,7 @@ class PlainLoop:
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
         """Run one step and return its loss; call ``enter`` with each phase."""
         enter("forward")
+        batch = to_device(batch, self._device)
         self.optimizer.zero_grad()
         with self._context():
             loss: Tensor = self.network(*batch)[1]
@@ -87,7 +97,7 @@ class PlainLoop:
     @contextmanager
     def tracked(self) -> Iterator[MemoryTracker]:
         """Track the memory of the steps in this context."""
-        with MemoryTracker(self.network, [self.optimizer], _DEVICE) as tracker:
+        with MemoryTracker(self.network, [self.optimizer], self._device) as tracker:
             yield tracker
 
 
@@ -127,16 +137,18 @@ class Strategy:
         name: name of the strategy.
         settings: settings of the benchmark.
         ranks: ranks of the run.
+        device: device of this rank.
         keeps: whether the loop stays in memory between its turns.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, *, keeps: bool) -> None:
+    def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, device: torch.device, *, keeps: bool) -> None:
         self.name = name
         self.step_s: list[float] = []
         self.loss = float("nan")
         self._config = config_of(settings)
         self._plan = plan_of(name, settings)
         self._ranks = ranks
+        self._device = device
         self._keeps = keeps
         self._loop: Loop | None = None
         generator = torch.Generator().manual_seed(ranks.world.rank)
@@ -162,6 +174,8 @@ class Strategy:
         found: dict[str, Any] = {
             "model_state_bytes": states.total(MODEL_STATES),
             "peak_bytes": whole.total(),
+            "allocator_peak_bytes": tracker.allocator_peak_bytes,
+            "reserved_peak_bytes": tracker.reserved_peak_bytes,
             "model_states": {kind.value: states.num_bytes[kind] for kind in MODEL_STATES},
             "peak": {kind.value: whole.num_bytes[kind] for kind in Kind},
             "between_steps_bytes": rest.total(MODEL_STATES),
@@ -178,9 +192,11 @@ class Strategy:
             dist.barrier()
             durations = []
             loss = torch.tensor(0.0)
+            synchronize(self._device)
             for _ in range(num_steps):
                 start = time.perf_counter()
                 loss = loop.step(self._batch, _ignore)
+                synchronize(self._device)
                 durations.append(time.perf_counter() - start)
         self.step_s.append(max(self._ranks.gather(statistics.median(durations))))
         self.loss = statistics.mean(self._ranks.gather(float(loss)))
@@ -195,25 +211,26 @@ class Strategy:
                 loop.step(self._batch, _ignore)
         self._loop = loop if self._keeps else None
         yield loop
-        gc.collect()  # no strategy spends time on collecting the garbage of the previous one
+        free_unused(self._device)  # no strategy spends time on collecting the garbage of the previous one
 
 
-def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+def run(settings: dict[str, Any], ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Measure memory, time and collectives of all strategies."""
     names: list[str] = settings["strategies"]
-    num_bytes = sum(Strategy(name, settings, ranks, keeps=False).formula().peak.total() for name in names)
-    keeps = ranks.from_zero(num_bytes * ranks.world.size < psutil.virtual_memory().available / 2)
-    strategies = [Strategy(name, settings, ranks, keeps=keeps) for name in names]
+    num_bytes = sum(Strategy(name, settings, ranks, device, keeps=False).formula().peak.total() for name in names)
+    num_sharing = ranks.world.size if device.type == "cpu" else 1  # ranks that share the memory
+    keeps = ranks.from_zero(num_bytes * num_sharing < available_bytes(device) / 2)
+    strategies = [Strategy(name, settings, ranks, device, keeps=keeps) for name in names]
     memory = {each.name: each.measure_memory() for each in strategies}
     with torch.device("meta"):
         network: nn.Module = GPT(config_of(settings))
-    precision = precision_of(settings["precision"], _DEVICE)
+    precision = precision_of(settings["precision"], device)
     units = units_with_weights(network, find_blocks(network), precision.autocast_dtype, precision.weight_dtype)
     collectives: list[dict[str, float]] = []
     for index in range(settings["repeats"]):
         for each in reversed(strategies) if index % 2 else strategies:
             each.time_turn(settings["steps"])
-        collectives.append(time_collectives(units))
+        collectives.append(time_collectives(units, device))
     base = statistics.median(strategies[0].step_s)
     return {
         "num_parameters": sum(each.numel() for each in network.parameters()),
@@ -239,8 +256,10 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     """Run the benchmark on this rank. Rank 0 writes ``result.json``."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), settings["ranks"]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    result = run(settings, Ranks(World(rank, size, rank, 0, size)))
+    device = device_of_rank(settings["accelerator"], rank)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group(group_backend(device), init_method=rendezvous, rank=rank, world_size=size)
+    result = run(settings, Ranks(World(rank, size, rank, 0, size)), device)
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
