@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,7 +208,7 @@ def test_a_failed_row_is_recorded_and_repeated(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def parts_with_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def parts_with_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "def rows(setting):\n    {}\ndef summary(values):\n    return 'done'\n"
     bodies = {
         "broken_part": "raise RuntimeError('the driver is missing')",
@@ -220,7 +220,6 @@ def parts_with_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     limits_s = {"broken_part": 100.0, "endless_part": 0.1, "good_part": 100.0}
     monkeypatch.setattr(case, "PARTS", {name: Part(name, limit_s) for name, limit_s in limits_s.items()})
-    yield
 
 
 def test_a_failing_part_is_recorded_and_the_others_run(

@@ -88,9 +88,8 @@ def possible_strategies(text: str, num_ranks: int) -> list[str]:
     One rank has the strategy ``single`` only, because the other strategies would run the same code.
     """
     has_copies = num_ranks >= 2 * _NUM_COPIES and num_ranks % _NUM_COPIES == 0
-    possible = [each for each in STRATEGIES if each != "single" and (each != "hsdp" or has_copies)]
-    if num_ranks == 1:
-        possible = [PEER, "single"]
+    impossible = {"single"} if has_copies else {"single", "hsdp"}
+    possible = [PEER, "single"] if num_ranks == 1 else [each for each in STRATEGIES if each not in impossible]
     wanted = [_known("--strategies", each.strip(), possible) for each in text.split(",") if each.strip()] or possible
     return [each for each in possible if each == PEER or each in wanted]  # the baseline is always included
 

@@ -1,7 +1,7 @@
 """A rank of ``roomier bench strategies``: ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
 
-Memory and time are measured separately, because the tracker makes steps slow. Both use the same objects. If the objects
-of all strategies do not fit into memory together, they are created again for each turn.
+Memory and time are measured separately, because the tracker makes steps slow. On the CPU, both use the same objects. If
+the objects of all strategies do not fit into memory together, they are created again for each turn.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ class Strategy:
 
     def measure_memory(self) -> dict[str, Any]:
         """Return the bytes at the peak of a step, on the rank with the largest peak."""
-        with self._running() as loop:
+        is_cpu = self._device.type == "cpu"
+        with self._running(keeps=self._keeps and is_cpu) as loop:  # an allocator also counts kept strategies
             with loop.tracked() as tracker:
                 loop.step(self._batch, tracker.enter)
                 tracker.restart()
@@ -187,7 +188,7 @@ class Strategy:
 
     def time_turn(self, num_steps: int) -> None:
         """Record one turn: the median time of its steps, on the slowest rank."""
-        with self._running() as loop:
+        with self._running(keeps=self._keeps) as loop:
             loop.step(self._batch, _ignore)  # fill the caches of the processor
             dist.barrier()
             durations = []
@@ -202,14 +203,15 @@ class Strategy:
         self.loss = statistics.mean(self._ranks.gather(float(loss)))
 
     @contextmanager
-    def _running(self) -> Iterator[Loop]:
+    def _running(self, *, keeps: bool) -> Iterator[Loop]:
         loop = self._loop
         if loop is None:
+            free_unused(self._device)  # the previous strategy
             torch.manual_seed(0)
             loop = (PlainLoop if self.name == PEER else EngineLoop)(self._config, self._plan, self._ranks)
             for _ in range(_WARMUP_STEPS):
                 loop.step(self._batch, _ignore)
-        self._loop = loop if self._keeps else None
+        self._loop = loop if keeps else None
         yield loop
         free_unused(self._device)  # no strategy spends time on collecting the garbage of the previous one
 

@@ -39,8 +39,7 @@ def facts_of(setting: Setting) -> Record:
 
 
 def source_hash() -> str:
-    """Return a hash of the installed Python files, which also distinguishes uncommitted changes and other sources without
-    a commit."""
+    """Return a hash of the installed Python files. It differs between uncommitted changes of the same commit."""
     folder = Path(roomier.__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

@@ -1,7 +1,8 @@
 """Part ``strategies``: the strategies of ``roomier bench strategies`` on all devices of this machine.
 
-With one device, the row compares ``single`` with PyTorch DDP on one rank. On a CPU, two ranks share it. The keys of the row
-are the keys of ``roomier bench strategies``, with ``allocator_peak_bytes`` and ``reserved_peak_bytes`` for each strategy.
+With one device, the row compares ``single`` with PyTorch DDP on one rank. On a CPU, two ranks share the device. The row
+has the keys of ``roomier bench strategies``, with ``allocator_peak_bytes`` and ``reserved_peak_bytes`` for each
+strategy.
 """
 
 from __future__ import annotations

@@ -77,10 +77,8 @@ def _measured(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], st
     try:
         values = measure()
     except Exception as error:
-        return {
-            "error": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(-_NUM_LAST_FRAMES),
-        }, FAILED
+        last_frames = traceback.format_exc(-_NUM_LAST_FRAMES)
+        return {"error": f"{type(error).__name__}: {error}", "traceback": last_frames}, FAILED
     return values, FAILED if "error" in values else UNSUPPORTED if "unsupported" in values else MEASURED
 
 
