@@ -21,7 +21,8 @@ class CaseModule(Protocol):
         """Run the benchmark.
 
         Returns:
-            Data for one JSON object. The function writes no text to standard output.
+            Data for one JSON object. The function writes no text to standard output. If the list ``"failed"`` in the
+            data is not empty, the command ends with exit code 1.
         """
 
     def table(self, result: Mapping[str, Any]) -> RenderableType:

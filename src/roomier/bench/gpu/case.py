@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +85,7 @@ def _run(name: str, part: Part, setting: Setting, results: Results) -> None:
     settings = {
         "part": name,
         "module": part.module,
+        "started_s": time.time(),
         "limit_s": part.limit_s,
         "size": setting.size,
         "accelerator": setting.accelerator,

@@ -3,7 +3,7 @@
 The keys of a row are:
 
 - ``model``, ``num_parameters``, ``tokens_per_step``; ``plan`` and ``call``: the plan in words, and the Trainer
-  arguments; ``planning_s``: duration of the search;
+  arguments; ``planning_s``: duration of the search; ``machine_source``: origin of the machine's rates;
 - ``step_s``: seconds of an optimizer step, median over the turns (``step_s_all``); ``tokens_per_s``;
 - ``model_flops_per_s``: 6 FLOPs per token for each parameter in matrix products, as in
   :func:`roomier.callbacks.throughput.flops_per_token`, without recomputation; ``peak_flops_per_s``: the rate of 16-bit
@@ -142,6 +142,7 @@ def _row(name: str, model: Model, setting: Setting) -> Values:
         "call": as_call(trainer_keywords(forecast.plan)),
         "planning_s": choice.planning_s,
         "planning_is_complete": choice.is_complete,
+        "machine_source": choice.machine.source,
         "step_s": step_s,
         "step_s_all": step_s_all,
         "forecast_step_s": forecast.time.total_s,

@@ -14,12 +14,14 @@ The keys of a row are:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from roomier.bench import lever_worker
 from roomier.bench.gpu.parts import Rows, Setting, Values
@@ -35,16 +37,31 @@ from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.workload import Workload
 
 _LEVERS = ("vanilla", "mixed", "checkpointing", "selective", "step in backward", "offload", "adam8bit", "all", "most")
-_GPT_LEVERS = (*_LEVERS, "chunked loss")
 
-Made = tuple[nn.Module, Any]
+
+@dataclass(frozen=True)
+class _Model:
+    """A model of the table.
+
+    Attributes:
+        make: function that returns the model, which all rows share. They train copies.
+        batch: function that returns a micro-batch of the given number of samples.
+        levers: memory techniques of its rows.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    levers: tuple[str, ...]
 
 
 def rows(setting: Setting) -> Rows:
     """Return a row for each model and memory technique."""
-    levers_of = _TINY if setting.size == "tiny" else _FULL
-    names = [(model, lever) for model, (_, levers) in levers_of.items() for lever in levers]
-    return {f"{model}, {lever}": partial(_row, levers_of[model][0], model, lever, setting) for model, lever in names}
+    models = _TINY if setting.size == "tiny" else _FULL
+    return {
+        f"{name}, {lever}": partial(_row, name, model.make, model.batch, lever, setting)
+        for name, model in models.items()
+        for lever in model.levers
+    }
 
 
 def summary(values: Mapping[str, Any]) -> str:
@@ -55,59 +72,66 @@ def summary(values: Mapping[str, Any]) -> str:
     return text
 
 
-def _gpt(size: str, seq_len: int, micro_batch: int) -> Made:
+def _gpt(size: str, seq_len: int, levers: tuple[str, ...]) -> _Model:
     config = GPTConfig.named(size, context=seq_len, dropout=0.0)
-    tokens = torch.arange(micro_batch * seq_len).view(micro_batch, seq_len) * 7 % config.vocab_size
-    return TrainedGPT(config), (tokens, tokens.clone())
+
+    def batch(num_samples: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(num_samples * seq_len).view(num_samples, seq_len) * 7 % config.vocab_size
+        return tokens, tokens.clone()
+
+    return _Model(cache(lambda: TrainedGPT(config)), batch, levers)
 
 
-def _bert(micro_batch: int) -> Made:
-    settings = {"model": "bert-large", "seq_len": 512}
-    samples = lever_worker.make_samples(settings)[:micro_batch]
-    batch = {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
-    return lever_worker.make_model(settings), batch
+def _bert(model: str, seq_len: int, levers: tuple[str, ...]) -> _Model:
+    settings = {"model": model, "seq_len": seq_len}
+
+    def batch(num_samples: int) -> dict[str, Tensor]:
+        samples = lever_worker.make_samples(settings)[:num_samples]
+        return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
+
+    return _Model(cache(lambda: lever_worker.make_model(settings)), batch, levers)
 
 
-def _unet(width: int, image_size: int, micro_batch: int) -> Made:
-    shape = (micro_batch, 3, image_size, image_size)
-    return UNet(width, 4 * width), {"images": torch.linspace(-1, 1, 3 * image_size**2 * micro_batch).view(shape)}
+def _unet(width: int, image_size: int, levers: tuple[str, ...]) -> _Model:
+    def batch(num_samples: int) -> dict[str, Tensor]:
+        shape = (num_samples, 3, image_size, image_size)
+        return {"images": torch.linspace(-1, 1, math.prod(shape)).view(shape)}
+
+    return _Model(cache(lambda: UNet(width, 4 * width)), batch, levers)
 
 
-_FULL: Mapping[str, tuple[Callable[[int], Made], tuple[str, ...]]] = {
-    "gpt2": (partial(_gpt, "gpt2", 1024), _GPT_LEVERS),
-    "bert-large": (_bert, _LEVERS),
-    "unet": (partial(_unet, 96, 128), ("vanilla", "mixed", "adam8bit", "checkpointing")),
-    "gpt2-medium": (partial(_gpt, "gpt2-medium", 1024), _GPT_LEVERS),
+_FULL = {
+    "gpt2": _gpt("gpt2", 1024, (*_LEVERS, "chunked loss")),
+    "bert-large": _bert("bert-large", 512, _LEVERS),
+    "unet": _unet(96, 128, ("vanilla", "mixed", "adam8bit")),
+    "gpt2-medium": _gpt("gpt2-medium", 1024, ("vanilla", "most", "selective", "offload")),
 }
-_TINY: Mapping[str, tuple[Callable[[int], Made], tuple[str, ...]]] = {
-    "gpt-nano": (partial(_gpt, "gpt-nano", 64), ("vanilla", "most")),
-    "unet": (partial(_unet, 16, 32), ("vanilla",)),
-}
+_TINY = {"gpt-nano": _gpt("gpt-nano", 64, ("vanilla", "most")), "unet": _unet(16, 32, ("vanilla",))}
 
 
-def _row(make: Callable[[int], Made], model: str, lever: str, setting: Setting) -> Values:
+def _row(
+    name: str, make: Callable[[], nn.Module], make_batch: Callable[[int], Any], lever: str, setting: Setting
+) -> Values:
     plan = plan_from_flags(**keywords_of(lever, setting.device.type), accelerator=setting.accelerator, devices=1)
     micro_batch = BATCH_SIZE // plan.batch.accumulate_grad_batches
-    torch.manual_seed(0)
-    module, batch = make(micro_batch)
+    module, batch = make(), make_batch(micro_batch)
     forecast = confirm(Workload.of(module, batch), plan, this_machine(1, accelerator=setting.accelerator))
     tracker = measured_step(module, batch, plan, accelerator=setting.accelerator)
     peak = tracker.peak()
-    measured_bytes = {
-        "allocated": tracker.allocator_peak_bytes or peak.total(),
-        "reserved": tracker.reserved_peak_bytes,
-    }
     forecast_bytes = forecast_of_allocator(forecast.tensor_bytes, forecast.fixed_bytes)
-    found: Values = {"model": model, "lever": lever, "micro_batch": micro_batch, "method": forecast.method}
-    for name, num_bytes in measured_bytes.items():
-        found[f"{name}_bytes"] = num_bytes
-        found[f"forecast_{name}_bytes"] = forecast_bytes[name]
-        found[f"{name}_error"] = None if num_bytes is None else forecast_bytes[name] / num_bytes - 1
+    found: Values = {"model": name, "lever": lever, "micro_batch": micro_batch, "method": forecast.method}
+    for kind, num_bytes in (
+        ("allocated", tracker.allocator_peak_bytes or peak.total()),
+        ("reserved", tracker.reserved_peak_bytes),
+    ):
+        found[f"{kind}_bytes"] = num_bytes
+        found[f"forecast_{kind}_bytes"] = forecast_bytes[kind]
+        found[f"{kind}_error"] = None if num_bytes is None else forecast_bytes[kind] / num_bytes - 1
     return {
         **found,
         "counts_operations": tracker.allocator_peak_bytes is None,
-        "by_kind": {kind.value: count for kind, count in peak.num_bytes.items()},
-        "forecast_by_kind": {kind.value: count for kind, count in forecast.bytes_by_kind.items()},
+        "by_kind": {each.value: count for each, count in peak.num_bytes.items()},
+        "forecast_by_kind": {each.value: count for each, count in forecast.bytes_by_kind.items()},
     }
 
 

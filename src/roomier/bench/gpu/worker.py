@@ -86,7 +86,8 @@ def main(settings: dict[str, Any]) -> None:
     """Measure one part.
 
     Args:
-        settings: name, module and time limit of the part, size, accelerator, results file and its facts.
+        settings: name and module of the part, time when its process started, time limit, size, accelerator, results
+            file and its facts.
     """
     warnings.filterwarnings("ignore")
     measure_part(
@@ -94,7 +95,7 @@ def main(settings: dict[str, Any]) -> None:
         cast(PartModule, import_module(settings["module"])),
         Setting(settings["size"], settings["accelerator"]),
         Results(Path(settings["out"]), settings["facts"]),
-        settings["limit_s"],
+        settings["limit_s"] - (time.time() - settings["started_s"]),
     )
 
 
