@@ -46,13 +46,17 @@ def time_collectives(units: list[Unit], device: torch.device) -> dict[str, float
     if device.type != "cpu":
         return {**found, "all_gather_s": backends[0], "reduce_scatter_s": backends[1]}
     gather, scatter = PairwiseAllGather(), PairwiseReduceScatter(Reductions(), may_wait=False)
-    pairs = list(zip(wholes, own, strict=True))
+
+    def scatter_pairwise() -> None:
+        for whole, part in zip(wholes, own, strict=True):
+            scatter(part, whole, group, dist.ReduceOp.SUM)
+
     return {
         **found,
-        "all_gather_s": _seconds(lambda: [gather(*each, group).wait() for each in pairs], device),
-        "reduce_scatter_s": _seconds(
-            lambda: [scatter(part, whole, group, dist.ReduceOp.SUM) for whole, part in pairs], device
+        "all_gather_s": _seconds(
+            lambda: [gather(*each, group).wait() for each in zip(wholes, own, strict=True)], device
         ),
+        "reduce_scatter_s": _seconds(scatter_pairwise, device),
         "gloo_all_gather_s": backends[0],
         "gloo_reduce_scatter_s": backends[1],
     }

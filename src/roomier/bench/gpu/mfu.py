@@ -3,7 +3,8 @@
 The keys of a row are:
 
 - ``model``, ``num_parameters``, ``tokens_per_step``; ``plan`` and ``call``: the plan in words, and the Trainer
-  arguments; ``planning_s``: duration of the search; ``machine_source``: origin of the machine's rates;
+  arguments; ``planning_s``: duration of the search; ``budget_bytes``: memory that the plan may
+  use; ``machine_source``: origin of the machine's rates;
 - ``step_s``: seconds of an optimizer step, median over the turns (``step_s_all``); ``tokens_per_s``;
 - ``model_flops_per_s``: 6 FLOPs per token for each parameter in matrix products, as in
   :func:`roomier.callbacks.throughput.flops_per_token`, without recomputation; ``peak_flops_per_s``: the rate of 16-bit
@@ -40,7 +41,7 @@ from roomier.memory.tracker import MemoryTracker, tracking
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choice import Choice, words_of
-from roomier.planner.choosing.choose import choose
+from roomier.planner.choosing.choose import budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.deadline import Deadline
 from roomier.planner.workload import Workload
@@ -58,6 +59,7 @@ class Model:
         config: sizes of the GPT.
         batch_size: sequences per optimizer step.
         precision: number format, as in the Trainer.
+        memory_share: fraction of the usable memory that the plan may use.
         planning_s: time limit of the search for a plan.
         turns, steps: timed turns, and steps per turn.
     """
@@ -65,6 +67,7 @@ class Model:
     config: GPTConfig
     batch_size: int
     precision: str
+    memory_share: float = 1.0
     planning_s: float = 40.0
     turns: int = 3
     steps: int = 3
@@ -77,6 +80,7 @@ def _gpt(num_layers: int, num_heads: int, width: int) -> GPTConfig:
 _FULL = {
     "1B": Model(_gpt(16, 16, 2048), batch_size=8, precision="bf16-mixed"),
     "7B": Model(_gpt(32, 32, 4096), batch_size=8, precision="bf16-true"),
+    "7B, 90 % of the memory": Model(_gpt(32, 32, 4096), batch_size=8, precision="bf16-true", memory_share=0.9),
 }
 _TINY = {"2-layer": Model(GPTConfig(128, 32, 2, 2, 32, dropout=0.0), 2, "bf16-true", turns=1, steps=1)}
 
@@ -114,7 +118,13 @@ def plan_for(model: Model, accelerator: str) -> Choice:
         tokens = torch.empty(model.batch_size, model.config.context, dtype=torch.long)
         workload = Workload.of(TrainedGPT(model.config), (tokens, tokens.clone()))
     machine = this_machine(1, accelerator=accelerator)
-    choice = choose(workload, request, machine, deadline=Deadline(model.planning_s, time.perf_counter()))
+    choice = choose(
+        workload,
+        request,
+        machine,
+        budget_bytes=int(budget_of(request, machine) * model.memory_share),
+        deadline=Deadline(model.planning_s, time.perf_counter()),
+    )
     if choice.chosen is None:
         problem = f"no plan fits {format_bytes(choice.budget_bytes)}"
         raise RoomierError("bench gpu", "mfu", problem, "Use a device with more memory")
@@ -141,6 +151,7 @@ def _row(name: str, model: Model, setting: Setting) -> Values:
         "plan": words_of(forecast.plan, forecast.micro_batch),
         "call": as_call(trainer_keywords(forecast.plan)),
         "planning_s": choice.planning_s,
+        "budget_bytes": choice.budget_bytes,
         "planning_is_complete": choice.is_complete,
         "machine_source": choice.machine.source,
         "step_s": step_s,
