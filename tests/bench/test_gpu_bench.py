@@ -107,7 +107,7 @@ def test_copies_strategies_and_overhead_are_measured(result: dict[str, Any]) -> 
     for row in rows_of(result, "copies"):
         assert row["bytes_per_s"] == pytest.approx(row["num_bytes"] / row["copy_s"])
     (row,) = rows_of(result, "strategies")
-    assert [each["strategy"] for each in row["rows"]] == ["torch_ddp", "zero2"]
+    assert [each["strategy"] for each in row["rows"]] == ["torch_ddp", "single"]
     assert row["rows"][0]["loss"] == pytest.approx(row["rows"][1]["loss"], rel=1e-3)
     (row,) = rows_of(result, "overhead")
     assert row["overhead_us"] == pytest.approx(

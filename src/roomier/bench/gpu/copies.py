@@ -55,15 +55,18 @@ def _row(kind: str, num_bytes: int, setting: Setting) -> Values:
     between = on_device.clone() if kind == "device to device" else on_host
     source, target = (between, on_device) if not kind.startswith("device to host") else (on_device, between)
     copy_s = _copy_s(source, target, device)
-    is_between_memories = kind != "device to device"
-    link = this_machine(1, accelerator=setting.accelerator).to_host.bytes_per_s if is_between_memories else None
+    has_link = device.type != "cpu" and kind != "device to device"
     return {
         "kind": kind,
         "num_bytes": num_bytes,
         "copy_s": copy_s,
         "bytes_per_s": num_bytes / copy_s,
-        "forecast_bytes_per_s": link,
+        "forecast_bytes_per_s": _link_bytes_per_s(setting) if has_link else None,
     }
+
+
+def _link_bytes_per_s(setting: Setting) -> float:
+    return this_machine(1, accelerator=setting.accelerator).to_host.bytes_per_s
 
 
 def _copy_s(source: Tensor, target: Tensor, device: torch.device) -> float:

@@ -1,8 +1,7 @@
 """Part ``strategies``: the strategies of ``roomier bench strategies`` on all devices of this machine.
 
-With one device, the row compares ``single`` with PyTorch DDP on one rank. On a CPU, two ranks share the device. The row
-has the keys of ``roomier bench strategies``, with ``allocator_peak_bytes`` and ``reserved_peak_bytes`` for each
-strategy.
+With one device, the row compares ``single`` with PyTorch DDP on one rank. The row has the keys of
+``roomier bench strategies``, with ``allocator_peak_bytes`` and ``reserved_peak_bytes`` for each strategy.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ _TINY = {"model": "gpt-nano", "seq_len": 16, "batch_size": 1, "steps": 1, "repea
 def rows(setting: Setting) -> Rows:
     """Return one row, because the strategies run in alternation."""
     sizes = _TINY if setting.size == "tiny" else _FULL
-    num_ranks = 2 if setting.device.type == "cpu" else num_devices(setting.device)
-    wanted = "zero2" if setting.size == "tiny" and num_ranks > 1 else ""
+    num_ranks = num_devices(setting.device)
     settings = {
         **sizes,
         "precision": "bf16-mixed",
         "ranks": num_ranks,
         "accelerator": setting.accelerator,
-        "strategies": possible_strategies(wanted, num_ranks),
+        "strategies": possible_strategies("", num_ranks),
     }
-    return {f"{sizes['model']}, {num_ranks} ranks": partial(_row, settings)}
+    return {f"{sizes['model']}, ranks: {num_ranks}": partial(_row, settings)}
 
 
 def summary(values: Mapping[str, Any]) -> str:
