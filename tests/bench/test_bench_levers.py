@@ -10,7 +10,7 @@ import pytest
 
 from roomier.bench import levers
 from roomier.bench.lever_report import markdown
-from roomier.bench.lever_rows import BERT_SIZES, ROWS
+from roomier.bench.lever_rows import BERT_SIZES, ROWS, keywords_of
 from roomier.core.errors import RoomierError
 from roomier.plan import plan_from_flags
 
@@ -57,12 +57,12 @@ def test_the_report_is_written(result: dict[str, Any]) -> None:
     assert "roomier bench levers" in text
 
 
+@pytest.mark.parametrize(("device_type", "mode"), [("cpu", "bf16-mixed"), ("cuda", "16-mixed")])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_is_a_plan(name: str) -> None:
-    keywords = {"optimizer": "adamw", **ROWS[name].roomier}
-    if keywords.get("precision") == "16":
-        keywords["precision"] = "bf16-mixed"
-    plan_from_flags(**keywords)
+def test_every_row_is_a_plan(name: str, device_type: str, mode: str) -> None:
+    plan = plan_from_flags(**keywords_of(name, device_type), accelerator=device_type)
+    if ROWS[name].roomier.get("precision") == "16":
+        assert plan.precision.mode == mode
 
 
 def test_a_row_without_peer_or_meaning_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ ROWS: dict[str, Row] = {
     "offload": Row({"offload": {"activations": "cpu"}}),
     "most": Row(
         {
-            **{name: value for name, value in _ALL.items() if name != "accumulate_grad_batches"},
+            "activation_checkpointing": "full",
+            "precision": "bf16-mixed",  # step_in_backward does not support the loss scale of fp16
             "optimizer": "adamw8bit",
             "step_in_backward": True,
         }

@@ -63,9 +63,9 @@ class Part:
 # On a GPU, all parts together leave 3 of 12 minutes for the device tests of `make gpu`.
 PARTS: dict[str, Part] = {
     "copies": Part("roomier.bench.gpu.copies", 25),
-    "planner": Part("roomier.bench.gpu.planner", 100),
-    "mfu": Part("roomier.bench.gpu.mfu", 160),
-    "levers": Part("roomier.bench.gpu.levers", 165),
-    "strategies": Part("roomier.bench.gpu.strategies", 60),
+    "planner": Part("roomier.bench.gpu.planner", 130),
+    "mfu": Part("roomier.bench.gpu.mfu", 150),
+    "levers": Part("roomier.bench.gpu.levers", 150),
+    "strategies": Part("roomier.bench.gpu.strategies", 55),
     "overhead": Part("roomier.bench.gpu.overhead", 30),
 }

@@ -104,7 +104,7 @@ _FULL = {
     "gpt2": _gpt("gpt2", 1024, (*_LEVERS, "chunked loss")),
     "bert-large": _bert("bert-large", 512, _LEVERS),
     "unet": _unet(96, 128, ("vanilla", "mixed", "adam8bit")),
-    "gpt2-medium": _gpt("gpt2-medium", 1024, ("vanilla", "most", "selective", "offload")),
+    "gpt2-medium": _gpt("gpt2-medium", 1024, ("vanilla", "most")),
 }
 _TINY = {"gpt-nano": _gpt("gpt-nano", 64, ("vanilla", "most")), "unet": _unet(16, 32, ("vanilla",))}
 
