@@ -83,5 +83,5 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .cache build dist runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,6 +18,7 @@ from tests.ranks.pool import RankPool
 
 if TYPE_CHECKING:
     from roomier import Trainer
+    from tests.simulator.workers import SimulatedRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "ATEN_CPU_CAPABILITY" in os.environ:  # compiled code depends on it, but the key of torch's cache does not contain it
@@ -55,3 +56,13 @@ def on_ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def on_simulated() -> Iterator["SimulatedRanks"]:
+    """Call a function on ranks with the simulated accelerator. See ``tests/simulator/workers.py``."""
+    from tests.simulator.workers import simulated_ranks
+
+    ranks = simulated_ranks()
+    yield ranks
+    ranks.close()

@@ -1,10 +1,10 @@
-"""Train PyTorch models that exceed the available memory, with one Trainer, one strategy flag and a plan."""
+"""Train PyTorch models that exceed the available memory, with one Trainer, one strategy flag and a Plan."""
 
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from roomier.core import start_folder as start_folder  # recorded before the script changes its folder
+from roomier.core import start_folder as start_folder  # recorded before the script changes the working directory
 
 if TYPE_CHECKING:
     from roomier.api.callback import Callback
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from roomier.api.logger import Logger
     from roomier.api.module import Module
     from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
-    from roomier.core.rng import seed_everything
+    from roomier.device.rng import seed_everything
     from roomier.engine.prepared import prepare
     from roomier.plan import Plan
     from roomier.trainer import Trainer
@@ -21,7 +21,7 @@ __version__ = version("roomier")
 
 _FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models", "tuner")
 
-# Imported when first used, because a Plan or the help of the command should not wait for the import of torch.
+# Imported when first used, because a Plan or the help of the command should not have to wait for the import of torch.
 _HOMES = {
     "Callback": "roomier.api.callback",
     "CheckpointError": "roomier.core.errors",
@@ -35,7 +35,7 @@ _HOMES = {
     "Trainer": "roomier.trainer",
     "TrainingError": "roomier.core.errors",
     "prepare": "roomier.engine.prepared",
-    "seed_everything": "roomier.core.rng",
+    "seed_everything": "roomier.device.rng",
 }
 
 

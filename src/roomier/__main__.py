@@ -1,4 +1,4 @@
-"""``python -m roomier`` runs the command ``roomier``, for launchers that take a module, such as ``torchrun -m``."""
+"""``python -m roomier`` runs the ``roomier`` command, for launchers that accept a module, such as ``torchrun -m``."""
 
 import sys
 

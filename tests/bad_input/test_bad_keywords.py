@@ -28,7 +28,7 @@ WRONG = {
         ({"name": "zero2", "shards": 2}, "Did you mean 'shard_size'?"),
         ("zero2+offlod", "Did you mean 'offload'?"),
     ],
-    "accelerator": [(None, "Pass a name"), ("cudaa", "Did you mean 'cuda'?"), ("tpu", "Use accelerator='cuda'")],
+    "accelerator": [(None, "Pass a name"), ("cudaa", "Did you mean 'cuda'?"), ("hpu", "Use accelerator='cuda'")],
     "devices": [
         ([1, 3], "select the devices with the environment variable CUDA_VISIBLE_DEVICES"),
         (0, "Use 1"),

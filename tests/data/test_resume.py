@@ -23,9 +23,9 @@ from torch.utils.data import (
 )
 
 from roomier.core.errors import DataError
-from roomier.core.rng import rng_state, seed_everything, set_rng_state
 from roomier.data.same import is_same
 from roomier.data.source import Source
+from roomier.device.rng import rng_state, seed_everything, set_rng_state
 from tests.data.pretended import Pretended
 
 NUM_SAMPLES = 22

@@ -9,6 +9,7 @@ from roomier import RoomierError
 from roomier.hardware import cache, this_machine
 from roomier.hardware.devices import sheet_of
 from roomier.hardware.measured import Measured, circumstances_of, store
+from tests.device_layer.accelerators import have_accelerator
 
 TOTAL_BYTES = 85_000_000_000
 
@@ -22,8 +23,7 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def has_gpu(monkeypatch):
     def have(name):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        have_accelerator(monkeypatch, "cuda")
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         properties = SimpleNamespace(total_memory=TOTAL_BYTES)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -90,6 +90,6 @@ def test_a_processor_can_be_asked_for_where_there_is_a_gpu(has_gpu, monkeypatch)
 
 
 def test_an_accelerator_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    have_accelerator(monkeypatch, None)
     with pytest.raises(RoomierError, match="accelerator='cuda'"):
         this_machine.this_machine(accelerator="cuda")

@@ -14,6 +14,7 @@ from roomier import Plan, PlanError, RoomierError, Trainer
 from roomier.core.world import World
 from roomier.launch.command import command_again
 from roomier.launch.environment import RANK_VARIABLES
+from tests.device_layer.accelerators import have_accelerator
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -79,8 +80,7 @@ def test_without_a_launcher_auto_is_one_process_on_a_cpu(
 def test_without_a_launcher_auto_uses_all_cuda_devices(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    have_accelerator(monkeypatch, "cuda", count=3)
     assert make_trainer(strategy="ddp", accelerator="auto").world == World(0, 3, local_size=3)
     assert make_trainer(strategy="ddp", accelerator="cpu").world == World()
     assert make_trainer(accelerator="auto").world == World()
@@ -181,8 +181,7 @@ def test_several_nodes_require_the_address_of_rank_0(
 
 
 def test_ranks_cannot_exchange_tensors_of_mps(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    have_accelerator(monkeypatch, "mps")
     trainer = make_trainer(strategy="ddp", devices=2, accelerator="auto", max_steps=1)
     with pytest.raises(RoomierError, match="accelerator='mps': does not support several ranks"):
         trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])

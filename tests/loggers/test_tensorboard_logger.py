@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from roomier.core.errors import RoomierError
 from roomier.loggers import TensorBoardLogger
@@ -30,7 +31,9 @@ def test_scalars_are_written(tmp_path: Path) -> None:
     assert points(tmp_path, "val/acc") == [(1, 0.5)]
 
 
-def test_resumed_run_hides_points_after_its_step(tmp_path: Path) -> None:
+def test_resumed_run_hides_points_after_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The counter in the file names has no leading zeros, so the name of file 10 sorts before the name of file 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     logger = TensorBoardLogger()
     logger.start(tmp_path)
     for step in (1, 2, 3):

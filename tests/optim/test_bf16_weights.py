@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from roomier import Callback, Module, Trainer, checkpoint
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import CheckpointError
-from roomier.core.rng import seed_everything
+from roomier.device.rng import seed_everything
 from roomier.optim.rounding import read
 from roomier.plan import plan_from_flags
 from tests.optim.test_rounding import split

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from roomier import Callback, Module, Trainer
-from roomier.core.rng import seed_everything
 from roomier.core.tree import map_tensors
+from roomier.device.rng import seed_everything
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.optim.rounding import read
 from tests.optim.test_rounding import split

@@ -130,7 +130,7 @@ def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any
         ({"devices": "all"}, "devices='all': must be an integer", "an integer"),
         ({"devices": [0]}, "devices=[0]: must be an integer", "an integer"),
         ({"num_nodes": 2}, "num_nodes=2: must be 1 with strategy", "strategy='ddp'"),
-        ({"accelerator": "tpu"}, "accelerator='tpu': is not implemented", "Use accelerator='cuda'"),
+        ({"accelerator": "hpu"}, "accelerator='hpu': is not an accelerator of this", "Use accelerator='cuda'"),
         ({"precision": "16-true"}, "precision='16-true': cannot train", "Use precision='16-mixed'"),
         ({"precision": "fp16-true"}, "precision='fp16-true': cannot train", "Use precision='16-mixed'"),
         ({"precision": "bf17"}, "precision='bf17': is unknown", "Did you mean 'bf16'?"),

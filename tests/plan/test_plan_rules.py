@@ -69,7 +69,7 @@ WRONG_VALUES = [
     ),
     ({"parallel": {"reduce_dtype": "16"}}, "parallel.reduce_dtype", "'16'", "Did you mean 'bf16'?"),
     ({"parallel": {"find_unused_parameters": 1}}, "parallel.find_unused_parameters", "1", "True or False"),
-    ({"parallel": {"accelerator": "tpu"}}, "parallel.accelerator", "'tpu'", "Use accelerator='cuda'"),
+    ({"parallel": {"accelerator": "hpu"}}, "parallel.accelerator", "'hpu'", "Use accelerator='cuda'"),
     ({"parallel": {"accelerator": "cpuu"}}, "parallel.accelerator", "'cpuu'", "Did you mean 'cpu'?"),
     ({"parallel": {"devices": 2}}, "parallel.devices", "2", "Use strategy='ddp'"),
     ({"parallel": {"devices": 0}}, "parallel.devices", "0", "at least 1"),

@@ -24,6 +24,13 @@ _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 
 
+def reference(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Return module, file and name, with which the server finds a function at the top level of a file."""
+    if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
+        raise TypeError(f"{function.__qualname__} is not a function of the top level of a file")
+    return function.__module__, str(Path(inspect.getfile(function)).resolve()), function.__qualname__
+
+
 class RankFailed(AssertionError):  # noqa: N818 - named like pytest's Failed
     """A rank raised an error, died or did not end. The text contains the traceback of the rank that failed first.
 
@@ -44,9 +51,23 @@ class RankPool:
     """Callable that runs functions on several ranks, which are connected by a gloo process group.
 
     The server starts with the first call. The pool remains usable after a call that fails.
+
+    Args:
+        setup: function without arguments that the server calls one time, before it forks ranks.
+        prepare: function that each rank calls before it initializes the process group, with the ``settings`` of the call.
+        backend: backend of the default process group.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        setup: Callable[[], None] | None = None,
+        prepare: Callable[..., None] | None = None,
+        backend: str = "gloo",
+    ) -> None:
+        self._setup = None if setup is None else reference(setup)
+        self._prepare = None if prepare is None else reference(prepare)
+        self._backend = backend
         self._server: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -57,6 +78,7 @@ class RankPool:
         *args: Any,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         joins: bool = True,
+        settings: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on each rank.
@@ -69,6 +91,7 @@ class RankPool:
             function: function at the top level of a file. Arguments and results are pickled.
             timeout_s: time after which all ranks are killed and the stack of each rank is reported.
             joins: initialize the default process group before the call.
+            settings: arguments of ``prepare``.
 
         Returns:
             The results of the ranks, by rank.
@@ -76,13 +99,13 @@ class RankPool:
         Raises:
             RankFailed: a rank raised an error, died or did not end in time.
         """
-        if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
-            raise TypeError(f"{function.__qualname__} is not a function of the top level of a file")
         request = {
             "num_ranks": num_ranks,
-            "module": function.__module__,
-            "file": str(Path(inspect.getfile(function)).resolve()),
-            "function": function.__qualname__,
+            "function": reference(function),
+            "setup": self._setup,
+            "prepare": self._prepare,
+            "settings": settings or {},
+            "backend": self._backend,
             "payload": pickle.dumps((args, kwargs)),
             "environment": dict(os.environ),
             "folder": os.getcwd(),

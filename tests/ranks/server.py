@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import os
@@ -81,9 +82,14 @@ def handle(request: dict[str, Any], requests: Connection) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            load(request["module"], request["file"])
+            if request["setup"] is not None:
+                set_up(request["setup"])
+            for each in (request["prepare"], request["function"]):
+                if each is not None:
+                    find(each)
     except Exception:
-        report = f"could not import {request['file']}\n{traceback.format_exc()}"
+        _, file, _ = request["function"]
+        report = f"could not import {file}\n{traceback.format_exc()}"
         return {"results": [], "reports": {0: report}, "first": 0, "printed": []}
     meeting = Path(tempfile.mkdtemp(prefix="ranks-"))
     try:
@@ -97,6 +103,23 @@ def handle(request: dict[str, Any], requests: Connection) -> dict[str, Any]:
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
     return summary(ranks)
+
+
+@functools.cache
+def set_up(reference: tuple[str, str, str]) -> None:
+    """Call the function at the first request. Ranks that are forked later inherit its effects."""
+    find(reference)()
+    gc.collect()
+    gc.freeze()
+
+
+def find(reference: tuple[str, str, str]) -> Any:
+    """Return the function that ``pool.reference`` describes."""
+    module, file, name = reference
+    found = load(module, file)
+    for each in name.split("."):
+        found = getattr(found, each)
+    return found
 
 
 def load(name: str, file: str) -> Any:
@@ -262,21 +285,20 @@ def call(rank: int, request: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     warnings.resetwarnings()
     warnings.simplefilter("error")
+    if request["prepare"] is not None:
+        find(request["prepare"])(**request["settings"])
     if request["joins"]:
         keep_on_loopback(os.environ)
         timeout_s = min(GROUP_TIMEOUT_S, request["timeout_s"])
         dist.init_process_group(
-            "gloo",
+            request["backend"],
             init_method=f"file://{request['store']}",
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-    function = load(request["module"], request["file"])
-    for name in request["function"].split("."):
-        function = getattr(function, name)
     args, kwargs = pickle.loads(request["payload"])
-    return function(*args, **kwargs)
+    return find(request["function"])(*args, **kwargs)
 
 
 if __name__ == "__main__":

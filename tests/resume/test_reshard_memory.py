@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from roomier import Module, Trainer
 from roomier.core.host_memory import give_back_freed
-from roomier.core.rng import seed_everything
+from roomier.device.rng import seed_everything
 from tests.ranks.pool import RankPool
 
 MIB = 2**20

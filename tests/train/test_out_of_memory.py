@@ -90,7 +90,7 @@ def test_error_is_raised_without_unavailable_details(
     error = run_out(make_trainer, Greedy())
     assert "ran out of memory in step 3 (CUDA out of memory." in str(error)
     assert "again" not in str(error)
-    assert error.__notes__ == ["roomier could not compute all of this message: OutOfMemoryError: again"]
+    assert error.__notes__ == ["roomier could not complete this message: OutOfMemoryError: again"]
     assert str(error.__cause__) == TORCH_SAYS
 
 

@@ -51,7 +51,8 @@ SPELLED = [
     ),
     ({"precision": 16}, "precision='16-mixed'"),
     ({"amp_backend": "apex", "amp_level": "O2"}, "precision='16-mixed'"),
-    ({"tpu_cores": 8}, "accelerator='gpu', devices=8, strategy='ddp'"),
+    ({"tpu_cores": 8}, "accelerator='tpu', devices=8, strategy='ddp'"),
+    ({"tpu_cores": 1}, "accelerator='tpu', devices=1"),
     ({"auto_lr_finder": True, "max_epochs": 10}, "auto_lr_find=True"),
 ]
 
@@ -75,7 +76,8 @@ def test_the_current_call_is_accepted(today: str) -> None:
     [
         ({"gpus": [0, 2]}, "CUDA_VISIBLE_DEVICES=0,2"),
         ({"gpus": "0, 2"}, "CUDA_VISIBLE_DEVICES=0,2"),
-        ({"tpu_cores": 8}, "roomier supports 'cuda', 'mps' and 'cpu'"),
+        ({"tpu_cores": 8}, "accelerator='tpu' requires the package torch-tpu"),
+        ({"hpus": 8}, "requires a package that adds the device 'hpu' to torch"),
         ({"plugins": DeepSpeedPlugin(stage=2, cpu_offload=True)}, "optimizer='adamw8bit'"),
         ({"plugins": [object()]}, "Use the argument that replaces it"),
         (

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import roomier
 from roomier.callbacks import LearningRateMonitor
-from roomier.core.rng import rng_state
+from roomier.device.rng import rng_state
 from roomier.tuner import lr_find, scale_batch_size
 from tests.tuner.conftest import Named, Net, shuffled
 

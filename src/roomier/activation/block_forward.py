@@ -2,10 +2,10 @@
 
 [Note: recomputation]
 Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The graph of a block is the usual graph, but its
-saved tensors are placeholders. A second forward fills them when the backward first reads one of them. Inputs need not
-require a gradient, hooks on gradients and ``backward(inputs=...)`` work, and the random states and autocast are the
-same as in the first forward. The reentrant variant would run a separate backward inside the backward, and bypass the
-hooks that reduce gradients.
+saved tensors are placeholders. A second forward computes the saved tensors when the backward first reads one of them.
+Inputs do not have to require a gradient, hooks on gradients and ``backward(inputs=...)`` work, and the random states
+and autocast are the same as in the first forward. The reentrant variant would run a separate backward inside the
+backward, and bypass the hooks that reduce gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class BlockForward(WrappedForward):
     Attributes:
         module: the block.
         keep: activations that are saved for backward. It can be changed between steps.
-        offloads: True if saved tensors are moved to host memory. It can be changed between steps if ``offload`` is set.
+        offloads: True if saved tensors are moved to host memory. ``offloads`` can be changed between steps if
+            ``offload`` is set.
         offload: the argument ``offload``.
     """
 
@@ -84,7 +85,8 @@ class BlockForward(WrappedForward):
         form = torch_private.map_leaves(lambda leaf: _extracted(leaf, found), (args, kwargs))
         products = Products(save) if self.keep is Keep.PRODUCTS else None
         call = _Call(self.forward, form, Surroundings(self._buffers), products)
-        # Tensors are passed as arguments, so that checkpoint saves them and restores the generators of their devices.
+        # Tensors are passed as arguments, so that ``checkpoint`` saves them and restores the random generators of their
+        # devices.
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,12 +113,12 @@ class MovingForward(WrappedForward):
 
 
 class _Call:
-    """One call of a block, which can be repeated.
+    """One call of a block that can be repeated.
 
     Args:
         forward: forward of the block.
         form: arguments and keyword arguments, with a :class:`_Place` for each tensor.
-        surroundings: state outside the tensors that the second forward restores.
+        surroundings: state outside of the tensors that is restored for the second forward.
         products: saved results of matrix products and attention; None to recompute all results.
     """
 

@@ -3,13 +3,13 @@
 [Note: when the choice is made]
 In the first step, each block saves only its input, which is the minimum, and the optimizers create their states. The
 second step saves the same activations and is measured (:mod:`roomier.activation.profile`). Before the third step, the
-choice is made (:mod:`roomier.activation.choose`). On several ranks, the choice uses the worst value of each number over
-all ranks, so all ranks make the same choice. Gradients are bit-identical for every choice, so the step in which the
-choice is made does not affect the result.
+choice is made (:mod:`roomier.activation.choose`). With several ranks, the choice uses the worst value of each
+measurement over all ranks, so all ranks make the same choice. Gradients are bit-identical for every choice, so the step
+in which the choice is made does not affect the result.
 
-If the batch of a later step has larger tensors than any measured batch, a run on one rank measures that step too, and
-the new choice fits all measurements. On several ranks, the other ranks do not have this information, so
-the choice stays, and a notice reports it.
+If the batch of a later step has larger tensors than any measured batch, a run on one rank also measures that step, and
+the new choice fits all measurements. With several ranks, the other ranks do not have this measurement, so the choice
+does not change, and a notice reports this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from roomier.core.units import format_bytes
 from roomier.plan.parts import ActivationPlan
 
 _MEASURED_STEP = 2
-_LAST_ATTEMPT = 5  # last step that can be measured; a skipped step provides no measurement
+_LAST_ATTEMPT = 5  # last step that can be measured; skipped steps are not measured
 
 Sizes = tuple[int, ...]
 
@@ -44,7 +44,8 @@ class BudgetedRecompute(Recompute):
     """Blocks whose saved activations are chosen between steps; see [Note: when the choice is made].
 
     Args:
-        blocks: forwards of the blocks. If they have an ``offload``, saving all activations in host memory is an option.
+        blocks: forwards of the blocks. If the blocks have an ``offload``, the choice can also save all activations of a
+            block in host memory.
         activation: plan with ``budget_bytes`` or ``budget_fraction``.
         device: device whose memory is counted.
         ranks: ranks that make the same choice.
@@ -160,7 +161,7 @@ class BudgetedRecompute(Recompute):
         assert self._activation.budget_fraction is not None
         least_bytes = peak_bytes(stages, [0] * len(stages))
         most_bytes = peak_bytes(stages, [0] + [WAYS.index(Way(Keep.ALL))] * (len(stages) - 1))
-        # Saving all activations can need less memory, because nothing is recomputed.
+        # Saving all activations can require less memory, because nothing is recomputed.
         return least_bytes + round(self._activation.budget_fraction * max(most_bytes - least_bytes, 0))
 
     def _print_choice(self, budget_bytes: int, ways: Sequence[Way]) -> None:

@@ -1,31 +1,33 @@
 """Choose the activations that each block saves, so that a step stays within a budget with the least lost time.
 
 [Note: the peak of a step as sums over the first blocks]
-Blocks run forward in one order and backward in the reverse order. So at any moment, the first ``k`` blocks have saved
-activations, for some ``k``. A moment belongs to one block (its forward, its backward) or is between two blocks. The
-memory in use at a moment is
+Blocks run forward in one order and backward in the reverse order. Therefore, at any moment, the first ``k`` blocks have
+saved activations, for some ``k``. A moment is within the forward or the backward of one block, or between two blocks.
+The memory in use at a moment is
 
     (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
-While the backward of a block runs, all its activations exist, whether they were saved or recomputed. So at the moments
-of a block, memory depends only on the choices for the blocks *before* it, and on the peak of its own recomputation.
+While the backward of a block runs, all its activations exist, whether they were saved or recomputed. Therefore, the
+memory at the moments of a block depends only on the choices for the blocks *before* it, and on the peak of its own
+recomputation.
 
 [Note: why the choice is the best]
 Blocks are processed in order. A state is (additional bytes saved so far, time lost so far). Each limit at a later block
-is an upper bound of the bytes of a state, and time only increases. So a state with at least as many bytes and at least
-as much lost time as another state can be dropped: every completion of the first state also completes the second state,
-at least as well. The remaining states contain the exact optimum. Equal blocks have equal sums, so about a hundred
-states remain for 100 blocks. If many unequal blocks leave more than ``MAX_STATES`` states, only ``MAX_STATES`` evenly
-spaced states are kept. The choice then still stays within the budget, but it can be slightly slower than the optimum.
+is an upper bound of the bytes of a state, and time only increases. Therefore, a state with at least as many bytes and
+at least as much lost time as another state can be dropped: every completion of the first state is also a completion of
+the second state, and costs at least as much with the first state. The remaining states contain the exact optimum. Equal
+blocks have equal sums, so about a hundred states remain for 100 blocks. If many unequal blocks leave more than
+``MAX_STATES`` states, only ``MAX_STATES`` evenly spaced states are retained. The choice is still within the budget, but
+can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
 At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). All calls on
-the device at a moment belong to blocks between their forward and their backward, so the two largest of the first ``k``
-blocks are an upper bound. If the block of the moment is offloaded, only one other call is on the device. For the
-choice, each offloaded call counts with the size of the largest allowed call. So a state contains only the number of
-such calls (zero, one, or at least two), and only states with equal numbers are compared. A third call adds no memory.
-Several sizes are tried as the largest size. If offloaded blocks have equal sizes, the choice is optimal. Otherwise the
-bound can be too large, but never too small.
+the device at a given moment belong to blocks between their forward and their backward, so the total size of the two
+largest of the first ``k`` blocks is an upper bound. If the block that runs at this moment is offloaded, only one other
+call is on the device. In the choice, the size of each offloaded call is counted as the size of the largest allowed
+call. Therefore, a state contains only the number of such calls (zero, one, or at least two), and only states with equal
+numbers are compared. A third call adds no memory. Several values are tried for the largest size. If offloaded blocks
+have equal sizes, the choice is optimal. Otherwise, the bound can be too large, but never too small.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Option:
-    """One way in which a block can save its activations.
+    """One option for saving the activations of a block.
 
     Attributes:
         kept_bytes: bytes in use from the forward of the block to its backward, in addition to the minimum; can be
             negative.
-        own_peak_bytes: peak of all memory on the device while this block runs forward or backward and all blocks before
+        own_peak_bytes: peak of all memory on the device while this block runs forward or backward, if all blocks before
             it save the minimum.
         lost_ns: time that the option costs per step, in nanoseconds.
         moved_bytes: bytes of one call that are offloaded to host memory, or 0. The part that is on the device is not in
@@ -70,7 +72,7 @@ class Stage:
     """A block, in the order of the forward.
 
     Attributes:
-        options: options of the block. The first one is the minimum, with 0 additional bytes.
+        options: options of the block. The first option is the minimum, with 0 additional bytes.
         outside_peak_bytes: peak of all memory on the device outside of blocks, while this block and all blocks before
             it are between their forward and their backward and save the minimum.
     """
@@ -99,10 +101,10 @@ def lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
 
 
 def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
-    """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if no choice is.
+    """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if no choice fits.
 
-    See [Note: why the choice is the best]. Among equally good choices, it prefers choices that save in later blocks,
-    whose memory is in use for a shorter time, and choices without offloading.
+    See [Note: why the choice is the best]. Among equally good choices, this function prefers choices that save
+    activations in later blocks, which use the memory for a shorter time, and choices without offloading.
     """
     found = [_choose(stages, budget_bytes, largest_bytes) for largest_bytes in _largest_moved(stages)]
     return min((choice for choice in found if choice is not None), key=lambda each: lost_ns(stages, each), default=None)
@@ -117,7 +119,7 @@ def _largest_moved(stages: Sequence[Stage]) -> list[int]:
 
 def _choose(stages: Sequence[Stage], budget_bytes: int, largest_bytes: int) -> list[int] | None:
     """Return the best choice with offloaded calls of at most ``largest_bytes``, each counted with this size."""
-    kept, lost, num_moved = (np.zeros(1, np.int64) for _ in range(3))  # kept includes offloaded calls on the device
+    kept, lost, num_moved = (np.zeros(1, np.int64) for _ in range(3))  # ``kept`` includes offloaded calls on the device
     came_from: list[tuple[Numbers, Numbers]] = []
     for stage in stages:
         parts = []
@@ -164,7 +166,7 @@ def least_peak_bytes(stages: Sequence[Stage]) -> int:
 def _useful(kept: Numbers, lost: Numbers, num_moved: Numbers, before: Numbers) -> Numbers:
     """Return the indices of the states to keep. Only states with equal ``num_moved`` are compared.
 
-    Among equal states, the state with fewer bytes ``before`` is kept.
+    Among equal states, the state that has fewer bytes in ``before`` is retained.
     """
     order = np.lexsort((before, lost, kept))
     parts = [order[num_moved[order] == number] for number in range(_NUM_THERE + 1)]

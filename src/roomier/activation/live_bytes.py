@@ -1,9 +1,9 @@
 """Bytes of tensors that are in use on a device, at each moment of a step.
 
-On CUDA, the allocator provides the numbers. On other devices, the storages that operations use are counted. A storage
-counts from the operation that returns it until Python frees it. A storage that first appears as an argument existed
-before the start. ``fully_shard`` frees and fills storages by resizing, so their sizes are checked before each
-operation.
+If the allocator of the device reports its bytes, the numbers come from the allocator. Otherwise, the storages that
+operations use are counted. A storage is counted from the operation that returns it until Python frees it. A storage
+that first appears as an argument existed before the start. ``fully_shard`` frees and allocates storages by resizing
+them, so the sizes of storages are checked before each operation.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from torch import Tensor
 
 from roomier.core import torch_private
 from roomier.core.tree import tensors
+from roomier.device import memory
+from roomier.device.capability import capabilities_of
 
 
 class LiveBytes(Protocol):
-    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, except :attr:`base_bytes`."""
+    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, excluding :attr:`base_bytes`."""
 
     @property
     def base_bytes(self) -> int:
-        """Bytes that existed before the start, to be added to each level and peak. Final after :meth:`stop`."""
+        """Bytes that were allocated before the start, to be added to each level and peak. Final after :meth:`stop`."""
         ...
 
     @property
     def own_ns(self) -> int:
-        """Time that the counting has taken so far, in nanoseconds."""
+        """Time that the counting has required so far, in nanoseconds."""
         ...
 
     def start(self) -> None:
@@ -53,11 +55,11 @@ class LiveBytes(Protocol):
 
 def live_bytes_on(device: torch.device) -> LiveBytes:
     """Return the measurement for ``device``."""
-    return AllocatorBytes(device) if device.type == "cuda" else CountedBytes(device)
+    return AllocatorBytes(device) if capabilities_of(device).has_memory_statistics else CountedBytes(device)
 
 
 class AllocatorBytes:
-    """Measurement with CUDA's allocator. It resets the peak statistics of the allocator."""
+    """Measurement with the allocator of the device. The measurement resets the peak statistics of the allocator."""
 
     base_bytes = 0
     own_ns = 0
@@ -66,7 +68,7 @@ class AllocatorBytes:
         self._device = device
 
     def start(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        memory.reset_peaks(self._device)
 
     def stop(self) -> None:
         pass
@@ -75,11 +77,11 @@ class AllocatorBytes:
         pass
 
     def level(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return memory.allocated_bytes(self._device)
 
     def take_peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        peak = memory.peak_allocated_bytes(self._device)
+        memory.reset_peaks(self._device)
         return peak
 
 

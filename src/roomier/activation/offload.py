@@ -1,12 +1,12 @@
 """Offloading of the tensors that blocks save for backward to host memory.
 
 [Note: two blocks at a time]
-Each call of a block is a visit. Tensors that are saved in a visit are copied to the host while computation continues.
-Their device memory is freed when the block after the next block begins, and only then does the computation wait for the
-copies. In backward, the computation waits for the tensors of a visit, and starts the copies of the previous visit,
-which overlap with computation. So at most the tensors of two visits are on the device. All device memory belongs to the
-computing stream, which waits for the copies before memory is freed. ``record_stream`` is not used, because it would
-keep memory allocated as long as the host runs ahead of the device.
+Each call of a block is a visit. Tensors that are saved during a visit are copied to the host while computation
+continues. The device memory of these tensors is freed when the second block after this block begins. Only then does the
+computation wait for the copies. In backward, the computation waits for the tensors of a visit, and starts the copies of
+the visit before it, which overlap with computation. Therefore, only the tensors of at most two visits are on the
+device. All device memory belongs to the compute stream, which waits for the copies before memory is freed.
+``record_stream`` is not used, because it would keep the memory allocated while the host runs ahead of the device.
 
 A storage is moved completely and only one time, even if several blocks save views of it (for example of a mask).
 Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Parameters and tensors
@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from roomier.core import torch_private
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import computing_stream, synchronize
 
-MIN_BYTES = 2**20  # a smaller tensor is not worth a separate copy
+MIN_BYTES = 2**20  # a smaller tensor does not justify a separate copy
 _MEASURED_BYTES, _NUM_MEASURED = 2**26, 5
 
 
@@ -47,7 +49,7 @@ class CopyTimes:
 
 
 class Copies:
-    """Synchronous copies to the host and back, for devices without streams.
+    """Synchronous copies to the host and back, for devices without streams or without pinned memory.
 
     Args:
         device: device of the tensors.
@@ -62,7 +64,7 @@ class Copies:
         self.saves = device.type != "cpu"
 
     def times(self) -> CopyTimes:
-        """Measure the copy times of 64 MiB as the best of several copies, because the first one also pins memory."""
+        """Measure the copy times of 64 MiB as the best of several copies, because the first copy also pins memory."""
         source = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         out_ns, back_ns = [], []
         for _ in range(_NUM_MEASURED):
@@ -75,9 +77,8 @@ class Copies:
         return CopyTimes(min(out_ns) / _MEASURED_BYTES, min(back_ns) / _MEASURED_BYTES)
 
     def _finished_ns(self) -> int:
-        """Return the time in nanoseconds at which all submitted work of the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Return the time in nanoseconds at which all submitted work of the device has completed."""
+        synchronize(self.device)
         return time.perf_counter_ns()
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -89,11 +90,11 @@ class Copies:
         return tensor.to(self.device, copy=True)
 
     def mark(self) -> Any:
-        """Return a mark of the current position in the order of the copies."""
+        """Return a marker for the current position in the order of the copies."""
         return None
 
     def wait(self, mark: Any) -> None:
-        """Make later computation wait for the copies before ``mark``."""
+        """Make subsequent computation wait for the copies before ``mark``."""
 
 
 class StreamCopies(Copies):
@@ -101,7 +102,7 @@ class StreamCopies(Copies):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -114,16 +115,21 @@ class StreamCopies(Copies):
         return made
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        # Wait for the computation so far, which may write the source or still use the memory of the target.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        # Wait for the preceding computation, which may write the source or still use the memory of the target.
+        self._stream.wait_stream(computing_stream(self.device))
+        with self._stream:
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        computing_stream(self.device).wait_event(mark)
+
+
+def copies_on(device: torch.device) -> Copies:
+    """Return copies that overlap with computation if ``device`` supports them, otherwise blocking copies."""
+    return StreamCopies(device) if capabilities_of(device).copies_asynchronously else Copies(device)
 
 
 class Parcel:
@@ -159,12 +165,12 @@ class Parcel:
         self._seen = self._here = None
 
     def come_back(self) -> None:
-        """Start copying the bytes to the device if they are not there."""
+        """Start copying the bytes to the device if they are not on the device."""
         if self._here is None:
             self._here = self._copies.to_device(self._host)
 
     def look(self) -> Tensor | None:
-        """Return the bytes on the device; None if the storage was modified before it left the device."""
+        """Return the bytes on the device; None if the storage was modified before it was moved from the device."""
         return None if self._is_written() else self._here
 
     def _is_written(self) -> bool:
@@ -176,11 +182,11 @@ class Visit:
     """One call of a block.
 
     Args:
-        before: previous call of a block; None for the first one.
+        before: previous call of a block; None for the first call.
 
     Attributes:
         before: function that returns the previous call, or None if it no longer exists.
-        parcels: saved storages, which exist as long as a graph needs them.
+        parcels: saved storages, which exist until no graph needs them.
         mark: mark of its last copy.
     """
 
@@ -201,20 +207,20 @@ class Visit:
         return [parcel for each in self.parcels if (parcel := each()) is not None]
 
     def come_back(self, copies: Copies) -> None:
-        """Start to copy the saved storages to the device."""
+        """Start copying the saved storages to the device."""
         self._held = self.living()
         for parcel in self._held:
             parcel.come_back()
         self.mark, self._is_awaited = copies.mark(), True
 
     def arrive(self, copies: Copies) -> None:
-        """Wait for the copies to the device. After this, each storage is freed as soon as the graph has used it."""
+        """Wait for the copies to the device. Afterwards, each storage is freed after the graph has used it."""
         if self._is_awaited:
             copies.wait(self.mark)
         self._is_awaited, self._held = False, []
 
     def leave(self, copies: Copies, staying: Sequence[Visit]) -> None:
-        """Free the device memory of the saved storages, except storages that the visits in ``staying`` need."""
+        """Free the device memory of the saved storages, except for storages that the visits in ``staying`` need."""
         copies.wait(self.mark)
         needed = {id(parcel) for visit in staying for parcel in visit.living()}
         for parcel in self.living():
@@ -225,7 +231,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Slip:
-    """Object that replaces a saved tensor in a graph. It contains the storage and the view of the storage.
+    """Object that replaces a saved tensor in a graph. The object contains the storage and the view of the storage.
 
     Attributes:
         offload: the :class:`Offload` that moved the storage.
@@ -270,14 +276,14 @@ class Offload:
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
         self.device = device
         self._min_bytes = min_bytes
-        self._copies = copies or (StreamCopies if device.type == "cuda" else Copies)(device)
+        self._copies = copies or copies_on(device)
         self._present: list[Visit] = []  # visits whose storages can be on the device
         self._current: Visit | None = None
         self._known: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
 
     @property
     def saves(self) -> bool:
-        """True if moved tensors leave the memory of the device."""
+        """True if moved tensors no longer use the memory of the device."""
         return self._copies.saves
 
     def copy_times(self) -> CopyTimes:
@@ -285,11 +291,11 @@ class Offload:
         return self._copies.times()
 
     def __reduce__(self) -> Any:
-        return Offload, (self.device, self._min_bytes)  # a copy of the network has a separate offload
+        return Offload, (self.device, self._min_bytes)  # a copy of the network has a separate Offload object
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:
-        """Return a context for the forward of a block, in which tensors that autograd saves are moved.
+        """Return a context manager for the forward of a block, in which tensors that autograd saves are moved.
 
         Entering the context returns a function that moves a tensor that is saved in another way. The function returns
         None for a tensor that stays on the device.
@@ -355,7 +361,8 @@ class Offload:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return True if ``tensor`` is a parameter, a tensor that autocast created from one, or a view of these."""
+    """Return True if ``tensor`` is a parameter, a tensor that autocast created from a parameter, or a view of such a
+    tensor."""
     whole = torch_private.viewed(tensor)
     if isinstance(whole, nn.Parameter):
         return True

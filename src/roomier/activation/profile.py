@@ -1,11 +1,12 @@
-"""Record of a step in which each block saves only its input: bytes at each moment, and the cost of saving more.
+"""Record of a step in which each block saves only its input: the bytes at each moment, and the cost of saving more
+activations.
 
 [Note: one step determines the peak of every choice]
 When a block is recomputed in backward, it creates exactly the activations that it could have saved. The increase in
 memory from the beginning to the end of this second forward is the cost of saving all activations. The peak of the
 second forward is the memory that recomputation needs. After the second forward, memory is the same as if all
-activations had been saved. So one step determines the peak of any choice, and this step needs the least memory of all.
-The cost of saving products is counted while operations run.
+activations had been saved. Therefore, one step determines the peak of any choice, and this step requires the least
+memory of all choices. The cost of saving products is measured while operations run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from roomier.activation.selective import ATTENTION, PRODUCTS, OnDevice, Products
 from roomier.core import torch_private
 from roomier.core.tree import tensors
 from roomier.core.wrapped_forward import WrappedForward
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import synchronize, timed_event
 
 StorageReference = weakref.ref[torch.UntypedStorage]
 KEEPS = (Keep.INPUT, Keep.PRODUCTS, Keep.ALL)
@@ -43,21 +46,21 @@ class Call:
     Attributes:
         block: index of the block.
         kept_bytes: additional bytes for each value of Keep; None if the call was never recomputed because no gradient
-            was needed.
+            was required.
         idle_bytes: bytes of products that the backward does not need.
         start_level: bytes in use at the beginning of the first forward.
-        rise_bytes: peak of the second forward above its beginning.
+        rise_bytes: difference between the peak of the second forward and the bytes in use at its beginning.
         output_bytes: bytes of the output.
         outputs: storages of the output that still exist.
         shared_bytes: bytes of the output that the block also saves, for each value of Keep.
         products_bytes: bytes of all products.
         num_operations: number of operations of the first forward.
-        product_spans: begin and end of each product in the second forward.
-        spans: begin and end of the second forward.
+        product_spans: start and end times of each product in the second forward.
+        spans: start and end times of the second forward.
         backward_spans: time from the end of the second forward to the beginning of the next block's second forward.
         moved_bytes: bytes that the call saves and that would be offloaded to host memory.
         own_moved_bytes: part of ``moved_bytes`` that the call itself created.
-        unmoved_bytes: bytes that stay on the device even if all activations are saved and offloaded.
+        unmoved_bytes: bytes that stay on the device even if all activations are saved and then offloaded.
     """
 
     block: int
@@ -83,7 +86,7 @@ class Moment:
     """Interval of the step.
 
     Attributes:
-        peak_bytes: peak of all memory on the device in the interval, while each block saves its input.
+        peak_bytes: peak of all memory on the device in the interval, while each block saves only its input.
         phase: phase of ``own``: ``"forward"``, ``"again"`` (recomputation) or ``"backward"``; ``"outside"`` if ``own``
             is None.
         own: call of a block to which the interval belongs; None outside of blocks.
@@ -106,7 +109,7 @@ class Recorder:
     Attributes:
         calls: calls of blocks, in their order.
         moments: intervals, in their order.
-        interception: time that intercepting an operation costs; zero on devices that run asynchronously to the host.
+        interception: time required to intercept an operation; zero on devices that run asynchronously to the host.
         live: measurement of the bytes in use.
     """
 
@@ -119,7 +122,7 @@ class Recorder:
         self.live: LiveBytes = live_bytes_on(device)
         self._alive: list[Call] = []
         self._own: Call | None = None
-        self._last_second: tuple[Call, Any] | None = None  # the last second forward, and the time of its end
+        self._last_second: tuple[Call, Any] | None = None  # the last second forward, and the time at which it ended
         self._phase = "outside"
         self._is_backward = False
 
@@ -136,13 +139,12 @@ class Recorder:
         for block in self._blocks:
             if isinstance(block.forward, _Observed):
                 block.forward = block.forward.forward
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "cpu":
+        synchronize(self._device)
+        if self._device.type == "cpu":
             self.interception = measured_interception()
 
     def note_update(self) -> None:
-        """Call before the next step, to include the memory of the update if an allocator reports it."""
+        """Call before the next step, to include the memory of the update if the allocator reports it."""
         self._cut("outside", None)
 
     def run(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
@@ -209,7 +211,7 @@ class Recorder:
             call.rise_bytes = max(peak - start_level, 0)
 
     def _forget_short_lived_outputs(self) -> None:
-        """Drop outputs that no later operation saved. Call this at the beginning of backward."""
+        """Drop outputs that no later operation saved. Call this method at the beginning of backward."""
         for call in self._alive:
             if any(output() is None for output in call.outputs):
                 call.outputs = []
@@ -224,7 +226,7 @@ class Recorder:
 
 
 class _Observed(WrappedForward):
-    """Forward that reports each call to the recorder."""
+    """Wrapper of a forward that reports each call to the recorder."""
 
     def __init__(self, block: BlockForward, index: int, recorder: Recorder) -> None:
         super().__init__(block)  # type: ignore[arg-type]
@@ -241,7 +243,8 @@ class _Watch:
     def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
         self._notes_made = notes_made
         self.product_spans: list[tuple[Any, Any]] = []
-        self._on_cuda = device.type == "cuda"
+        self._device = device
+        self._has_events = capabilities_of(device).has_streams
         self._live = live
         self._products: list[StorageReference] = []
         self._made: dict[int, StorageReference] = {}
@@ -290,12 +293,10 @@ class _Watch:
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
-        """Return the current time for :func:`total_ns`, without the time that counting takes."""
-        if not self._on_cuda:
+        """Return the current time for :func:`total_ns`, excluding the time that counting requires."""
+        if not self._has_events:
             return time.perf_counter_ns() - self._live.own_ns
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return timed_event(self._device)
 
 
 class _SavedStorages:
@@ -355,7 +356,7 @@ class Interception:
 
 
 def measured_interception() -> Interception:
-    """Measure the additional time on the CPU, where the host's time is the time of the step."""
+    """Measure the additional time on the CPU, where the host time is the time of the step."""
     small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # draws no random numbers
     return Interception(_longer_ns(lambda: torch.neg(small)), _longer_ns(lambda: F.linear(small, weight)))
 

@@ -24,7 +24,8 @@ def apply_recompute(
     device: torch.device,
     ranks: Ranks,
 ) -> Recompute:
-    """Make ``blocks`` save the activations that ``activation`` selects, on the device or as ``offload`` specifies.
+    """Configure ``blocks`` to save the activations that ``activation`` selects, on the device or as ``offload``
+    specifies.
 
     Args:
         blocks: blocks of the network.
@@ -34,7 +35,7 @@ def apply_recompute(
         ranks: ranks that make the same choice for a budget.
 
     Returns:
-        Object for the engine. It has no blocks if all blocks save all activations on the device.
+        Object for the engine. The object has no blocks if all blocks save all activations on the device.
 
     Raises:
         RoomierError: the model has no blocks or too few, or offloading for a budget saves no memory on ``device``.

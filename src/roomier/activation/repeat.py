@@ -1,4 +1,4 @@
-"""State outside of tensors and torch's generators that a second forward of a block must find unchanged."""
+"""State outside of tensors and torch's random generators that a second forward of a block must find unchanged."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from roomier.core.log import notice
 _Place = tuple[nn.Module, str]
 _COUNTER_OF_NORMS = "num_batches_tracked"
 _PRINTED: list[str] = []
-"""Notices that were printed in this process. ``functools.cache`` would cause a warning of the compiler."""
+"""Notices that were printed in this process. ``functools.cache`` would cause a compiler warning."""
 
 
 class Buffers:
-    """Buffers of a block that its forward changes, for example running statistics.
+    """Buffers of a block that its forward modifies, for example running statistics.
 
-    The changed buffers are determined in the first forward. Values are compared, because kernels that write statistics
-    do not increase the version counters of autograd.
+    The modified buffers are determined in the first forward. The values of buffers are compared, because kernels that
+    write statistics do not increase the version counters of autograd.
 
     Args:
         block: the block.
@@ -46,7 +46,7 @@ class Buffers:
         return self._changing is None or place in self._changing
 
     def learn(self, before: dict[_Place, Tensor], versions: dict[_Place, int]) -> None:
-        """Determine after a forward which buffers it changed.
+        """Determine which buffers a forward changed, after the forward.
 
         Args:
             before: copies of the buffers that can change.
@@ -59,7 +59,7 @@ class Buffers:
         if self._changing is None:
             changed = {place for place, copy in before.items() if place not in now or not torch.equal(copy, now[place])}
             norms = {(module, name) for module, name in now if hasattr(module, _COUNTER_OF_NORMS)}
-            self._changing = changed | norms  # norms may be frozen for a while
+            self._changing = changed | norms  # norms can be frozen temporarily
         for place, version in versions.items():
             if place not in now or torch_private.version_of(now[place]) != version:
                 problem = (
@@ -98,7 +98,7 @@ class Surroundings:
         buffers = {(module, name): getattr(module, name) for module, name in self._copies}
         _set_host_generators(self._generators)
         for (module, name), copy in self._copies.items():
-            setattr(module, name, copy.clone())  # not in place, because a backward may have saved the current tensor
+            setattr(module, name, copy.clone())  # not in place, because a backward can have saved the current tensor
         try:
             yield
         finally:
@@ -108,9 +108,9 @@ class Surroundings:
 
 
 def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any, Any]:
-    """Return the ``arguments`` of a Hugging Face block with None instead of an empty cache of keys and values.
+    """Return the ``arguments`` of a Hugging Face block, with an empty cache of keys and values replaced by None.
 
-    A cache has no use in training, and a second forward would append to it again.
+    A cache is not used in training, and a second forward would append to it again.
 
     Raises:
         RoomierError: a cache is not empty, and ``is_repeated`` is True.

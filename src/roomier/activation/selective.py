@@ -1,10 +1,10 @@
-"""Results of matrix products, convolutions and attention, which are expensive to compute and are saved.
+"""Saving of the results of matrix products, convolutions and attention, which are expensive to compute.
 
 [Note: not torch's selective contexts]
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forwards, including the
-operations of hooks that all-gather parameters, which differ between the forwards. It does not repeat the random numbers
-of attention that is not recomputed, so later dropout differs. The tensors that it saves cannot be offloaded. The
-compiler supports these contexts, so compiled blocks use them.
+operations of hooks that all-gather parameters, which differ between the forwards. These contexts do not reproduce the
+random numbers of attention that is not recomputed, so later dropout differs. The tensors that these contexts save
+cannot be offloaded. The compiler supports these contexts, so compiled blocks use them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from roomier.core import torch_private
+from roomier.device.rng import generator_state, set_generator_state
 
 PRODUCTS = torch_private.product_operators()
-ATTENTION = torch_private.attention_operators()  # some of them draw their own dropout
+ATTENTION = torch_private.attention_operators()  # some kernels sample their own dropout
 
 
 @runtime_checkable
@@ -57,7 +58,7 @@ class _Result:
         operator: the operator.
         output: output with a :class:`Saved` for each tensor.
         device: device of the first tensor.
-        generator_state: random state of ``device`` after the operator, if the operator can draw random numbers.
+        generator_state: random state of ``device`` after the operator, if the operator can sample random numbers.
     """
 
     operator: Any
@@ -83,7 +84,8 @@ class Products:
         return torch_private.intercept(self._compute_and_save)
 
     def replayed(self) -> AbstractContextManager[Any]:
-        """Return the context for the second forward. A third forward (of a retained graph) computes all products."""
+        """Return the context for the second forward. A third forward pass (for a retained graph) computes all
+        products."""
         self._next = 0
         return torch_private.intercept(self._take_or_compute)
 
@@ -106,7 +108,7 @@ class Products:
         return operator(*args, **kwargs)
 
     def _take(self, operator: Any) -> Any:
-        """Return the next saved result if it is from ``operator``; None if it must be computed."""
+        """Return the next saved result if it comes from ``operator``; None if the result must be computed."""
         index, self._next = self._next, self._next + 1
         result = self._results[index] if index < len(self._results) else None
         if result is None or result.operator is not operator:
@@ -119,7 +121,7 @@ class Products:
             if not isinstance(leaf, Saved):
                 return leaf
             tensor = leaf.get()
-            is_whole = is_whole and tensor is not None  # None: a layer such as nn.ReLU(inplace=True) modified it
+            is_whole = is_whole and tensor is not None  # None if a layer such as nn.ReLU(inplace=True) modified it
             return tensor
 
         output = torch_private.map_leaves(get, result.output)
@@ -128,20 +130,6 @@ class Products:
         if result.generator_state is not None:
             set_generator_state(result.device, result.generator_state)
         return output
-
-
-def generator_state(device: torch.device) -> Tensor:
-    """Return the state of torch's default generator of ``device``, without a synchronization."""
-    state: Tensor = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set the state that :func:`generator_state` returned."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state)
 
 
 def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -21,7 +21,7 @@ class Way(NamedTuple):
 
     Attributes:
         keep: activations that are saved for backward.
-        offloads: True if they are offloaded to host memory.
+        offloads: True if these activations are offloaded to host memory.
     """
 
     keep: Keep
@@ -30,7 +30,7 @@ class Way(NamedTuple):
 
 KEPT_WAYS = tuple(Way(keep) for keep in KEEPS)
 MOVED = Way(Keep.ALL, offloads=True)
-WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; without copies, the last one does not exist
+WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; without copies, the last option does not exist
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Profile:
 
     Attributes:
         order: indices of the blocks that were recomputed, in the order of their first forward.
-        stages: stage of each of these blocks, with an option for each of ``WAYS``. The first stage has no choice. It
-            represents moments at which no block is between its forward and its backward.
+        stages: stage of each of these blocks, with an option for each of ``WAYS``. The first stage has no choice. The
+            first stage represents moments at which no block is between its forward and its backward.
     """
 
     order: tuple[int, ...]
@@ -55,7 +55,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         times: times of copies to the host and back; None if blocks do not offload.
     """
     base_bytes = recorder.live.base_bytes
-    # A block that no backward needed saves nothing, and has no choice.
+    # A block that no backward needed saves no activations, so there is no choice for it.
     needed = {call.block for call in recorder.calls if call.kept_bytes is not None}
     order = tuple(dict.fromkeys(call.block for call in recorder.calls if call.block in needed))
     places = {block: place for place, block in enumerate(order, start=1)}
@@ -99,10 +99,11 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
 
 
 def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
-    """Return the option of a block that saves all activations, as in ``kept``, in host memory.
+    """Return the option of a block that saves the same activations as ``kept``, which are all activations, in host
+    memory.
 
-    The input of the block, and its other arguments, count as still on the device, because another block can also save
-    them. They count a second time when they are copied back.
+    The input of the block and its other arguments are counted as still on the device, because another block can also
+    save them. These tensors are counted a second time when they are copied back.
     """
     moved_bytes = max(call.moved_bytes for call in calls)
     given_bytes = max(call.moved_bytes - call.own_moved_bytes for call in calls)
@@ -116,7 +117,7 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
     num_others = max(num_calls(moment.alive) for moment in own)
     return Option(
         kept_bytes=unmoved_bytes * num_moved,
-        # Another call of the same block can be on the device in addition to the running call.
+        # Another call of the same block can be on the device in addition to the current call.
         own_peak_bytes=kept.own_peak_bytes + given_bytes + (moved_bytes if num_others else 0),
         lost_ns=sum(moved_ns(call, _call_after(call, recorder), times) for call in calls),
         moved_bytes=moved_bytes,
@@ -125,7 +126,8 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
 
 
 def _call_after(call: Call, recorder: Recorder) -> Call:
-    """Return the call that computes while ``call`` is copied. For the last call of a forward, this is ``call``."""
+    """Return the call that computes while the tensors of ``call`` are copied. For the last call of a forward, this is
+    ``call``."""
     for after in recorder.calls[recorder.calls.index(call) + 1 :]:
         if after.kept_bytes is not None:
             return after if after.backward_spans else call
@@ -143,7 +145,7 @@ def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
 
 
 def _own_peak(moment: Moment, keep: Keep) -> int:
-    """Return the peak of an interval of a block if the block saves ``keep``."""
+    """Return the peak of an interval of a block if the block saves the activations of ``keep``."""
     call = moment.own
     assert call is not None
     idle_bytes = call.idle_bytes if keep is Keep.PRODUCTS else 0
@@ -155,7 +157,7 @@ def _own_peak(moment: Moment, keep: Keep) -> int:
 
 
 def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
-    """Return the time of the second forward of a block that saves ``keep``, in nanoseconds.
+    """Return the time of the second forward of a block that saves the activations of ``keep``, in nanoseconds.
 
     In the measured step, each operation was intercepted one time. To save products, each operation is intercepted two
     times, in the first and in the second forward.
@@ -171,7 +173,8 @@ def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """Return a profile with the maximum of all bytes and times, whose choices are valid for all ``profiles``.
+    """Return a profile in which each number of bytes and each time is the maximum over ``profiles``, so that choices
+    based on it are valid for all of them.
 
     Args:
         profiles: profiles with the same order of blocks.
@@ -189,7 +192,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
     """Set the times of blocks with equal bytes to their median.
 
-    An individual time measurement is inaccurate, and must not cause different choices for equal blocks.
+    A single time measurement is inaccurate, and must not cause different choices for equal blocks.
     """
     alike: dict[tuple[int, ...], list[Stage]] = defaultdict(list)
     for stage in stages:

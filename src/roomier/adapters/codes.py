@@ -4,7 +4,7 @@
 - ``"nf4"``: the 16 levels of NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E), which normally
   distributed numbers use about equally often. Two codes are stored in one byte.
 
-Scales are float32, so a number takes 1.0625 or 0.5625 bytes.
+Scales are float32, so a number uses 1.0625 or 0.5625 bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
 
     Returns:
         The codes are int8 with one code per number, or uint8 with two codes per byte (the first one in the high bits).
-        The last block is padded. The scales are the bits of float32 numbers as int32, so that converting the dtype of a
+        The last block is padded. The scales are float32 bit patterns stored as int32, so that converting the dtype of a
         module does not change them.
     """
     flat = values.detach().reshape(-1).float()
@@ -46,7 +46,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, code_format: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the values that :func:`encode` quantized, with ``shape``, rounded to ``dtype`` one time."""
+    """Return the values that :func:`encode` quantized, with the shape ``shape``, rounded to ``dtype`` one time."""
     factors = scales.view(torch.float32)[:, None]
     if code_format == "int8":
         values = codes.view(-1, BLOCK_SIZE).float().mul_(factors / _LARGEST_INT8)
@@ -59,8 +59,8 @@ def nf4_levels() -> list[float]:
     """Return the 16 levels of NF4 in ascending order from -1 to 1.
 
     The levels are zero, 8 quantiles of the normal distribution above zero, and 7 quantiles below zero, all divided by
-    the largest quantile. On each side, the probabilities of the quantiles are evenly spaced between 1/2 and the same
-    outermost probability.
+    the largest quantile. On each side, the probabilities of the quantiles are evenly spaced between 1/2 and an
+    outermost probability, which is the same for both sides.
     """
     outermost = 1 - (1 / 30 + 1 / 32) / 2
     above = torch.linspace(0.5, outermost, 9, dtype=torch.float64)[1:]
@@ -76,7 +76,7 @@ _kept: dict[torch.device, Tensor] = {}
 def _nf4_pairs(device: torch.device) -> Tensor:
     """Return the two levels of each byte, a float32 tensor of shape ``(256, 2)``.
 
-    The tensor is cached without ``functools.cache``, which compilers ignore.
+    The tensor is cached without ``functools.cache``, because compilers ignore that decorator.
     """
     if device in _kept:
         return _kept[device]

@@ -1,4 +1,4 @@
-"""Adapters that a model has from an earlier run. The Plan of this run may omit them."""
+"""Adapters that a model retains from an earlier run. The Plan of the current run can omit these adapters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _IMPORT = "from roomier.adapters import merge_lora"
 
 
 def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan | None:
-    """Return the settings that would create the adapters of ``network`` on a plain model; None if it has none."""
+    """Return the settings that would create the adapters of ``network`` on a plain model; None if ``network`` has no
+    adapters."""
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:
         return None
-    layer = next(iter(layers.values()))  # rank and scale are the same for all
+    layer = next(iter(layers.values()))  # rank and scale are the same for all adapters
     in_blocks = adaptable_in_blocks(network, blocks)
     formats = {each.weight_format for each in layers.values() if isinstance(each, InFewBits)}
     return AdapterPlan(
@@ -60,13 +61,13 @@ def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
 
 
 def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
-    """Return ``plan`` with the adapters and the quantization that ``network`` has from an earlier run.
+    """Return ``plan`` with the adapters and the quantization that ``network`` retains from an earlier run.
 
     The result is the same before and after the adapters of ``plan`` are added. The table of the run shows these
     settings, and they are required to load a checkpoint.
 
     Raises:
-        PlanError: the settings are not supported with the rest of ``plan``.
+        PlanError: the settings are not supported with the other settings of ``plan``.
     """
     found = adapters_of(network, blocks)
     if found is None:
@@ -82,7 +83,8 @@ def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -
 
 
 def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan:
-    """Return ``named`` with the quantization, and the adapters on other layers, from an earlier run of ``network``."""
+    """Return ``named`` with the quantization and the adapters on other layers that ``network`` retains from an earlier
+    run."""
     base = found.frozen_base if named.frozen_base == "as_is" else named.frozen_base
     targets, adapted = target_layers(network, blocks, named.lora_targets), adapted_layers(network)
     if adapted.keys() <= targets.keys():
@@ -95,7 +97,7 @@ def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.
     """Print a notice about adapters and quantization that ``network`` has and ``plan`` does not contain.
 
     Raises:
-        PlanError: the settings are not supported with the rest of ``plan``.
+        PlanError: the settings are not supported with the other settings of ``plan``.
     """
     named = name_adapters(plan, network, blocks).adapter
     if named == plan.adapter:

@@ -1,9 +1,10 @@
 """Linear layers with an adapter, and with quantized frozen weights.
 
 [Note: layers change their class in place]
-A layer is adapted by changing its class to a class that has the old class as a base, as ``fully_shard`` does. So its
-place in the model, its names in the state dict, its hooks and all references to it stay valid, and ``isinstance`` still
-finds ``nn.Linear``. ``[Adapted, InFewBits, nn.Linear]`` is the order in which the forwards call each other.
+A layer is adapted by changing its class to a class that has the old class as a base, as ``fully_shard`` does.
+Therefore, its place in the model, its names in the state dict, its hooks and all references to it stay valid, and
+``isinstance(layer, nn.Linear)`` is still true. ``[Adapted, InFewBits, nn.Linear]`` is the order in which the forwards
+call each other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_adaptable(layer: nn.Module) -> bool:
-    """Return True if ``layer`` multiplies by one matrix: ``nn.Linear``, or ``Conv1D`` of Hugging Face's GPT-2."""
+    """Return True if ``layer`` multiplies its input by one matrix, as ``nn.Linear`` and ``Conv1D`` of Hugging Face's
+    GPT-2 do."""
     return isinstance(layer, nn.Linear) or is_transposed(layer)
 
 
@@ -80,7 +82,8 @@ class Adapted(nn.Module):
 
 
 class InFewBits(nn.Module):
-    """Mixin that stores the frozen weight as codes, and decodes it temporarily for the product in forward and backward.
+    """Mixin that stores the frozen weight as codes, and decodes it temporarily for the matrix products in forward and
+    backward.
 
     Attributes:
         weight_codes: buffer of codes from :func:`roomier.adapters.codes.encode`.
@@ -120,7 +123,8 @@ class InFewBits(nn.Module):
 
 
 class _ProductWithFrozen(torch.autograd.Function):
-    """Product of ``(..., in)`` and the weight of a layer, without saving the decoded weight for backward."""
+    """Product of an input of shape ``(..., in)`` and the weight of a layer, without saving the decoded weight for
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: InFewBits) -> Tensor:
@@ -157,7 +161,8 @@ def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> No
 
     ``A`` is sampled on the CPU from the distribution that ``nn.Linear`` uses for weights, as in published
     implementations. The paper specifies a normal distribution without its standard deviation. ``B`` is zero. If the
-    weights are on the meta device, the adapters still have values. Adapters of 16-bit weights are float32.
+    weights are on the meta device, the adapters are still initialized with values. Adapters of 16-bit weights are
+    float32.
 
     Args:
         layer: layer for which :func:`is_adaptable` is True.

@@ -40,7 +40,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
         plan: settings of the adapters.
 
     Raises:
-        RoomierError: no layer or module matches a given name, or existing adapters have another rank or scale.
+        RoomierError: no layer or module matches a given name, or existing adapters have a different rank or scale.
     """
     rank = plan.lora_rank
     assert rank is not None
@@ -53,7 +53,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     for name, each in network.named_parameters():
         each.requires_grad_(is_adapter(name) or each in trained)
         if not each.requires_grad:
-            each.grad = None  # from an earlier fit; no optimizer would free it
+            each.grad = None  # from an earlier fit; no optimizer would free this gradient
     for layer in targets.values():
         if isinstance(layer, Adapted):
             layer.lora_dropout = plan.lora_dropout
@@ -68,7 +68,7 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
     A weight that another layer shares, such as a tied output layer, is not quantized.
 
     Raises:
-        RoomierError: weights are already quantized in another format, or a weight is not finite.
+        RoomierError: weights are already quantized in a different format, or a weight is not finite.
     """
     num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
     for name, layer in network.named_modules():
@@ -88,10 +88,10 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
 
 
 def merge_lora(network: nn.Module) -> nn.Module:
-    """Merge the adapters of ``network`` into its weights, in place, and return it as a plain model.
+    """Merge the adapters of ``network`` into its weights, in place, and return ``network`` as a plain model.
 
-    Quantized weights are decoded, so they equal the original weights up to rounding. Frozen parameters stay frozen.
-    Call ``network.requires_grad_()`` to train them.
+    Quantized weights are decoded, so the result equals the original weights only up to rounding. Frozen parameters stay
+    frozen. Call ``network.requires_grad_()`` to train the frozen parameters.
 
     Raises:
         RoomierError: the network has no adapters, or is sharded across ranks.
@@ -121,8 +121,8 @@ def merge_lora(network: nn.Module) -> nn.Module:
 def adapter_state(network: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the adapters, and of all other trained parameters, with their names as keys.
 
-    The tensors take a few megabytes for a model of several gigabytes. ``network.load_state_dict(state, strict=False)``
-    restores them in the same model with adapters.
+    For a model of several gigabytes, these tensors require only a few megabytes. ``network.load_state_dict(state,
+    strict=False)`` restores them in the same model with adapters.
 
     Example:
         >>> torch.save(adapter_state(module.net), "adapter.pt")
@@ -204,7 +204,8 @@ def target_layers(network: nn.Module, blocks: Sequence[nn.Module], targets: str)
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if ``pattern`` in ``lora_targets`` or ``lora_trained`` selects the layer ``name``."""
+    """Return True if ``pattern``, which is an item of ``lora_targets`` or ``lora_trained``, selects the layer
+    ``name``."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -228,7 +229,7 @@ def _some(layers: Iterable[str]) -> str:
 
 
 def _read_by_others(network: nn.Module) -> set[nn.Module]:
-    # These layers are never called, because nn.MultiheadAttention itself multiplies by the weight of its out_proj.
+    # These layers are never called, because nn.MultiheadAttention itself multiplies by the weight of its ``out_proj``.
     readers = (each for each in network.modules() if isinstance(each, nn.MultiheadAttention))
     return {part for reader in readers for part in reader.modules()}
 

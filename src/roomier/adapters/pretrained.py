@@ -1,8 +1,9 @@
-"""Rejection of Hugging Face's ``save_pretrained`` on a model with adapters, because its files cannot be loaded.
+"""Rejection of Hugging Face's ``save_pretrained`` for a model with adapters, because the files that it writes cannot be
+loaded.
 
-``from_pretrained`` ignores names that its model does not have, such as ``lora_A``, and initializes missing weights with
-random values, such as quantized weights. The result would be a model without the trained parameters, and no error would
-be raised.
+``from_pretrained`` ignores names that its model does not have, such as ``lora_A``, and initializes missing weights,
+such as quantized weights, with random values. The result would be a model without the trained parameters, and no error
+would be raised.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NAME = "save_pretrained"
 class SavesPlainModels:
     """Substitute for ``model.save_pretrained`` while the model has adapters.
 
-    It is an object and not a closure, so that a copied or unpickled model has its own substitute.
+    The substitute is an object instead of a closure, so that a copied or unpickled model has its own substitute.
 
     Args:
         model: Hugging Face model.
@@ -48,7 +49,7 @@ class SavesPlainModels:
 
 
 def watch_saves(network: nn.Module) -> None:
-    """Make the Hugging Face models in ``network`` reject ``save_pretrained`` while they have adapters."""
+    """Make the Hugging Face models in ``network`` reject calls of ``save_pretrained`` while they have adapters."""
     for part in network.modules():
         if callable(getattr(type(part), _NAME, None)) and _NAME not in vars(part):
             vars(part)[_NAME] = SavesPlainModels(part)

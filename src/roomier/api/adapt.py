@@ -1,4 +1,4 @@
-"""Conversion of a model to a Module, and back to the object that the user passed."""
+"""Conversion of a model to a Module, and from a Module back to the object that the user passed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_module(model: nn.Module) -> Module:
 def seen_by_user(module: Module) -> Any:
     """Return the object that callbacks and ``trainer.lightning_module`` receive.
 
-    If the user passed a LightningModule, this is the LightningModule itself. While it is attached, it has the methods
-    of a Module.
+    If the user passed a LightningModule, this is the LightningModule itself. While the LightningModule is attached, it
+    has the methods of a Module.
     """
     return module.network if isinstance(module, LightningAdapter) else module

@@ -1,7 +1,7 @@
 """Blocks of a model, which are the units of all-gather, recomputation and offload.
 
 A block is a module that repeats along the depth of a model, such as a transformer layer. A model can declare its
-blocks. Hugging Face models declare them in ``_no_split_modules``. Otherwise they are inferred.
+blocks. Hugging Face models declare their blocks in ``_no_split_modules``. Otherwise they are inferred.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _repeated_in(container: nn.Module) -> Iterator[nn.Module]:
     children = [child for child in container.children() if _has_parameters(child)]
     counts = Counter(type(child) for child in children)
     for child in children:
-        # Layers without submodules, such as the Linears of an MLP, are too small for a separate unit.
+        # Layers without submodules, such as the linear layers of an MLP, are too small to be separate units.
         if counts[type(child)] > 1 and any(True for _ in child.children()):
             yield child
 
@@ -83,7 +83,8 @@ def _has_parameters(module: nn.Module) -> bool:
 def num_elements_of(network: nn.Module) -> int:
     """Return the number of elements in all parameters of ``network``.
 
-    For a copy with fewer blocks, return the number of the original model, so that the same layers are considered large.
+    For a copy with fewer blocks, return the number of elements of the original model, so that the same layers are
+    considered large.
     """
     known: int | None = network.__dict__.get(_STANDS_FOR)
     return sum(each.numel() for each in network.parameters()) if known is None else known

@@ -16,8 +16,8 @@ class Callback:
     """Base class for callbacks. Override the hooks that you need, and pass instances to ``Trainer(callbacks=[...])``.
 
     Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
-    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. It is the only
-    point of a step at which a saved checkpoint resumes bit for bit.
+    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. This hook is the
+    only point of a step at which a saved checkpoint resumes bit for bit.
 
     Example:
         >>> class PrintLoss(roomier.Callback):
@@ -27,11 +27,12 @@ class Callback:
     """
 
     monitors: ClassVar[bool] = False
-    """True if the callback watches a logged metric. Its hooks then run after the hooks that log the metric."""
+    """True if the callback monitors a logged metric. The hooks of such a callback run after the hooks that log the
+    metric."""
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state in a checkpoint. Override it to use several instances of a class."""
+        """Key of the callback's state in a checkpoint. Override this property to use several instances of a class."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Callback:
         """Called after the last training step."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Module) -> None:
-        """Called before the first batch of an epoch, but not if an epoch is resumed."""
+        """Called before the first batch of an epoch, but not if the run resumes within an epoch."""
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Module) -> None:
         """Called at the end of an epoch, before metrics of the epoch are reduced and logged."""
@@ -79,10 +80,11 @@ class Callback:
         """Called before the forward of a micro-batch. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a micro-batch. For the last micro-batch of a step, it is called after the update.
+        """Called after a micro-batch. For the last micro-batch of a step, this hook is called after the update.
 
         Args:
-            outputs: dict with the output of ``training_step``. Its ``"loss"`` is the loss that was backpropagated.
+            outputs: dict with the output of ``training_step``. The value of ``"loss"`` is the loss that was
+                backpropagated.
         """
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Module, optimizer: Optimizer) -> None:
@@ -203,14 +205,14 @@ class ChecksState(Protocol):
     """A callback that rejects a malformed state before any part of a checkpoint is loaded."""
 
     def check_stored_state(self, state: Any, place: str) -> None:
-        """Check a stored state. Its tensors may not be loaded yet.
+        """Check a stored state. The tensors of the stored state may not be loaded yet.
 
         Args:
             state: the state.
             place: path of ``state`` in the checkpoint, for the error message.
 
         Raises:
-            FormError: ``load_state_dict`` cannot load it.
+            FormError: ``load_state_dict`` cannot load the state.
         """
         ...
 
@@ -219,7 +221,7 @@ class ChecksState(Protocol):
 class PlacesTensors(Protocol):
     """A callback that saves tensors as large as the model in ``on_save_checkpoint``.
 
-    It provides the tensors into which the saved tensors are loaded, so that each rank reads only its shards.
+    The callback provides the tensors into which the saved tensors are loaded, so that each rank reads only its shards.
     """
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:

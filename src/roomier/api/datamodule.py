@@ -1,4 +1,4 @@
-"""DataModule: preparation, datasets and loaders of the data in one class."""
+"""DataModule: one class for the preparation, the datasets and the loaders of the data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class DataModule(HasHyperParameters):
     """Base class for the data of a run. Pass an instance to the ``datamodule`` argument of ``fit`` and other methods.
 
     Override the methods that you need. Names and order are the same as in Lightning's ``LightningDataModule``.
-    ``prepare_data`` runs in one process, for downloads and tokenization. ``setup`` runs in each process.
+    ``prepare_data`` runs in one process, for tasks such as downloads and tokenization. ``setup`` runs in each process.
     Hyperparameters are logged together with the hyperparameters of the module.
 
     Attributes:
-        trainer: the last Trainer to which the DataModule was passed; None before the first one.
+        trainer: the last Trainer to which the DataModule was passed; None if the DataModule was not passed to a
+            Trainer.
         name: name that user code may use. roomier does not use it.
         prepare_data_per_node: run ``prepare_data`` in one process per node, for files on local disks. If False, run it
             in only one process across all nodes, for files on shared storage.
@@ -119,7 +120,7 @@ class DataModule(HasHyperParameters):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints, in addition to the position in the data, which roomier saves itself."""
+        """Return the state for checkpoints, excluding the position in the data, which roomier saves itself."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 Step = Callable[[Any, int], Any]
 """Computes the loss of one micro-batch.
 
-Its arguments are the batch on the device and the index of the micro-batch in its window (the micro-batches of one
-optimizer step). It returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch.
+The arguments of a step are the batch on the device and the index of the micro-batch in its window (the micro-batches of
+one optimizer step). The step returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch.
 """
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing. This is the default of a hook."""
+    """Do nothing. This function is the default of a hook."""
 
 
 @dataclass
@@ -29,9 +29,9 @@ class StepHooks:
         before_backward: called with each loss before its backward.
         after_backward: called after each backward.
         zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward of a window, as in Lightning.
-            None frees the gradients before that forward, which lowers the peak.
-        keeps_gradients: True if ``Engine.step`` keeps the gradients, because hooks may read them after the update. They
-            are freed by ``Engine.free_gradients``, or in the next window.
+            If None, the gradients are freed before that forward, which lowers the peak.
+        keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
+            update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.
         transfer: called instead of the move to the device.
         batch_start: called with each micro-batch on the device and its index in the window, before its forward.
@@ -74,7 +74,8 @@ class LossScale(Protocol):
 
 
 class Engine(Protocol):
-    """Runs optimizer steps of one module under one Plan. The loop and the callbacks use only these members.
+    """Object that runs the optimizer steps of one module under one Plan. The loop and the callbacks use only the
+    members of this protocol.
 
     Attributes:
         module: the module whose parameters are trained and stored.
@@ -92,7 +93,7 @@ class Engine(Protocol):
 
     @property
     def scaler(self) -> LossScale:
-        """The loss scale. It is off unless the precision is ``"16-mixed"``."""
+        """The loss scale. The loss scale is disabled unless the precision is ``"16-mixed"``."""
         ...
 
     @property
@@ -114,8 +115,8 @@ class Engine(Protocol):
 
         Returns:
             This rank's share of the loss of the full batch (0-dim, detached, on the device). The sum of the shares over
-            all ranks is the loss. None if ``step`` returned None for every micro-batch. A rank that computes no loss
-            returns a share of zero.
+            all ranks is the loss of the full batch. None if ``step`` returned None for every micro-batch. A rank that
+            computes no loss returns a share of zero.
         """
         ...
 
@@ -126,8 +127,8 @@ class Engine(Protocol):
 
         Args:
             update: called after all micro-batches except the last have run. Its argument is a closure that computes the
-                gradients of the last one and returns its weighted loss. LBFGS calls the closure several times per step.
-                ``update`` is not called if a hook skips the step.
+                gradients of the last micro-batch and returns its weighted loss. LBFGS calls the closure several times
+                per step. ``update`` is not called if a hook skips the step.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""``to_onnx`` and ``to_torchscript``, with Lightning's names. The folder ``export`` implements them."""
+"""``to_onnx`` and ``to_torchscript``, with the same names as in Lightning. The folder ``export`` implements them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Exports:
 
         Args:
             file_path: path of the file; None returns the module without a file.
-            method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records its operations for one input.
+            method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for
+                one input.
             example_inputs: the input for the trace. Default: ``self.example_input_array``.
             kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 

@@ -18,10 +18,11 @@ from roomier.core.tree import batch_size_of
 class ForwardModule(WrappedModule):
     """Module around a plain ``nn.Module``.
 
-    It calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, and ``network(batch)``
-    otherwise. The loss is the output if it is a 0-dim tensor, its ``loss`` (key or attribute, as in Hugging Face
-    outputs), or its first or last item if that is a 0-dim tensor. It is logged as ``train_loss``, ``val_loss`` and
-    ``test_loss``. Checkpoints contain the names of ``network``, without a prefix.
+    The wrapper calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, and
+    ``network(batch)`` otherwise. The loss is the output itself if the output is a 0-dim tensor. Otherwise, the loss is
+    the ``loss`` of the output (key or attribute, as in Hugging Face outputs), or the first or last item of the output
+    if that item is a 0-dim tensor. The loss is logged as ``train_loss``, ``val_loss`` and ``test_loss``. Checkpoints
+    contain the names of ``network``, without a prefix.
 
     Args:
         network: the module to wrap.
@@ -76,7 +77,7 @@ class ForwardModule(WrappedModule):
             )
 
     def _log_loss(self, name: str, batch: Any) -> None:
-        # Weighted by terms, the value of an epoch is the mean over all terms for any batch sizes.
+        # With this weighting, the value of an epoch is the mean over all terms for any batch sizes.
         self.log(name, self._loss(batch), prog_bar=True, batch_size=self.num_loss_terms(batch))
 
     def _loss(self, batch: Any) -> Tensor:
@@ -98,7 +99,8 @@ class ForwardModule(WrappedModule):
 
 
 def call_with_batch(network: nn.Module, batch: Any) -> Any:
-    """Call ``network`` with ``batch``: as keyword arguments, positional arguments, or one argument, by its type."""
+    """Call ``network`` with ``batch`` as keyword arguments, as positional arguments, or as one argument, depending on
+    the type of ``batch``."""
     try:
         if isinstance(batch, Mapping):
             return network(**batch)

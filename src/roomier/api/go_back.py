@@ -1,13 +1,14 @@
-"""Exception that a callback raises to return a fit to its last checkpoint."""
+"""Exception that a callback raises to restore a fit to its last checkpoint."""
 
 from __future__ import annotations
 
 
 class GoBackError(Exception):
-    """Raised to restore the newest checkpoint of the run and to continue from it. The training loop catches it.
+    """Exception that restores the newest checkpoint of the run and continues from it. The training loop catches it.
 
-    Every rank must raise it at the same place: in ``on_train_batch_end`` of the last micro-batch of a step, or in a
-    function in ``Run.looks``. The callback must ensure that the run does not return to the same checkpoint forever.
+    Every rank must raise this exception at the same place: in ``on_train_batch_end`` of the last micro-batch of a step,
+    or in a function in ``Run.looks``. The callback must ensure that the run does not return to the same checkpoint
+    forever.
 
     Attributes:
         reason: text for the notice, and for the error if there is no checkpoint.

@@ -1,4 +1,5 @@
-"""Table of the overridden hooks. It is built once before the loop, so hooks that are not overridden cost no time."""
+"""Table of the overridden hooks. The table is built one time before the loop, so hooks that are not overridden cost no
+time."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 Hook = Callable[..., Any]
 
-# Called on callbacks (with the trainer and the module as first arguments) and on the module (without them).
+# This hook is called on callbacks (with the trainer and the module as first arguments) and on the module (without these
+# arguments).
 SHARED_HOOKS = (
     "on_fit_start",
     "on_fit_end",
@@ -41,10 +43,10 @@ CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point
 
 
 class HookTable:
-    """The hooks to call, as attributes: ``table.on_train_batch_start`` is a tuple of functions.
+    """Table of the hooks to call, as attributes: ``table.on_train_batch_start`` is a tuple of functions.
 
-    Hooks of callbacks run before the hook of the module. At the end of a training epoch, callbacks that watch a metric
-    run after the module, because the module may log the metric there.
+    Hooks of callbacks run before the hook of the module. At the end of a training epoch, callbacks that monitor a
+    metric run after the module, because the module may log the metric in its hook.
     """
 
     def __init__(self, trainer: TrainerView, module: Module, callbacks: Iterable[Callback]) -> None:

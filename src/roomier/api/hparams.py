@@ -38,9 +38,9 @@ def is_plain(value: object) -> bool:
 def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
     """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` to its callers, or None.
 
-    If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both, and arguments of
-    the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to ``__post_init__`` of a
-    dataclass.
+    If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both methods, and the
+    arguments of the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to
+    ``__post_init__`` of a dataclass.
     """
     while frame is not None and not _is_init_of(obj, frame):
         frame = frame.f_back
@@ -76,7 +76,7 @@ class HasHyperParameters:
         """Store the arguments of ``__init__`` in ``self.hparams``. Checkpoints contain the arguments of a Module.
 
         Call this method in ``__init__``. Values that are not plain data, such as a network, are available in
-        ``hparams``, but not saved in checkpoints. A notice reports them.
+        ``hparams``, but are not saved in checkpoints. A notice reports them.
 
         Args:
             args: names of the arguments to store, or one mapping or namespace whose items are stored. Default: all

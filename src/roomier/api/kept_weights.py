@@ -1,4 +1,4 @@
-"""Callbacks that hold a copy of the weights, which plans and forecasts take into account."""
+"""Callbacks that store a copy of the weights, which plans and forecasts take into account."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeptWeights:
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """A callback that holds a copy of the weights during a fit.
+    """A callback that stores a copy of the weights during a fit.
 
     Attributes:
         kept_weights: description of the copy, before and after it is created.
@@ -53,5 +53,5 @@ def kept_by(callbacks: Iterable[object], *, now: bool = False) -> tuple[KeptWeig
 
 
 def held_by(callbacks: Iterable[object]) -> list[Tensor]:
-    """Return the tensors, among the copies that ``callbacks`` hold, that exist now."""
+    """Return the existing tensors of the copies that ``callbacks`` store."""
     return [tensor for each in callbacks if isinstance(each, KeepsWeights) for tensor in each.held_weights()]

@@ -18,7 +18,8 @@ from roomier.api.wrapped import WrappedModule
 
 OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # entries of LightningCLI that are not hyperparameters
 
-# Methods of a LightningModule that use its trainer. While it is attached, roomier's Module provides them.
+# Methods of a LightningModule that use its trainer. While the module is attached, roomier's Module provides these
+# methods.
 LENT = (
     "is_attached",
     "log",
@@ -44,13 +45,14 @@ LENT = (
 
 
 class LightningAdapter(WrappedModule):
-    """A LightningModule as a Module. Methods that the LightningModule overrides are called on the object itself.
+    """A LightningModule as a Module. Methods that the LightningModule overrides are called on the LightningModule
+    itself.
 
     Each LightningModule class has a separate adapter class with the same name, because messages contain
     ``type(module).__name__``.
 
-    With accumulated gradients, all micro-batches have the same weight, as in Lightning, unless the class defines
-    ``num_loss_terms`` (see :meth:`roomier.Module.num_loss_terms`).
+    With accumulated gradients, all micro-batches have the same weight, as in Lightning, unless the class of the
+    LightningModule defines ``num_loss_terms`` (see :meth:`roomier.Module.num_loss_terms`).
 
     Args:
         network: the LightningModule.
@@ -81,7 +83,7 @@ class LightningAdapter(WrappedModule):
 
     @property
     def automatic_optimization(self) -> bool:
-        """Attribute of the LightningModule, which may change at any time."""
+        """Attribute of the LightningModule, which can change at any time."""
         return bool(self._user.automatic_optimization)
 
     @automatic_optimization.setter
@@ -143,7 +145,8 @@ def logged_hparams_of(obj: Any) -> dict[str, Any]:
 def described_hparams(module: Module) -> dict[str, Any]:
     """Return the entries of a checkpoint for the hyperparameters of ``module``.
 
-    They are the hyperparameters that are plain data, and the name of the argument that contained all of them, if any.
+    The entries are the hyperparameters that are plain data, and the name of the argument that contained all
+    hyperparameters, if such an argument exists.
     """
     of_user = module.network if isinstance(module, LightningAdapter) else module
     argument = vars(of_user).get("_hparams_name")
@@ -170,9 +173,9 @@ def _public_names() -> tuple[str, ...]:
 def with_methods_of_module(module: nn.Module, trainer: TrainerView) -> Iterator[None]:
     """Let the LightningModules in ``module`` use ``trainer`` for logging, optimizers and properties in this context.
 
-    Like ``fully_shard``, it inserts a class between the class of each object and Lightning's class, so an overridden
-    ``log`` that calls ``super().log`` works. Lightning itself is not changed, and the class of the object is restored
-    afterwards.
+    Like ``fully_shard``, this function inserts a class between the class of each object and Lightning's class, so an
+    overridden ``log`` that calls ``super().log`` works. Lightning itself is not changed, and the class of the object is
+    restored at the end of the context.
     """
     parts = lend_to_lightning(module, trainer)
     try:
@@ -187,8 +190,8 @@ def with_methods_of_module(module: nn.Module, trainer: TrainerView) -> Iterator[
 def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn.Module]:
     """Attach the LightningModules in ``module`` permanently, as :func:`with_methods_of_module` does temporarily.
 
-    Use this for a copy that is discarded. Without a ``trainer``, the LightningModules behave like a roomier.Module
-    without a Trainer.
+    Use this function for a copy that is discarded later. Without a ``trainer``, the LightningModules behave like a
+    roomier.Module without a Trainer.
     """
     parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]
     for part in parts:

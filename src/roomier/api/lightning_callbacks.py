@@ -30,7 +30,7 @@ def added_names(obj: object, builtin: type) -> list[str]:
 
 
 def watches_metric(callback: object) -> bool:
-    """Return True if ``callback`` watches a logged metric, so its hook at the end of an epoch runs last."""
+    """Return True if ``callback`` monitors a logged metric, so that its hook at the end of an epoch runs last."""
     if isinstance(callback, Callback):
         return callback.monitors
     return is_builtin(callback, "EarlyStopping") or is_builtin(callback, "Checkpoint")

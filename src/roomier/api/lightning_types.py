@@ -1,6 +1,6 @@
 """Types that accept instances of Lightning's classes in signatures, including the command line.
 
-They are never instantiated, and Lightning is not imported.
+These types are never instantiated, and Lightning is not imported.
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ from roomier.core.log import notice
 class Logger(ABC):
     """Base class for loggers. Implement :meth:`log_metrics`. The other methods are optional.
 
-    The Trainer calls ``start`` once, ``log_metrics`` at log steps with Python floats, and ``finalize`` once, only on
-    the first rank. If a method raises an error, a notice reports it, the logger is disabled, and the run continues.
+    On the first rank only, the Trainer calls ``start`` one time, ``log_metrics`` at log steps with Python floats, and
+    ``finalize`` one time. If a method raises an error, a notice reports it, the logger is disabled, and the run
+    continues.
 
     Attributes:
-        name: name for messages, and for ``Trainer(logger=name)`` if the logger belongs to roomier.
+        name: name for messages, and for ``Trainer(logger=name)`` if the logger is part of roomier.
         run_dir: the run folder, set on every rank before ``start``; None if the run writes no files.
         is_muted: True if the logger was disabled after an error.
 
@@ -39,8 +40,8 @@ class Logger(ABC):
 
         Args:
             run_dir: the run folder.
-            resumed_step: rows after this step are from an interrupted run and will be written again, so remove them.
-                None in a new run.
+            resumed_step: step from which the run resumes. Remove rows after this step, because they are from an
+                interrupted run and will be written again. None in a new run.
         """
 
     @abstractmethod
@@ -68,14 +69,14 @@ class Logger(ABC):
     def experiment(self) -> Any:
         """The object of the logging service, for features such as images and tables.
 
-        On ranks other than the first, and for loggers without such an object, all calls are ignored. A notice reports
-        the first ignored call of such a logger.
+        On ranks other than the first, and for loggers without such an object, all calls are ignored. If a logger has no
+        such object, a notice reports the first ignored call.
         """
         return Nothing(f"logger {self.name!r} supports only numbers and hyperparameters")
 
     @property
     def log_dir(self) -> str | None:
-        """The folder to which the logger writes; None if it writes to no folder."""
+        """The folder to which the logger writes; None if the logger does not write to a folder."""
         return None if self.run_dir is None else str(self.run_dir)
 
     @property

@@ -4,7 +4,7 @@
 Let ``g_i`` be the gradient of a loss that is a mean over the ``n_i`` terms of micro-batch ``i``. The gradient of the
 full batch is ``sum(n_i * g_i) / sum(n_i)``. The mean of the ``g_i`` differs from this gradient if the ``n_i`` differ.
 The engine weights each micro-batch by ``n_i / sum(n_i)`` before its backward, so the counts must be known before the
-first backward. They are computed from the batches on the host, which requires no synchronization with a device.
+first backward. The counts are computed from the batches on the host, which requires no synchronization with a device.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ def count_loss_terms(batch: Any, *, is_shifted_inside: bool = False, ignored_lab
 
     Args:
         batch: a mapping with one of the keys ``labels, targets, target, label, y``; or ``(inputs..., targets)``.
-        is_shifted_inside: the model drops the first target of each row, as causal models of Hugging Face do. Targets
-            under the key ``shift_labels`` are not shifted.
+        is_shifted_inside: True if the model drops the first target of each row, as causal models of Hugging Face do.
+            Targets under the key ``shift_labels`` are not shifted.
         ignored_label: the target value that is not counted.
 
     Returns:

@@ -1,4 +1,5 @@
-"""Module: an ``nn.Module`` with the code of its training. Names are the same as in Lightning's ``LightningModule``."""
+"""Module: an ``nn.Module`` that also contains the code of its training. The names of hooks and methods are the same as
+in Lightning's ``LightningModule``."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Module(HasHyperParameters, Exports, ModuleHooks):
-    """Base class for models: an ``nn.Module`` with the code of its training.
+    """Base class for models: an ``nn.Module`` that also contains the code of its training.
 
     Define :meth:`training_step` and :meth:`configure_optimizers`, and pass an instance to ``Trainer.fit``. All other
     methods are optional. Names, arguments and order of the hooks are the same as in Lightning's ``LightningModule``.
@@ -33,8 +34,8 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
     Attributes:
         automatic_optimization: set it to False if ``training_step`` calls ``manual_backward`` and steps the optimizers
             itself.
-        loss_reduction: reduction of the loss over the terms of a micro-batch, ``"mean"`` or ``"sum"``. It determines
-            the weights of micro-batches with accumulated gradients (see :meth:`num_loss_terms`).
+        loss_reduction: reduction of the loss over the terms of a micro-batch, ``"mean"`` or ``"sum"``. The reduction
+            determines the weights of micro-batches with accumulated gradients (see :meth:`num_loss_terms`).
         example_input_array: an example input of ``forward``, for model summaries, graphs and exports.
         strict_loading: set it to False to ignore weights that exist only in the checkpoint or only in this module.
         prepare_data_per_node: as in :class:`roomier.DataModule`.
@@ -110,27 +111,32 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
     def configure_model(self) -> None:
         """Create large parts of the model. Called once before ``configure_optimizers``.
 
-        With a strategy that shards parameters, each rank allocates only its shards of the modules created here.
+        With a strategy that shards parameters, each rank allocates only its shards of the modules created in this
+        method.
         """
 
     def configure_callbacks(self) -> Any:
-        """Return callbacks for this module. They replace callbacks of the same type that were passed to the Trainer."""
+        """Return callbacks for this module. These callbacks replace callbacks of the same type that were passed to the
+        Trainer."""
         return []
 
     def train_dataloader(self) -> Any:
-        """Return the training data. Used if neither ``fit`` nor a DataModule provides it."""
+        """Return the training data. This method is used if neither ``fit`` nor a DataModule provides the training
+        data."""
         return None
 
     def val_dataloader(self) -> Any:
-        """Return the validation data. Used if neither the call nor a DataModule provides it."""
+        """Return the validation data. This method is used if neither the call nor a DataModule provides the validation
+        data."""
         return None
 
     def test_dataloader(self) -> Any:
-        """Return the test data. Used if neither ``test`` nor a DataModule provides it."""
+        """Return the test data. This method is used if neither ``test`` nor a DataModule provides the test data."""
         return None
 
     def predict_dataloader(self) -> Any:
-        """Return the data for predictions. Used if neither ``predict`` nor a DataModule provides it."""
+        """Return the data for predictions. This method is used if neither ``predict`` nor a DataModule provides the
+        data."""
         return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
@@ -139,8 +145,8 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         If each micro-batch is weighted by its number of terms, accumulated gradients equal the gradients of the full
         batch. By default, integer targets other than -100 are counted (``labels``, ``targets``, ``target``, ``label``
         or ``y`` of a mapping, or the last item of a tuple). Without integer targets, samples are counted. Override this
-        method if the loss is averaged over other terms. For example, ``cross_entropy(weight=...)`` divides by the sum
-        of the class weights of the targets, so return this sum.
+        method if the loss is averaged over different terms. For example, ``cross_entropy(weight=...)`` divides by the
+        sum of the class weights of the targets, so return this sum.
 
         Args:
             batch: the batch as the loader returned it, before it is moved to the device.
@@ -167,11 +173,12 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Update the parameters. The closure computes the gradients, so an override must call it or pass it on."""
+        """Update the parameters. The closure computes the gradients, so an override must call the closure or pass it to
+        the optimizer."""
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step ``scheduler``. ``metric`` is the value that it watches, or None."""
+        """Step ``scheduler``. ``metric`` is the value that the scheduler monitors, or None."""
         if metric is None:
             scheduler.step()
         else:
@@ -273,14 +280,14 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
             on_step: log the value of this step. Default: True in ``training_step``.
             on_epoch: log the value reduced over the epoch. Default: True in validation and test.
             reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``, or the function of
-                torch or Python with this name. For other reductions, log a torchmetrics object.
+                torch or Python that has one of these names. For other reductions, log a torchmetrics object.
             enable_graph: has no effect. Values are stored without their graph, as in Lightning.
             sync_dist: with several ranks, log the value of a step reduced over all ranks with ``reduce_fx`` instead of
                 the value of the first rank. Values of an epoch are always reduced over all ranks.
             sync_dist_group: None, or a process group of all ranks.
             add_dataloader_idx: with several loaders, append ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in the mean of the epoch. Default: the first dimension of the first tensor
-                of the batch. Pass the number of tokens if the value is a mean over tokens. A tensor may stay on its
+                of the batch. Pass the number of tokens if the value is a mean over tokens. A tensor can stay on its
                 device.
             metric_attribute: has no effect. torchmetrics objects are found among the attributes of the module.
             rank_zero_only: log only the value of rank 0.
@@ -312,7 +319,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
         Args:
             dictionary: names and values.
-            args, kwargs: further arguments of :meth:`log`, for all items.
+            args, kwargs: other arguments of :meth:`log`, which apply to all items.
         """
         for name, value in _items_to_log(dictionary):
             self.log(name, value, *args, **kwargs)
@@ -326,14 +333,14 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         """Return the optimizer or the list of optimizers, for manual optimization.
 
         Args:
-            use_pl_optimizer: return optimizers whose ``step`` counts in ``global_step`` and calls the hooks. If False,
+            use_pl_optimizer: return optimizers whose ``step`` increments ``global_step`` and calls the hooks. If False,
                 return the optimizers of torch.
         """
         found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of several schedulers, or None."""
+        """Return the scheduler, a list if there are several schedulers, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
@@ -400,7 +407,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Every rank must call this method with tensors of the same shapes. With one rank, tensors are returned unchanged.
 
         Args:
-            data: a tensor or a number, or mappings, lists and tuples of them.
+            data: a tensor, a number, or nested mappings, lists and tuples of tensors and numbers.
             group: a process group; None for all ranks.
             sync_grads: propagate gradients to the rank that provided each tensor.
         """
@@ -427,7 +434,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
         Args:
             checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.
-            map_location: device of the module; None keeps the device on which ``__init__`` creates it.
+            map_location: device of the module; None leaves the module on the device on which ``__init__`` creates it.
             strict: require that the checkpoint and the module have weights with the same names. Default:
                 ``strict_loading``.
             kwargs: arguments of ``__init__`` that replace stored arguments, or that are not stored.
@@ -455,7 +462,7 @@ def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    torchmetrics = sys.modules.get("torchmetrics")  # imported if the value is one of its objects
+    torchmetrics = sys.modules.get("torchmetrics")  # already imported if ``dictionary`` is a torchmetrics object
     if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
         # The metrics themselves, under full names.
         found: Iterable[tuple[str, Any]] = dictionary.items(copy_state=False)

@@ -47,7 +47,7 @@ class ModuleHooks(nn.Module):
         """Called after the last training step."""
 
     def on_train_epoch_start(self) -> None:
-        """Called before the first batch of an epoch, but not if an epoch is resumed."""
+        """Called before the first batch of an epoch, but not if the run resumes within an epoch."""
 
     def on_train_epoch_end(self) -> None:
         """Called at the end of an epoch, before metrics of the epoch are reduced and logged."""
@@ -56,10 +56,11 @@ class ModuleHooks(nn.Module):
         """Called before the forward of a micro-batch. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a micro-batch. For the last micro-batch of a step, it is called after the update.
+        """Called after a micro-batch. For the last micro-batch of a step, this hook is called after the update.
 
         Args:
-            outputs: dict with the output of ``training_step``. Its ``"loss"`` is the loss that was backpropagated.
+            outputs: dict with the output of ``training_step``. The value of ``"loss"`` is the loss that was
+                backpropagated.
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
@@ -75,7 +76,7 @@ class ModuleHooks(nn.Module):
         """Called after the gradients of a step are computed, before clipping and the update."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation within a fit. By default, free the gradients."""
+        """Called before a validation during a fit. By default, free the gradients."""
         self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
@@ -83,21 +84,21 @@ class ModuleHooks(nn.Module):
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Called after a validation if it is overridden, as :meth:`on_test_model_train`."""
+        """Called after a validation if the method is overridden, as in :meth:`on_test_model_train`."""
 
     def on_test_model_eval(self) -> None:
         """Called before a test. By default, set evaluation mode."""
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Called after a test if it is overridden. By default, each submodule returns to its previous mode."""
+        """Called after a test if the method is overridden. By default, each submodule returns to its previous mode."""
 
     def on_predict_model_eval(self) -> None:
         """Called before a prediction run. By default, set evaluation mode."""
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Called after a prediction run if it is overridden, as :meth:`on_test_model_train`."""
+        """Called after a prediction run if the method is overridden, as in :meth:`on_test_model_train`."""
 
     def on_validation_start(self) -> None:
         """Called at the start of a validation run."""

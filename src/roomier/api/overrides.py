@@ -1,4 +1,4 @@
-"""Queries about user classes: which methods they override, and which base class they correspond to."""
+"""Functions that return which methods a user class overrides, and to which base class it corresponds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "Lightni
 
 
 def lightning_base(kind: type, counterpart: type) -> type | None:
-    """Return Lightning's own class among the base classes of ``kind``. None if ``kind`` is not a class of Lightning.
+    """Return Lightning's own class among the base classes of ``kind``. Return None if ``kind`` is not a class of
+    Lightning.
 
     Args:
         counterpart: Module, DataModule or Callback, for LightningModule, LightningDataModule or Callback of Lightning.

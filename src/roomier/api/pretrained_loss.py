@@ -1,12 +1,12 @@
 """Terms over which the loss of a Hugging Face model is averaged, inferred from its class and configuration.
 
 [Note: no num_items_in_batch]
-Hugging Face models compute the gradient of the full batch if they receive the argument ``num_items_in_batch``. The loss
-of micro-batch ``i`` is then ``S_i / N``: the sum over its terms, divided by the number of terms in all micro-batches.
-The engine's weights compute the same value from the plain mean, ``(S_i / n_i) * (n_i / N)``, see [Note: weighted
-accumulation]. They also work for models that do not accept this argument and for custom losses. Terms in addition to
-the mean are averaged with the same weights. An example is the loss of a router over experts, which would be counted one
-time for each micro-batch if only the mean were divided by ``N``.
+Hugging Face models compute the gradient of the full batch if they receive the argument ``num_items_in_batch``. With
+this argument, the loss of micro-batch ``i`` is ``S_i / N``: the sum over its terms, divided by the number of terms in
+all micro-batches. The engine's weights produce the same value from the plain mean, ``(S_i / n_i) * (n_i / N)``; see
+[Note: weighted accumulation]. The weights also work for models that do not accept this argument and for custom losses.
+Terms that are added to the mean are averaged with the same weights. An example is the router loss of a mixture of
+experts, which would be counted one time for each micro-batch if only the mean were divided by ``N``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from roomier.api.loss_terms import IGNORE_INDEX
 
-# Decoders of models that translate one text to another: their targets are shifted already (transformers 5.23).
+# Decoders of models that translate one text to another, whose targets are already shifted (transformers 5.23).
 _UNSHIFTED = frozenset(
     f"{name}ForCausalLM"
     for name in (
@@ -33,7 +33,7 @@ def is_shifted_inside(network: nn.Module) -> bool:
     """Return True if ``network`` shifts its labels, so that the first label of each row is not counted."""
     names = [cls.__name__ for cls in type(network).__mro__]
     config = getattr(network, "config", None)
-    # Decoder-only models for images and text are named ForConditionalGeneration, like encoder-decoder models.
+    # Decoder-only models for images and text are named ``ForConditionalGeneration``, as are encoder-decoder models.
     is_causal = any(name.endswith(_SHIFTED_ENDINGS) for name in names) and _UNSHIFTED.isdisjoint(names)
     is_encoder_decoder = getattr(config, "is_encoder_decoder", False) or not getattr(
         config, "use_decoder_only_language_model", True
@@ -48,7 +48,7 @@ def ignored_label(network: nn.Module) -> int:
 
 
 def reduction_of(network: nn.Module) -> Literal["mean", "sum"]:
-    """Return the reduction of the loss of ``network`` over its terms."""
+    """Return how ``network`` reduces its loss over the individual terms."""
     is_sum = counts_samples(network) and getattr(network.config, "ctc_loss_reduction", "mean") == "sum"
     return "sum" if is_sum else "mean"
 
@@ -60,9 +60,9 @@ def counts_samples(network: nn.Module) -> bool:
 
 
 def compares_samples(batch: Any) -> bool:
-    """Return True if the loss of ``batch`` compares its samples with each other.
+    """Return True if the loss of ``batch`` compares the samples of the batch with each other.
 
-    Models such as CLIP do so if the batch contains ``return_loss``. This loss is not a mean over samples, so weights of
-    micro-batches cannot reproduce the loss of the full batch.
+    Models such as CLIP compute a contrastive loss if the batch contains ``return_loss``. This loss is not a mean over
+    samples, so weights of micro-batches cannot reproduce the loss of the full batch.
     """
     return isinstance(batch, Mapping) and bool(batch.get("return_loss"))

@@ -1,4 +1,5 @@
-"""The Trainer as hooks and library code use it, with Lightning's attribute names. Only one attribute can be set."""
+"""The interface of the Trainer for hooks and library code, with Lightning's attribute names. Only one attribute can be
+set."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class TrainerView(Protocol):
-    """The Trainer as its callbacks and modules use it. :class:`roomier.Trainer` implements it.
+    """The interface of the Trainer for its callbacks and modules. :class:`roomier.Trainer` implements it.
 
     Attributes:
-        should_stop: set it to True to end training at the next save point. With several ranks, one rank is sufficient.
+        should_stop: set it to True to end training at the next save point. With several ranks, it is sufficient that
+            one rank sets this attribute.
     """
 
     should_stop: bool
@@ -246,7 +248,8 @@ class TrainerView(Protocol):
 
     @property
     def shapes(self) -> Any:
-        """The model of the last fit before it was built, without values. None if no callback needs it."""
+        """The model of the last fit before it was built, with tensors that have no values. None if no callback needs
+        it."""
 
     @property
     def choice(self) -> Any:
@@ -282,7 +285,7 @@ class TrainerView(Protocol):
 
     @property
     def manual_optimizers(self) -> Sequence[Any]:
-        """The optimizers for manual optimization, whose ``step`` counts in ``global_step``."""
+        """The optimizers for manual optimization, whose ``step`` increments ``global_step``."""
 
     @property
     def lr_scheduler_configs(self) -> Sequence[Any]:
@@ -411,8 +414,9 @@ class TrainerView(Protocol):
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
     ) -> None:
-        """Save the run. From a hook of a running fit, the checkpoint is written at the end of the step."""
+        """Save the run. If a hook of a running fit calls this method, the checkpoint is written at the end of the
+        step."""
 
     @staticmethod
     def unwrapped_optimizer(optimizer: Any) -> Optimizer:
-        """Return the torch optimizer behind an element of ``Module.optimizers()``."""
+        """Return the torch optimizer that an element of ``Module.optimizers()`` wraps."""

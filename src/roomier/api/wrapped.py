@@ -20,5 +20,5 @@ class WrappedModule(Module):
 
 
 def network_of(module: Module) -> nn.Module:
-    """Return the module whose parameters are trained and stored under their names."""
+    """Return the module whose parameters are trained, and stored under the names in this module."""
     return module.network if isinstance(module, WrappedModule) else module

@@ -1,10 +1,10 @@
 """Selection of the kernel of ``scaled_dot_product_attention``.
 
 [Note: kernel selection]
-torch uses the fastest kernel that supports a call. If a kernel is selected, only this kernel is allowed. If it does not
-support a call (for example, flash attention with a mask on a GPU), torch raises an error, and warns with the reason.
-roomier converts both to one error that contains the reason and the alternatives. A kernel that is not available on the
-device is rejected when the run is built.
+torch uses the fastest kernel that supports a call. If a kernel is selected, only this kernel is allowed. If the
+selected kernel does not support a call (for example, flash attention with a mask on a GPU), torch raises an error and
+issues warnings that state the reason. roomier converts the error and the warnings to one error that contains the reason
+and the alternatives. A kernel that is not available on the device is rejected when the run is built.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _BACKENDS = {
 _OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # other devices have all kernels
 _NEEDS_16_BITS = ("flash", "cudnn")  # on CUDA; flash attention on the CPU also supports float32
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
-_SOURCE_OF_REASONS = "sdp_utils"  # torch's warnings with reasons come from files of this name
+_SOURCE_OF_REASONS = "sdp_utils"  # torch's warnings that contain reasons come from files with this name
 
 
 def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: torch.dtype | None) -> MakeContext:
     """Return a function that creates the context in which attention uses the kernel of ``plan``.
 
-    Forward passes run in this context, and so do backward passes that recompute activations.
+    Forward passes and backward passes that recompute activations run in this context.
 
     Args:
         plan: selected kernel.
@@ -93,7 +93,7 @@ class _Only:
                 if any(each in str(error) for each in _NO_KERNEL):
                     self._refuse(reasons, error)
                 raise
-        self._has_run = torch.is_grad_enabled()  # an evaluation has no dropout, so training can still fail
+        self._has_run = torch.is_grad_enabled()  # an evaluation does not use dropout, so training can still fail
 
     def _refuse(self, reasons: list[str], error: RuntimeError) -> Never:
         why = "; ".join(dict.fromkeys(reasons)) or "torch reports no reason"
@@ -107,7 +107,7 @@ class _Only:
 
 @contextmanager
 def _reasons() -> Iterator[list[str]]:
-    """Collect the reasons why torch cannot use a kernel. Other warnings are shown as usual."""
+    """Collect the reasons for which torch cannot use a kernel. Other warnings are shown as usual."""
     reasons: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f"(?s).*{_SOURCE_OF_REASONS}")

@@ -30,8 +30,8 @@ class Call(NamedTuple):
     """One call of attention.
 
     Attributes:
-        kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or ``"by hand"`` if the model itself computes and
-            normalizes scores.
+        kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or ``"by hand"`` if the code of the model
+            computes and normalizes the scores.
         shape: shape of the queries, ``(B, H, T, K)``; for ``"math"`` and ``"by hand"``, shape of the scores,
             ``(B, H, T, T)``.
         dtype: dtype of the queries or scores.
@@ -53,7 +53,7 @@ class AttentionReport:
     calls: Counter[Call] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """Return one line for each kernel and shape, or no lines without attention."""
+        """Return one line for each kernel and shape, or an empty list if there is no attention."""
         lines = []
         for (kernel, shape, dtype), count in self.calls.items():
             sizes = "scores " if kernel in ("math", "by hand") else ""
@@ -65,9 +65,9 @@ class AttentionReport:
 
 
 class AttentionWatch:
-    """Context that records the attention of one forward, and passes the report to ``tell`` at its end.
+    """Context that records the attention of one forward, and passes the report to ``tell`` when the context exits.
 
-    Operations are slower in this context, so it is used for one forward only.
+    Operations are slower in this context, so it is used for only one forward.
 
     Args:
         tell: function that receives the report.

@@ -1,1 +1,1 @@
-"""Benchmarks: ``roomier bench NAME`` runs one and prints its results."""
+"""Benchmarks: ``roomier bench NAME`` runs one benchmark and prints its results."""

@@ -1,4 +1,4 @@
-"""Count library code in a step: stack frames above ``training_step``, and function calls per step."""
+"""Count of the library code in a step: stack frames above ``training_step``, and function calls per step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class FrameCount:
     """A probe that records, one time, the stack frames between ``training_step`` and ``fit``.
 
     Args:
-        fit: code of the method that the user called. Its frame and the frames of the user do not count.
-        folders: frames count if their file is in one of these folders.
+        fit: code of the method that the user called. The frame of this method and the frames of the user are not
+            counted.
+        folders: a frame is counted if its file is in one of these folders.
         at_index: index of the step in which the frames are recorded.
 
     Attributes:
@@ -54,14 +55,14 @@ class FrameCount:
 class CallCount:
     """A probe that counts the Python calls into a library from the step ``first`` to the step ``last``.
 
-    Choose a whole number of log intervals, so that calls of log steps are counted with their frequency. A call
-    within ``training_step`` counts only if it enters the library. A generator counts each time it resumes.
+    Choose an integer number of log intervals, so that calls of log steps are counted with their frequency. A call
+    within ``training_step`` is counted only if it enters the library. A generator is counted each time it resumes.
 
     Args:
-        folders: calls of functions in files in these folders count.
+        folders: a function call is counted if the file of the function is in one of these folders.
         first: index of the first counted step.
         last: index of the first step that is no longer counted.
-        exclude: a folder whose functions do not count, such as the benchmark.
+        exclude: a folder whose functions are not counted, such as the folder of the benchmark.
     """
 
     def __init__(self, folders: tuple[str, ...], first: int, last: int, exclude: str | None = None) -> None:

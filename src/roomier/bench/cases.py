@@ -1,4 +1,4 @@
-"""The benchmarks of ``roomier bench``, one file each. This list imports none of them."""
+"""The benchmarks of ``roomier bench``, each in a separate file. This list imports none of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 
 class CaseModule(Protocol):
-    """The functions that the file of a benchmark defines."""
+    """Functions that the file of a benchmark must define."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this benchmark."""

@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         settings = {"num_ranks": num_ranks, "numbers": mine, "seed": options.seed, "all_plans": options.all_plans}
         if not mine:
             continue
-        with TemporaryDirectory() as nothing_kept:  # without stored measurements, as on a new machine
+        with TemporaryDirectory() as nothing_kept:  # without stored measurements, as on a machine that was not measured
             environment = {"XDG_CACHE_HOME": nothing_kept}
             found = run_on_ranks(_WORKER, num_ranks, settings, environment, tells=sys.stderr)
         rows |= {int(number): row for number, row in found.items()}

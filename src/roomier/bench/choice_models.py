@@ -77,7 +77,7 @@ class Drawn:
         num_ranks: number of ranks.
         sizes: mapping of names to sizes of the model and of one sample.
         batch_size: samples of each rank.
-        tightness: position of the budget between the smallest (0) and the largest (1) peak of all plans.
+        tightness: position of the budget between the smallest peak (0) and the largest peak (1) of all plans.
     """
 
     kind: str

@@ -1,9 +1,9 @@
-"""A rank of ``roomier bench choice``: ``python -m roomier.bench.choice_ranks FOLDER SETTINGS``.
+"""One rank of ``roomier bench choice``: ``python -m roomier.bench.choice_ranks FOLDER SETTINGS``.
 
 Every plan runs alone for two warm-up steps, one step under the memory tracker, and three timed steps. The budget is
 between the smallest and the largest measured peak, and ``auto`` chooses a plan. The chosen plan and the fast plans that
 fit are then built again and timed in alternating turns. The leading plans are timed in additional turns, and only these
-turns count, because the fastest of many single measurements is partly fastest by chance.
+turns are used, because the plan with the fastest single measurement among many is partly fastest by chance.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Seen:
 
 
 class Running:
-    """An engine of a plan on this rank."""
+    """The engine of a plan on this rank."""
 
     def __init__(self, candidate: Candidate, pair: Drawn, ranks: Ranks) -> None:
         plan = candidate.plan
@@ -108,7 +108,7 @@ def run_pair(pair: Drawn, ranks: Ranks, *, tells_all: bool = False) -> dict[str,
     Args:
         pair: the model, its batch and its budget.
         ranks: the ranks of the run.
-        tells_all: whether the row lists every plan that was run, with its forecast, under ``plans``.
+        tells_all: True if the row lists, under ``plans``, every plan that was run, with its forecast.
     """
     machine = ranks.on_zero(lambda: this_machine(pair.num_ranks))
     strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only near option that can make a step faster
@@ -154,12 +154,12 @@ def _seen(words: str, candidate: Candidate, pair: Drawn, ranks: Ranks, machine: 
 
 
 def _raced(chosen: Seen, fitting: Sequence[Seen], pair: Drawn, ranks: Ranks) -> dict[str, float]:
-    """Return the seconds of a step of the chosen plan and of the leading plans, by their descriptions."""
+    """Return the seconds per step of the chosen plan and of the leading plans, keyed by their descriptions."""
     best_s = min(each.step_s for each in fitting)
     contenders = sorted((each for each in fitting if each.step_s <= _MAYBE * best_s), key=lambda each: each.step_s)
     running = {each.words: Running(each.candidate, pair, ranks) for each in (*contenders[:_MOST_CONTENDERS], chosen)}
     gc.collect()
-    gc.disable()  # no plan spends time on collecting the garbage of another plan
+    gc.disable()  # so that no plan spends time on the garbage collection of another plan
     first = _by_turns(running, _TURNS)
     order = sorted(first, key=first.__getitem__)
     leading = [each for each in order if first[each] <= _LEADING * first[order[0]]][:_MOST_LEADING]

@@ -15,7 +15,7 @@ _COLOURS = {"roomier": "#2a6f97", "transformers": "#c9a227"}
 
 
 def write_report(result: Mapping[str, Any], folder: Path) -> None:
-    """Write ``levers.md`` and ``levers.png`` to ``folder``, which is created.
+    """Write ``levers.md`` and ``levers.png`` to ``folder``, and create ``folder`` if necessary.
 
     Raises:
         RoomierError: matplotlib is not installed.
@@ -31,7 +31,7 @@ def write_report(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the table, with machine, versions, commit and command."""
+    """Return the table, including the machine, versions, commit and command."""
     rows = [_HEADER, tuple("---" if index < 2 else "---:" for index in range(len(_HEADER))), *lines(result)]
     commit = (result["commit"] or "unknown")[:10]
     return "\n".join(
@@ -50,7 +50,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def lines(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of the table. Ratios are relative to roomier without memory techniques."""
+    """Return the cells of the table. Ratios are relative to roomier without any memory technique."""
     rows = result["rows"]
     base = next((row for row in rows if row["lever"] == "vanilla" and row["samples_per_s"]), None)
     cells = []

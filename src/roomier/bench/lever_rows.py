@@ -1,7 +1,7 @@
 """The rows of ``roomier bench levers``: their names, and their arguments for roomier and for the Hugging Face Trainer.
 
 The first nine rows reproduce the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30,
-one V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist in roomier only.
+one V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist only in roomier.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Row:
 
     Attributes:
         roomier: arguments of roomier's Trainer. The precision ``"16"`` means fp16 on a GPU and bf16 on a CPU.
-        transformers: fields of TrainingArguments, and ``precision`` as above. None if transformers does not support the
-            technique.
+        transformers: fields of TrainingArguments, and ``precision`` with the same values. None if transformers does not
+            support the technique.
         needs: package that transformers requires for this technique.
         published: values of the guide: samples per second and MB.
-        only_causal: whether the technique applies only to language models with a large output layer.
+        only_causal: True if the technique applies only to language models with a large output layer.
     """
 
     roomier: Mapping[str, Any]

@@ -1,6 +1,7 @@
 """One row of ``roomier bench levers`` in a separate process: ``python -m roomier.bench.lever_worker SETTINGS``.
 
-Both Trainers run as in a user's script. A callback of each Trainer measures at the end of an optimizer step.
+Both Trainers run as in a user's script. A callback of each Trainer runs the measurement at the end of an optimizer
+step.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from roomier.api.callback import Callback
-from roomier.bench.accelerator import device_of, synchronize
 from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes, keywords_of
+from roomier.device.resolve import resolve_device
+from roomier.device.streams import synchronize
 from roomier.memory.tracker import MemoryTracker
 from roomier.models.gpt import SIZES
 
-_WARMUP_STEPS = 4  # a recompute budget takes measurements in the first steps
+_WARMUP_STEPS = 4  # a recompute budget runs measurements in the first steps
 _NUM_BATCHES = 10**6
 
 
 class Measurement:
-    """The measurement of a run, called at the end of each optimizer step.
+    """The measurement of a run. It is called at the end of each optimizer step.
 
     Attributes:
-        result: bytes and seconds. The peak is measured in a step that is not timed, because counting takes time.
+        result: bytes and seconds. The peak is measured in a step that is not timed, because counting bytes takes time.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -72,7 +74,7 @@ class Measurement:
 
 def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
     """Train with roomier's Trainer until ``measurement`` is complete."""
-    from roomier import Trainer  # late: the other framework is measured without it
+    from roomier import Trainer  # late: roomier must not be imported when the other framework is measured
 
     class AtStepEnd(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -81,7 +83,7 @@ def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str)
                 trainer.should_stop = True
 
     accelerator = settings["accelerator"]
-    keywords = keywords_of(settings["lever"], device_of(accelerator).type)
+    keywords = keywords_of(settings["lever"], resolve_device(accelerator).type)
     micro_batch = BATCH_SIZE // keywords.get("accumulate_grad_batches", 1)
     trainer = Trainer(
         **keywords,
@@ -112,7 +114,7 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
                 control.should_training_stop = True
             return control
 
-    is_cpu = device_of(settings["accelerator"]).type == "cpu"
+    is_cpu = resolve_device(settings["accelerator"]).type == "cpu"
     fields = dict(ROWS[settings["lever"]].transformers or {})
     if fields.pop("precision", None) == "16":
         fields["bf16" if is_cpu else "fp16"] = True
@@ -122,7 +124,7 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
         max_steps=_NUM_BATCHES,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,  # no clipping: the guide does not measure it
+        max_grad_norm=0.0,  # no clipping: the guide does not measure clipping
         use_cpu=is_cpu,
         report_to="none",
         log_level="error",

@@ -18,15 +18,16 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from roomier.bench.accelerator import device_of
 from roomier.bench.lever_report import lines, write_report
 from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, FRAMEWORKS, ROWS
 from roomier.bench.machine import circumstances
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
+from roomier.device.resolve import resolve_device
 from roomier.models.gpt import SIZES
 
 _NUM_LAST_LINES = 15
+_COUNTED = "all tensors of the process, counted operation by operation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all rows: seconds per step and peak bytes. Every turn runs in a separate process, and rows alternate."""
-    is_cpu = device_of(options.accelerator).type == "cpu"
+    """Return all rows, with the seconds per step and the peak bytes. Every turn runs in a separate process, and rows
+    alternate."""
+    is_cpu = resolve_device(options.accelerator).type == "cpu"
     facts = circumstances()
     settings = {
         "model": _known("--model", options.model, [*BERT_SIZES, *SIZES]),
@@ -64,7 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "case": "levers",
         **settings,
         "batch_size": BATCH_SIZE,
-        "peak_is_of": "all tensors of the process, counted operation by operation" if is_cpu else "the allocator",
+        "peak_is_of": _COUNTED if is_cpu else "the allocator of the device",
         "rows": [row_of(*turn, runs) for turn, runs in found.items()],
         **facts,
     }

@@ -1,4 +1,4 @@
-"""The toy step in Lightning's Trainer, if Lightning is installed. roomier does not depend on it."""
+"""The toy step in Lightning's Trainer, if Lightning is installed. roomier does not depend on Lightning."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Lightning:
 
     Attributes:
         version: version of the package.
-        run: train in Lightning's Trainer, like :func:`roomier.bench.toy.run_trainer`. ``num_callbacks`` is the number
-            of callbacks without overridden hooks.
-        run_adapted: train the same LightningModule in roomier's Trainer.
+        run: function that trains in Lightning's Trainer, as :func:`roomier.bench.toy.run_trainer` does in roomier's
+            Trainer. ``num_callbacks`` is the number of callbacks without overridden hooks.
+        run_adapted: function that trains the same LightningModule in roomier's Trainer.
         import_line: the statement that imports the Trainer.
         fit: the ``fit`` method, without wrappers.
         packages: packages whose frames count.
@@ -43,7 +43,7 @@ class Lightning:
 
 
 def load() -> Lightning | None:
-    """Return the installed Lightning under either name of its package, or None."""
+    """Return the installed Lightning package under either of its names, or None."""
     name = next((each for each in ("lightning", "pytorch_lightning") if find_spec(each) is not None), None)
     if name is None:
         return None
@@ -97,7 +97,7 @@ def _runners(pytorch: ModuleType) -> tuple[Callable[..., None], Callable[..., No
 
 
 class _AsGiven:
-    """An iterable of batches, the fastest loader that Lightning accepts."""
+    """An iterable of batches, which is the fastest loader that Lightning accepts."""
 
     def __init__(self, batches: list[toy.Batch]) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Machine, versions, commit and command of a measurement. Every result contains them."""
+"""Description of a measurement: machine, versions, commit and command. Every result contains them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import psutil
 import torch
 
 import roomier
+from roomier.device.resolve import accelerator_type, device_name
 from roomier.hardware.host import cpu_model, num_cores
 
 _PACKAGE = Path(roomier.__file__).parent
@@ -38,14 +39,20 @@ def circumstances(command: list[str] | None = None) -> dict[str, Any]:
             "num_cores": num_cores(),
             "memory_bytes": psutil.virtual_memory().total,
             "load_average": round(os.getloadavg()[0], 2),
-            "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "devices": _device_names(),
             "system": platform.platform(terse=True),
         },
     }
 
 
+def _device_names() -> list[str]:
+    kind = accelerator_type()
+    devices = [] if kind is None else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+    return [device_name(device) or device.type for device in devices]
+
+
 def commit() -> dict[str, Any]:
-    """Return the commit of this checkout, and whether files differ from the commit.
+    """Return the commit of this checkout, and whether files differ from this commit.
 
     Both values are None if the package is not in a git checkout, for example if a wheel is installed.
     """

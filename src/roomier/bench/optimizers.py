@@ -3,17 +3,19 @@
 The result is one JSON object: the settings, and ``rows``, one for each optimizer. The first row is ``"adamw"``, torch's
 fused AdamW with float32 states. The keys of a row are:
 
-- ``loss``: final validation loss in nats per byte, mean over the seeds; ``loss_all``: the loss of each seed;
-- ``ratio_to_adamw``: ratio of ``loss``; ``ratio_to_adamw_all``: ratio of each seed, for equal data and initial weights;
-- ``train_loss``: mean of the last 100 training losses (at most a tenth of all), over the seeds;
+- ``loss``: final validation loss in nats per byte, averaged over the seeds; ``loss_all``: the loss of each seed;
+- ``ratio_to_adamw``: ratio of ``loss`` to the loss of AdamW; ``ratio_to_adamw_all``: the ratio for each seed, with
+  equal data and initial weights;
+- ``train_loss``: mean of the last 100 training losses (at most a tenth of all losses), averaged over the seeds;
 - ``state_bytes_per_parameter``: bytes of the states of large matrices, to which low-bit states apply; ``large_share``:
   fraction of the parameters in large matrices;
-- ``step_s``: median wall time of an update of ``step_parameters`` parameters; ``step_cpu_s``: processor time
-  of this thread; ``step_ratio_to_adamw``: ratio of ``step_cpu_s``, which depends less on the load of the machine.
+- ``step_s``: median wall time of an update of ``step_parameters`` parameters; ``step_cpu_s``: processor time of this
+  thread; ``step_ratio_to_adamw``: ratio of ``step_cpu_s`` to the value of AdamW, which depends less on the load of the
+  machine.
 
-The model is the GPT of ``examples/demo.py``, narrower by default. The data are the bytes of the source of the standard
-library. For each seed, all optimizers use the same batches. The learning rate rises over a tenth of the steps and then
-follows a cosine decay.
+The model is the GPT of ``examples/demo.py``, with a smaller width by default. The data consists of the source code of
+the standard library, as bytes. For each seed, all optimizers use the same batches. The learning rate increases during
+the first tenth of the steps and then follows a cosine decay.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train with each optimizer and seed, then time the updates."""
+    """Train with each optimizer and each seed, and then time the updates."""
     facts = circumstances()
     names, config = _names(options.optimizers), MODELS[options.model]
     with one_thread():
@@ -147,7 +149,7 @@ def _train(name: str, config: GPTConfig, seed: int, num_steps: int, text: Tensor
 
 
 def read_text() -> Tensor:
-    """Return the source of the standard library as uint8 bytes."""
+    """Return the source code of the standard library as uint8 bytes."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT.intersection(path.relative_to(root).parts)]
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)

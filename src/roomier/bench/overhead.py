@@ -1,4 +1,4 @@
-"""``roomier bench overhead``: time of a step of the Trainer compared with the same step in a bare PyTorch loop."""
+"""``roomier bench overhead``: step time of the Trainer compared with the step time of a bare PyTorch loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roomier.bench.timing import (
 )
 from roomier.trainer import Trainer
 
-NUM_LOGGED = 10  # the time of one self.log is a tenth of the time of ten, with a tenth of the noise
+NUM_LOGGED = 10  # the time of one self.log is one tenth of the time of ten calls, so its noise is also one tenth
 _NUM_CALLBACKS = 50
 LOG_INTERVAL = 50  # default of log_every_n_steps: times and calls are counted over complete intervals
 _FIRST_COUNTED, _LAST_COUNTED = LOG_INTERVAL, 3 * LOG_INTERVAL
@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all values. Times are microseconds per step if their name ends with ``_us``, and seconds for ``_s``."""
+    """Return all values. Values whose names end with ``_us`` are microseconds per step, and values whose names end with
+    ``_s`` are seconds."""
     batches = toy.toy_batches(options.steps)
     lightning = lightning_peer.load()
     facts = circumstances()
@@ -123,7 +124,7 @@ def timed(run: Callable[..., Any], batches: list[toy.Batch], **settings: Any) ->
 def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the overhead of ``who`` compared with the bare loop, and the time of one ``self.log``.
 
-    Small times are differences of large times, so they use processor time, which is less noisy.
+    Small times are differences of large times, so they are measured as processor time, which is less noisy.
     """
     return {
         "trainer_us": median(wall[who]),
@@ -135,7 +136,7 @@ def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list
 
 
 def _count(run: Callable[..., Any], batches: list[toy.Batch], fit: Any, *packages: Any) -> dict[str, Any]:
-    """Return the frames between ``fit`` and ``training_step``, and the calls per step, in ``packages``."""
+    """Return the frames between ``fit`` and ``training_step``, and the calls per step, counted in ``packages``."""
     folders = tuple(map(folder_of, packages))
     frames = FrameCount(fit.__code__, folders, at_index=_FIRST_COUNTED)
     run(batches, frames)

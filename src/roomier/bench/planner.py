@@ -3,17 +3,18 @@
 The forecast is a dry run, without memory and without other ranks. :class:`roomier.memory.tracker.MemoryTracker`
 measures the same step with real tensors on CPU ranks (one process each, gloo), on the rank with the largest peak. The
 result is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused``
-(rejected plans with the reason) and ``failures`` (forecasts that raised an error; the list should be empty). The keys
+(rejected plans and the reasons) and ``failures`` (forecasts that raised an error; the list should be empty). The keys
 of a row are:
 
-- ``model`` (of :mod:`roomier.bench.planner_models`), ``strategy``, ``num_ranks``, ``recompute``, ``precision``,
+- ``model`` (a key of :mod:`roomier.bench.planner_models`), ``strategy``, ``num_ranks``, ``recompute``, ``precision``,
   ``optimizer``, ``accumulate`` (micro-batches per step);
-- ``predicted_bytes``, ``measured_bytes``, ``error``, and both by kind;
-- in some rows ``rss_bytes``, a second measurement: the growth of the resident set of a fresh process
+- ``predicted_bytes``, ``measured_bytes``, ``error``, and the predicted and measured bytes by kind;
+- in some rows ``rss_bytes``, a second measurement: the increase of the resident set of a fresh process
   (:mod:`roomier.bench.planner_rss`). ``error`` does not depend on it.
 
-By default, each model runs with each strategy on each number of ranks, and every pair of choices occurs in a row.
-``--all`` runs every legal combination (hours), ``--quick`` runs each model twice. GPUs are not measured.
+By default, each model runs with each strategy on each number of ranks, and every pair of options occurs in at least one
+row. ``--all`` runs every legal combination, which takes hours, and ``--quick`` runs each model two times. GPUs are not
+measured.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return the rows with the largest errors, and the rows with a resident set."""
+    """Return the rows with the largest errors, and the rows that have a resident set."""
     shown = Table(
         title=f"median error {result['median_error']:.3%}, worst {result['worst_error']:.2%} of {len(result['rows'])}",
         caption=f"the {_NUM_SHOWN} largest errors, and rows with a resident set; {len(result['refused'])} rejected, "

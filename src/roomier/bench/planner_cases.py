@@ -86,7 +86,8 @@ def all_cases() -> list[Case]:
 def some_cases(per_pair: int = 2) -> list[Case]:
     """Return every model with every strategy and number of ranks.
 
-    Each of them has ``per_pair`` different combinations of options, so that every pair of choices occurs in a case.
+    Each combination of model, strategy and number of ranks has ``per_pair`` different combinations of options, so that
+    every pair of options occurs in at least one case.
     """
     return [
         _case(model, setup, i + j + 5 * turn, accumulate=1 + (i + j + turn) % 2)
@@ -97,7 +98,7 @@ def some_cases(per_pair: int = 2) -> list[Case]:
 
 
 def few_cases() -> list[Case]:
-    """Return every model twice, with two strategies, and every option at least twice."""
+    """Return every model two times, with two strategies, and every option at least two times."""
     cases = []
     for i, model in enumerate(_names()):
         for turn in range(2):

@@ -1,7 +1,7 @@
-"""Models of many kinds, each with one micro-batch, for the comparison of forecasts with measurements.
+"""Models of many kinds, each with one micro-batch, to compare forecasts with measurements.
 
-The models are small, but their activations are large compared with rounding, and repeated layers occur at least four
-times. Hugging Face models are created from a configuration, without downloads.
+The models are small, but their activations are large compared with rounding errors, and repeated layers occur at least
+four times. Hugging Face models are created from a configuration, without downloads.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def whisper() -> Workload:
 
 
 def clip() -> Workload:
-    """Return a model of images and text. Its loss compares all pairs of a batch."""
+    """Return a model of images and text. The loss of the model compares all pairs of samples in a batch."""
     text: dict[str, Any] = {**_ENCODER, "vocab_size": VOCABULARY, "eos_token_id": 2, "max_position_embeddings": LENGTH}
     vision: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 4}
     batch = {"input_ids": _tokens(), "pixel_values": _images(), "return_loss": True}
@@ -175,7 +175,7 @@ class ConvBlock(nn.Module):
 
 
 class UNet(Module):
-    """A U-Net that predicts the noise in images. The downward path keeps its outputs for the upward path."""
+    """A U-Net that predicts the noise in images. The downward path retains its outputs for the upward path."""
 
     def __init__(self, width: int = 16, time_width: int = 32) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Residual(nn.Module):
 
 
 class ResNet(Module):
-    """A residual network with batch norms and in-place operations."""
+    """A residual network that contains batch norms and in-place operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,8 @@ def lstm_padded() -> Workload:
 
 
 class ConformerBlock(nn.Module):
-    """A feed-forward half, attention, a convolution, and a second feed-forward half (Gulati et al. 2020)."""
+    """A half feed-forward layer, attention, a convolution, and a second half feed-forward layer (Gulati et al.
+    2020)."""
 
     def __init__(self, width: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -358,8 +359,8 @@ def conformer() -> Workload:
 
 
 class Recommender(Module):
-    """A recommender whose parameters are mostly an embedding of items. A user is represented by the sum of the clicked
-    items."""
+    """A recommender whose parameters are mostly in the embedding of items. A user is represented by the sum of the
+    clicked items."""
 
     def __init__(self, num_items: int = 50_000, width: int = 16) -> None:
         super().__init__()
@@ -402,4 +403,4 @@ MODELS: dict[str, Callable[[], Workload]] = {
         recommender,
     )
 }
-"""Name -> function that returns the model in training mode and one micro-batch."""
+"""Mapping of names to functions that return the model in training mode and one micro-batch."""

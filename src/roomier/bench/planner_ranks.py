@@ -1,4 +1,4 @@
-"""One rank of ``roomier bench planner``: ``python -m roomier.bench.planner_ranks FOLDER SETTINGS``.
+"""One rank of ``roomier bench planner``, which runs as ``python -m roomier.bench.planner_ranks FOLDER SETTINGS``.
 
 Each rank forecasts its share of the cases. Then all ranks run all cases together.
 """

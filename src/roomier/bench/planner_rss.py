@@ -1,7 +1,9 @@
-"""The resident set of ``roomier bench planner``: ``python -m roomier.bench.planner_rss FOLDER SETTINGS``.
+"""Resident-set measurement of ``roomier bench planner``, which runs as ``python -m roomier.bench.planner_rss FOLDER
+SETTINGS``.
 
-The module measures the growth of the resident set of a fresh process, from before the model exists to the peak of the
-third step. The model is so wide that the memory of libraries and of the allocator is small in comparison.
+The module measures by how many bytes the resident set of a fresh process increases from the time before the model
+exists to the peak of the third step. The model is so wide that the memory of libraries and of the allocator is
+negligible.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 
 def make_plan(recompute: str) -> Plan:
-    """Return a plan for one CPU with this policy of activation checkpointing."""
+    """Return a plan for one CPU with the given policy of activation checkpointing."""
     return Plan.from_dict(
         {"parallel": {"accelerator": "cpu"}, "optimizer": {"name": "adamw"}, "activation": {"policy": recompute}}
     )
 
 
 def grown_bytes(plan: Plan) -> int:
-    """Return the growth of the resident set in bytes."""
+    """Return the increase of the resident set in bytes."""
     small = torch.nn.Linear(8, 8)
     small(torch.ones(2, 8)).sum().backward()  # threads and libraries are loaded
     gc.collect()

@@ -1,4 +1,4 @@
-"""Measure the peak of a step: the same step as in a dry run, with real tensors."""
+"""Measurement of the peak of a step: the same step as in a dry run, with real tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
     Args:
         module: the model. The function trains a copy.
         batch: one micro-batch.
-        plan: the plan. Its accelerator is replaced by the CPU.
+        plan: the plan. The accelerator of the plan is replaced by the CPU.
         ranks: the ranks of the run. Default: one rank.
     """
     tracker = measured_step(module, batch, plan, ranks)

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: one process with one thread for each rank, on this machine."""
+"""Ranks of a benchmark on this machine, each as one process with one thread."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def run_on_ranks(
     """Run ``python -m worker FOLDER SETTINGS`` for each rank, with the rank in ``RANK``.
 
     Args:
-        worker: a module. Its rank 0 writes ``result.json`` to the folder.
+        worker: a module. Rank 0 of these processes writes ``result.json`` to the folder.
         num_ranks: number of processes.
         settings: JSON data for the worker.
-        environment: environment variables in addition to the variables of this process.
-        tells: receives the lines that rank 0 writes to ``progress.txt`` in the folder.
+        environment: environment variables to add to the variables of this process.
+        tells: function that receives the lines that rank 0 writes to ``progress.txt`` in the folder.
 
     Returns:
         The content of ``result.json``, after all ranks have ended.
@@ -83,7 +83,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, tells: Tex
 
 
 def _report(progress: Path, num_printed: int, tells: TextIO | None) -> int:
-    """Print complete lines after the first ``num_printed`` characters; return the new number."""
+    """Print complete lines after the first ``num_printed`` characters, and return the new number of printed
+    characters."""
     if tells is None or not progress.exists():
         return num_printed
     text = progress.read_text()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roomier.bench.accelerator import synchronize
+from roomier.device.streams import synchronize
 from roomier.memory.weights import Unit
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 

@@ -1,13 +1,13 @@
-"""``roomier bench seeds``: memory published in four articles, compared with forecasts of the same training runs.
+"""``roomier bench seeds``: memory values published in four articles, compared with forecasts of the same training runs.
 
 The result is one JSON object with ``rows``, one for each published value:
 
-- ``source``, ``what``: the article and the configuration; ``hardware``: the machine;
-- ``published_mib``: the published value; ``meter``: ``"allocated"`` (``torch.cuda.max_memory_allocated``) or
+- ``source`` and ``what``: the article and the configuration; ``hardware``: the machine;
+- ``published_mib``: the published value; ``meter``: ``"allocated"`` (``max_memory_allocated`` of torch) or
   ``"occupied"`` (the memory of the device in use, reported by ``nvidia-smi``);
-- ``forecast_mib``: the forecast of this version for the same configuration: all tensors at the peak. ``"occupied"``
-  adds the memory that the article reports before a model exists;
-- ``fits``: whether the forecast, including memory that no tensor uses, fits the device; None without a forecast;
+- ``forecast_mib``: the forecast of the current version for the same configuration, which includes all tensors at the
+  peak. With ``"occupied"``, the forecast also includes the memory that the article reports before a model exists;
+- ``fits``: whether the forecast and the memory that is not used by tensors fit on the device; None without a forecast;
 - ``answer``: the error if the plan is rejected;
 - ``ratio``: forecast / published; ``why``: the reason for the difference.
 """
@@ -48,12 +48,12 @@ class Published:
     Attributes:
         source: the article.
         what: the configuration.
-        hardware: the machine, a name for :func:`machine_of`.
-        workload: function that creates the trained model and its micro-batch.
+        hardware: name of the machine, as accepted by :func:`machine_of`.
+        workload: function that creates the model to train and its micro-batch.
         flags: arguments of :func:`plan_from_flags`.
         published_mib: the value in MiB; None if the article states only whether the model fits.
         meter: ``"allocated"`` or ``"occupied"``.
-        why: the reason for a difference from the forecast.
+        why: the reason why the value differs from the forecast.
     """
 
     source: str

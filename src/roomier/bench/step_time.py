@@ -1,8 +1,8 @@
 """Forecast and measured seconds of a step, on CPU ranks: ``python -m roomier.bench.step_time``.
 
 Each plan of a model is built one time, and the plans alternate, so that load affects all of them equally. The result
-compares the orders of the plans: whether the plan with the fastest forecast is the fastest in the measurement, and
-Spearman's rank correlation over all plans.
+compares the orders of the plans by forecast and by measurement: whether the plan with the fastest forecast is also the
+fastest measured plan, and Spearman's rank correlation over all plans.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def batch_of(module: Module, num_samples: int) -> tuple[Tensor, Tensor]:
 
 
 def forecast_s(model: str, case: Case, num_samples: int, num_ranks: int) -> float:
-    """Return the forecast seconds of one step."""
+    """Return the forecast duration of one step in seconds."""
     module = MODELS[model]()
     workload = Workload.of(module, batch_of(module, num_samples // case.micro_batches))
     plan = case.plan(num_ranks)
@@ -127,7 +127,7 @@ def forecast_s(model: str, case: Case, num_samples: int, num_ranks: int) -> floa
 
 
 def measured_s(model: str, cases: Sequence[Case], settings: dict[str, int]) -> list[dict[str, float]]:
-    """Return the median and the minimum seconds of a step of each case, on the slowest rank."""
+    """Return the median and the minimum step time of each case in seconds, on the slowest rank."""
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         spawn(_measure, (model, cases, settings, result), nprocs=settings["ranks"])  # type: ignore[no-untyped-call]
@@ -181,7 +181,7 @@ def _step(model: str, case: Case, num_samples: int, ranks: Ranks) -> Callable[[]
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Spearman's rank correlation: 1 if both have the same order."""
+    """Return Spearman's rank correlation, which is 1 if both sequences have the same order."""
     return statistics.correlation(_ranks(one), _ranks(other))
 
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all values: bytes of the rank with the largest peak, and seconds per step."""
+    """Return all values: peak bytes on the rank with the largest peak, and seconds per step."""
     facts = circumstances()
     settings = {
         "model": _known("--model", options.model, MODELS),

@@ -1,11 +1,12 @@
-"""A rank of ``roomier bench strategies``: ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
+"""One rank of ``roomier bench strategies``, which runs as ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
 
-Memory and time are measured separately, because the tracker makes steps slow. On the CPU, both use the same objects. If
-the objects of all strategies do not fit into memory together, they are created again for each turn.
+Memory and time are measured separately, because the memory tracker slows down the steps. On the CPU, both use the same
+objects. If the objects of all strategies do not fit into memory at the same time, they are created again for each turn.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,19 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
-from roomier.bench.accelerator import (
-    available_bytes,
-    device_of,
-    device_of_rank,
-    free_unused,
-    group_backend,
-    synchronize,
-)
 from roomier.bench.raw_collectives import time_collectives
 from roomier.bench.strategies import PEER, config_of, plan_of
 from roomier.core.ranks import Ranks
 from roomier.core.tree import to_device
 from roomier.core.world import World
+from roomier.device.memory import free_and_total_bytes, release_cached
+from roomier.device.resolve import group_backend, num_devices, resolve_device
+from roomier.device.streams import synchronize
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
@@ -65,10 +62,10 @@ class TrainedGPT(Module):
 
 
 class PlainLoop:
-    """The step of the PyTorch tutorials: DDP, autocast and a fused optimizer."""
+    """The training step from the PyTorch tutorials, with DDP, autocast and a fused optimizer."""
 
     def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
-        device = device_of(plan.parallel.accelerator)
+        device = resolve_device(plan.parallel.accelerator)
         precision = precision_of(plan.precision.mode, device)
         network = precision.convert_module(GPT(config)).to(device)
         self.network = DistributedDataParallel(network, gradient_as_bucket_view=True)
@@ -82,7 +79,7 @@ class PlainLoop:
         self._context = precision.forward_context()
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
-        """Run one step and return its loss; call ``enter`` with each phase."""
+        """Run one step, call ``enter`` at the start of each phase, and return the loss."""
         enter("forward")
         batch = to_device(batch, self._device)
         self.optimizer.zero_grad()
@@ -112,7 +109,7 @@ class EngineLoop:
         self._num_ranks = ranks.world.size
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
-        """Run one step and return its loss; call ``enter`` with each phase."""
+        """Run one step, call ``enter`` at the start of each phase, and return the loss."""
         enter("forward")
         loss = self.engine.forward_backward(lambda batch, _: self.module.training_step(batch), [batch])
         enter("update")
@@ -138,7 +135,7 @@ class Strategy:
         settings: settings of the benchmark.
         ranks: ranks of the run.
         device: device of this rank.
-        keeps: whether the loop stays in memory between its turns.
+        keeps: True if the loop stays in memory between its turns.
     """
 
     def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, device: torch.device, *, keeps: bool) -> None:
@@ -158,7 +155,7 @@ class Strategy:
         self._batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def formula(self, rank: int = 0) -> ModelStates:
-        """Return the model states of ``rank`` by formula."""
+        """Return the size of the model states of ``rank``, computed with a formula."""
         with torch.device("meta"):
             network = GPT(self._config)
         return predict(network, self._plan, rank=rank)
@@ -206,22 +203,27 @@ class Strategy:
     def _running(self, *, keeps: bool) -> Iterator[Loop]:
         loop = self._loop
         if loop is None:
-            free_unused(self._device)  # the previous strategy
+            gc.collect()  # objects of the previous strategy
+            release_cached(self._device)
             torch.manual_seed(0)
             loop = (PlainLoop if self.name == PEER else EngineLoop)(self._config, self._plan, self._ranks)
             for _ in range(_WARMUP_STEPS):
                 loop.step(self._batch, _ignore)
         self._loop = loop if keeps else None
         yield loop
-        free_unused(self._device)  # no strategy spends time on collecting the garbage of the previous one
+        gc.collect()  # so that no strategy spends time on the garbage collection of the previous strategy
 
 
 def run(settings: dict[str, Any], ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Measure memory, time and collectives of all strategies."""
     names: list[str] = settings["strategies"]
     num_bytes = sum(Strategy(name, settings, ranks, device, keeps=False).formula().peak.total() for name in names)
-    num_sharing = ranks.world.size if device.type == "cpu" else 1  # ranks that share the memory
-    keeps = ranks.from_zero(num_bytes * num_sharing < available_bytes(device) / 2)
+    memory_info = free_and_total_bytes(device)
+    if memory_info is None:  # the ranks share the memory of the host
+        keeps = num_bytes * ranks.world.size < psutil.virtual_memory().available / 2
+    else:
+        keeps = num_bytes < memory_info[0] / 2
+    keeps = ranks.from_zero(keeps)
     strategies = [Strategy(name, settings, ranks, device, keeps=keeps) for name in names]
     memory = {each.name: each.measure_memory() for each in strategies}
     with torch.device("meta"):
@@ -258,9 +260,11 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     """Run the benchmark on this rank. Rank 0 writes ``result.json``."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), settings["ranks"]
-    device = device_of_rank(settings["accelerator"], rank)
-    rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group(group_backend(device), init_method=rendezvous, rank=rank, world_size=size)
+    if num_devices(resolve_device(settings["accelerator"])) > 1:
+        torch.accelerator.set_device_index(rank)
+    device = resolve_device(settings["accelerator"])
+    backend, rendezvous = group_backend(device.type), f"file://{folder}/rendezvous"
+    dist.init_process_group(backend or "gloo", init_method=rendezvous, rank=rank, world_size=size)
     result = run(settings, Ranks(World(rank, size, rank, 0, size)), device)
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result))

@@ -18,8 +18,8 @@ import torch
 class Cost:
     """The time of one step in microseconds.
 
-    The wall time is the time that a user waits. The processor time excludes the time of other processes. On a quiet
-    machine and on a CPU, both times are equal.
+    The wall time is the time for which a user waits. The processor time excludes the time of other processes. On a CPU,
+    if the machine runs no other work, both times are equal.
 
     Attributes:
         wall_us: wall time.
@@ -31,27 +31,27 @@ class Cost:
 
 
 def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> dict[str, list[Cost]]:
-    """Run each block ``num_repeats`` times in alternation. Every second round runs in reverse order, so that drift
-    cancels out.
+    """Run each block ``num_repeats`` times in alternation. Every second round runs in reverse order, so that slow
+    changes of the machine's speed cancel out.
 
     Args:
         blocks: mapping of names to functions that run one measurement and return its cost.
         num_repeats: number of rounds.
 
     Returns:
-        The costs of each block. Item ``i`` of all blocks is from the same round.
+        The costs of each block. Item ``i`` of the result of each block is from the same round.
     """
     found: dict[str, list[Cost]] = {name: [] for name in blocks}
     for index in range(num_repeats):
         names = list(blocks)
         for name in reversed(names) if index % 2 else names:
-            gc.collect()  # no block spends time on collecting the garbage of the previous block
+            gc.collect()  # so that no block spends time on the garbage collection of the previous block
             found[name].append(blocks[name]())
     return found
 
 
 class Stamps:
-    """A probe that records both clocks in each step. A call takes less than a microsecond."""
+    """A probe that records both clocks in each step. A call of the probe takes less than a microsecond."""
 
     def __init__(self) -> None:
         self._wall_ns: list[int] = []
@@ -64,11 +64,11 @@ class Stamps:
     def cost(self, num_warmup: int, period: int) -> Cost:
         """Return the cost of a step: the median for each position in a log interval, averaged over the positions.
 
-        Work that happens every ``period`` steps counts with its frequency. Steps that another process interrupted do
-        not count, if they are fewer than half.
+        Work that occurs every ``period`` steps is counted with its frequency. Steps that another process interrupted
+        are not counted, if fewer than half of the steps were interrupted.
 
         Args:
-            num_warmup: number of steps at the start that do not count.
+            num_warmup: number of steps at the start that are not counted.
             period: steps per log interval.
 
         """
@@ -87,7 +87,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def median_difference(values: Sequence[float], base: Sequence[float], count: int = 1) -> float:
-    """Return the difference of the medians, divided by ``count``."""
+    """Return the difference between the medians, divided by ``count``."""
     return round((statistics.median(values) - statistics.median(base)) / count, 3)
 
 
@@ -102,7 +102,7 @@ def quartiles_of_difference(values: Sequence[float], base: Sequence[float]) -> t
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute in one thread, because waking other threads adds noise to small steps."""
+    """Limit torch to one thread, because waking other threads adds noise to small steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -113,6 +113,6 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Write standard output and standard error to the null device."""
+    """Redirect standard output and standard error to the null device."""
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         yield

@@ -1,4 +1,5 @@
-"""A small training step in a bare PyTorch loop and in a Trainer. Its time is mostly the overhead of the loop."""
+"""A small training step in a bare PyTorch loop and in a Trainer. The time of the step is mostly the overhead of the
+loop."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MODEL_TEXT = "Linear(32, 32), ReLU, Linear(32, 2); batch 16, fp32, cross entropy
 
 Batch = tuple[Tensor, Tensor]
 Probe = Callable[[int], None]
-"""Called at the start of each ``training_step``, with the index of the step."""
+"""Function that is called at the start of each ``training_step``, with the index of the step."""
 
 
 def toy_network() -> nn.Module:
@@ -39,7 +40,7 @@ def toy_batches(num_steps: int) -> list[Batch]:
 
 
 def run_bare(batches: list[Batch], probe: Probe, *, device: torch.device | None = None) -> None:
-    """Train in the loop of the PyTorch tutorials. None means the CPU, where batches are not moved."""
+    """Train with the loop from the PyTorch tutorials. None means the CPU, where batches are not moved."""
     network = toy_network() if device is None else toy_network().to(device)
     optimizer = toy_optimizer(network)
     for index, (x, y) in enumerate(batches):
@@ -56,7 +57,7 @@ class ToyModule(Module):
     """The same step as a Module.
 
     Args:
-        probe: called at the start of each step.
+        probe: function that is called at the start of each step.
         num_logged: number of ``self.log`` calls per step.
     """
 

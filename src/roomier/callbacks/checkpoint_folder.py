@@ -49,7 +49,7 @@ def find_complete(name: str, folders: list[str]) -> str:
     """Return the path of the complete checkpoint ``name`` in the first folder that contains it, or ``""``."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
-        if is_lightning_file(path):  # from the Lightning run that this run resumes
+        if is_lightning_file(path):  # from the Lightning run whose checkpoint this run resumes
             return path
         with suppress(CheckpointError):
             checkpoint.peek(path)

@@ -17,9 +17,9 @@ class Keep:
     """Rule that selects the checkpoints to keep.
 
     Attributes:
-        top_k: number of best checkpoints to keep; -1 keeps all, 0 keeps none.
+        top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none.
         lower_is_better: True if a lower score is better.
-        monitored: True if checkpoints have scores; otherwise a newer checkpoint is better.
+        monitored: True if checkpoints have scores. If False, newer checkpoints are better.
         last: also keep the newest checkpoint.
     """
 
@@ -38,8 +38,9 @@ class Ledger:
     Attributes:
         kept: the top-k checkpoints, oldest first.
         last: path of the newest checkpoint if :attr:`Keep.last` is True, otherwise ``""``.
-        superseded: checkpoints that the latest save made obsolete. They are removed after that save is committed. They
-            stay listed until the next save, so that a run that was killed in between removes them when it resumes.
+        superseded: checkpoints that the latest save made obsolete. These checkpoints are removed after that save is
+            committed. The checkpoints stay listed until the next save. If the run is killed before it removes them, the
+            resumed run removes them.
         current_score: score of the newest checkpoint that was among the top-k when it was saved.
         step: number of optimizer steps at the latest save; -1 before the first save.
         newest_path: path of the latest save; ``""`` after a resume.
@@ -54,26 +55,28 @@ class Ledger:
 
     @property
     def paths(self) -> set[str]:
-        """Paths of all checkpoints that must be kept."""
+        """Paths of all checkpoints that must not be removed."""
         return {path for path, _ in self.kept} | ({self.last} - {""})
 
     def ranked(self, keep: Keep) -> list[Scored]:
-        """Return the top-k, best first. NaN is worse than any number. If scores are equal, the older one is better."""
+        """Return the top-k, best first. NaN is worse than any number. If scores are equal, the older checkpoint is
+        better."""
         if not keep.monitored:
             return list(reversed(self.kept))
         return sorted(self.kept, key=lambda item: _badness(item[1], keep))
 
     def best(self, keep: Keep) -> Scored:
-        """Return the best checkpoint, or ``("", None)`` if there is none. A checkpoint with score NaN is never best."""
+        """Return the best checkpoint, or ``("", None)`` if no best checkpoint exists. A checkpoint with score NaN is
+        never best."""
         ranked = self.ranked(keep)
         if not ranked or (keep.monitored and _badness(ranked[0][1], keep) == (1, 0.0)):
             return "", None
         return ranked[0]
 
     def kth(self, keep: Keep) -> Scored:
-        """Return the checkpoint that a better one replaces.
+        """Return the checkpoint that a better checkpoint would replace.
 
-        Returns ``("", None)`` if fewer than k checkpoints are kept, or if all are kept.
+        Return ``("", None)`` if fewer than k checkpoints are kept, or if all checkpoints are kept.
         """
         ranked = self.ranked(keep)
         return ranked[keep.top_k - 1] if 1 <= keep.top_k <= len(ranked) else ("", None)
@@ -81,8 +84,8 @@ class Ledger:
     def enters(self, score: float | None, keep: Keep) -> bool:
         """Return True if a checkpoint with this score would be among the top-k.
 
-        NaN is among the top-k only if all checkpoints are kept. If a metric is monitored, a checkpoint without a score
-        never is.
+        A checkpoint with score NaN is among the top-k only if all checkpoints are kept. If a
+        metric is monitored, a checkpoint without a score is never among the top-k.
         """
         if keep.top_k == 0 or (keep.monitored and score is None):
             return False
@@ -94,7 +97,7 @@ class Ledger:
     def before_saving(self, score: float | None, keep: Keep) -> Ledger:
         """Return the ledger without the checkpoints that a save with ``score`` would replace.
 
-        The checkpoints that remain in it must not be overwritten.
+        The checkpoints that remain in the ledger must not be overwritten.
         """
         last = "" if keep.last else self.last
         if keep.top_k < 1 or not self.enters(score, keep):

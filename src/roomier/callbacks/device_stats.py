@@ -1,14 +1,14 @@
-"""DeviceStatsMonitor: logs the memory statistics of the device and the load of the host."""
+"""DeviceStatsMonitor: callback that logs the memory statistics of the device and the load of the host."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
+from roomier.device import memory
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the allocator statistics of a CUDA device and the load of the host.
+    """Logs the statistics of the device's allocator and the load of the host.
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
-    (bytes, from ``torch.cuda.memory_stats``), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``.
-    They are logged at log steps, before and after the step, and after each evaluation. The values are from the first
-    rank. Reading them does not synchronize the device.
+    (bytes, as named by torch), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. The metrics
+    are logged at log steps, before and after the step, and after each evaluation. The values are from the first rank.
+    Reading the statistics does not synchronize the device.
 
     Args:
         cpu_stats: log the load of the host; None logs it only if training runs on the CPU.
 
     Raises:
-        RoomierError: a fit starts without a logger.
+        RoomierError: the Trainer has no logger when a fit starts.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[DeviceStatsMonitor()])
@@ -73,8 +73,7 @@ class DeviceStatsMonitor(Callback):
     def _log(self, trainer: TrainerView, moment: str) -> None:
         device = trainer.engine.device
         stats: dict[str, float] = {}
-        if device.type == "cuda":
-            stats.update(torch.cuda.memory_stats(device))
+        stats.update(memory.statistics(device))
         if self._cpu_stats or (self._cpu_stats is None and device.type == "cpu"):
             stats.update(cpu_stats())
         if stats:

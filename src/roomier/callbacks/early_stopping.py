@@ -1,4 +1,4 @@
-"""EarlyStopping: stops a run if a metric stops improving, reaches a threshold, or diverges."""
+"""EarlyStopping: callback that stops a run if a metric stops improving, reaches a threshold, or diverges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Stops training if a monitored metric stops improving. The arguments have the same meaning as in Lightning.
+    """Callback that stops training if a monitored metric stops improving. The arguments have the same meaning as in
+    Lightning.
 
     At each check, the callback compares ``monitor`` with its best value. To stop the run, it sets
     ``trainer.should_stop``.
@@ -53,13 +54,14 @@ class EarlyStopping(Callback):
 
     Attributes:
         best_score: best value so far (0-dim tensor); infinite before the first check.
-        wait_count: number of checks since the last improvement.
-        stopped_epoch: epoch in which the callback stopped the run; 0 if it did not.
+        wait_count: number of consecutive checks without an improvement.
+        stopped_epoch: epoch in which the callback stopped the run; 0 if the callback did not stop the run.
         stopping_reason: reason for the stop as an :class:`EarlyStoppingReason`.
         stopping_reason_message: reason for the stop as text; None if the callback did not stop the run.
 
     Raises:
-        RoomierError: an argument is invalid. With ``strict``, also raised at a check if the metric was not logged.
+        RoomierError: an argument is invalid. With ``strict``, this error is also raised at a check if the metric was
+            not logged.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
@@ -171,8 +173,8 @@ class EarlyStopping(Callback):
         """Compare ``current`` with the best value and return whether to stop, with a message to print.
 
         Args:
-            dtype: dtype of the metric, to which thresholds are also rounded. Otherwise a float32 metric of 0.35, which
-                is slightly less than the Python float 0.35, would be better than a threshold of 0.35.
+            dtype: dtype of the metric, to which thresholds are also rounded. Without this rounding, a float32 metric of
+                0.35, which is slightly less than the Python float 0.35, would be better than a threshold of 0.35.
         """
 
         def rounded(value: float) -> float:

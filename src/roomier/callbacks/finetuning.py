@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: freeze parts of a model first and train them later."""
+"""BaseFinetuning and BackboneFinetuning: callbacks that initially freeze parts of a model and train them later."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ class BaseFinetuning(Callback):
     # Methods to override -----------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: Module) -> None:
-        """Freeze the modules that are not trained at first, for example with ``self.freeze(pl_module.backbone)``."""
+        """Freeze the modules that are not trained initially, for example with ``self.freeze(pl_module.backbone)``."""
         raise self._undefined("freeze_before_training", "(self, pl_module): self.freeze(pl_module.backbone)")
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze modules with :meth:`unfreeze_and_add_param_group`. Called for each optimizer when an epoch starts.
+        """Unfreeze modules with :meth:`unfreeze_and_add_param_group`. This method is called for each optimizer when an
+        epoch starts.
 
         Args:
             epoch: the epoch that starts, counted from 0.
@@ -97,7 +98,8 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Set ``requires_grad`` on the parameters of ``modules``, and let BatchNorm update its running statistics."""
+        """Set ``requires_grad`` on the parameters of ``modules``, and enable the update of the running statistics of
+        BatchNorm."""
         for each in BaseFinetuning.flatten_modules(modules):
             if isinstance(each, BATCH_NORMS):
                 each.track_running_stats = True
@@ -106,8 +108,8 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters that ``module`` directly owns, but not those of its children. A BatchNorm stops
-        updating its statistics."""
+        """Freeze the parameters that ``module`` directly owns, but not the parameters of its children. A BatchNorm
+        stops updating its statistics."""
         if isinstance(module, BATCH_NORMS):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -126,7 +128,7 @@ class BaseFinetuning(Callback):
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters in ``params`` that ``optimizer`` does not contain yet.
 
-        Prints a notice if the optimizer already contains some of them.
+        Print a notice if the optimizer already contains some of these parameters.
         """
         known = {id(each) for group in optimizer.param_groups for each in group["params"]}
         given = list(dict.fromkeys(params))
@@ -194,10 +196,10 @@ class BaseFinetuning(Callback):
             fields(form, others=anything)(state, place)
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the parameter groups of the saved run. Groups that were added later are removed.
+        """Restore the parameter groups of the saved run. Parameter groups that were added later are removed.
 
-        A run that returns to an earlier checkpoint therefore unfreezes these parameters again. Returns an empty dict,
-        because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
+        Therefore, a run that returns to an earlier checkpoint unfreezes the parameters of these groups again. Returns
+        an empty dict, because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
         """
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
         if not state or "trained" not in state or trainer is None:
@@ -227,7 +229,8 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _extend_schedulers(trainer: TrainerView) -> None:
-        # A scheduler stores an initial rate (and LambdaLR a function) for each group that existed at its creation.
+        # A scheduler stores an initial rate, and LambdaLR also stores a function, for each group that existed when the
+        # scheduler was created.
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
             groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
@@ -267,22 +270,24 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2.0, the default factor of the backbone's learning rate per epoch."""
+    """Return 2.0, the default factor by which the learning rate of the backbone changes per epoch."""
     return 2.0
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains ``pl_module.backbone`` from a given epoch on, with a learning rate that grows to the first group's rate.
+    """Callback that trains ``pl_module.backbone`` starting from a given epoch, with a learning rate that increases to
+    the rate of the first group.
 
     Args:
         unfreeze_backbone_at_epoch: epoch in which training of the backbone starts, counted from 0.
-        lambda_func: function from the epoch to a factor. When a later epoch starts, the rate of the backbone is
+        lambda_func: function that maps an epoch to a factor. When a later epoch starts, the rate of the backbone is
             multiplied by ``lambda_func(epoch + 1)``.
         backbone_initial_ratio_lr: initial rate of the backbone, as a fraction of the rate of the first group.
-        backbone_initial_lr: initial rate of the backbone; replaces the fraction.
+        backbone_initial_lr: initial rate of the backbone; takes precedence over ``backbone_initial_ratio_lr``.
         should_align: limit the rate of the backbone to the rate of the first group.
-        initial_denom_lr: accepted for compatibility with Lightning; not used, because the initial rate is always given.
-        train_bn: also train the BatchNorm of the backbone.
+        initial_denom_lr: accepted for compatibility with Lightning, but not used, because the initial rate is always
+            specified.
+        train_bn: also train the BatchNorm layers of the backbone.
         verbose: print both rates when an epoch starts.
         rounding: number of decimals of the printed rates.
 

@@ -1,4 +1,4 @@
-"""MemoryForecast: compares the forecast memory of a run with a measured step."""
+"""MemoryForecast: callback that compares the forecast memory of a run with a measured step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roomier.api.kept_weights import KeepsWeights, kept_by
 from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.hardware import this_machine
 from roomier.planner.workload import Workload
 
@@ -24,23 +24,24 @@ if TYPE_CHECKING:
 
 
 class MemoryForecast(Callback):
-    """Tracks one of the first steps and prints its forecast and measured peak memory in one line.
+    """Callback that tracks one of the first steps and prints the forecast and measured peak memory of this step in one
+    line.
 
-    The callback writes both to ``forecast.json`` in the run folder, for ``roomier report RUN``. It logs
-    ``memory/forecast_bytes`` and ``memory/measured_bytes`` of the rank with the highest peak.
+    The callback writes the forecast and the measurement to ``forecast.json`` in the run folder, for ``roomier report
+    RUN``. The callback logs ``memory/forecast_bytes`` and ``memory/measured_bytes`` of the rank with the highest peak.
 
     By default, the Trainer adds this callback to planned runs (``strategy="auto"``, ``memory_budget=...``) and to runs
     whose model states exceed 1 GiB. Compiled runs are excluded, because a tracked step runs uncompiled, uses more
     memory and rounds differently. If a run was not planned, a dry run of its plan computes the forecast, from model
     shapes that were recorded before the model was built.
 
-    The tracked step and the step before it are several times slower but compute the same values. If the model is not
-    compiled, the weights equal the weights of a run without this callback.
+    The tracked step and the step before it are several times slower, but compute the same values. If the model is not
+    compiled, the weights equal the weights from a run without this callback.
 
     Args:
-        at_step: number of the tracked step, at least 2. None uses the step of a :class:`MemoryAnatomy` in the same
-            Trainer, otherwise 2, or 4 with an activation budget, because the budget takes measurements in the first
-            steps.
+        at_step: number of the tracked step, at least 2. If None, the tracked step is the step of a
+            :class:`MemoryAnatomy` in the same Trainer. Without a MemoryAnatomy, it is step 2, or step 4 with an
+            activation budget, because the budget runs measurements in the first steps.
 
     Attributes:
         record: forecast and measurement; None before the tracked step ends.
@@ -113,7 +114,7 @@ class MemoryForecast(Callback):
         self._pause()
 
     def _shared_step(self, trainer: TrainerView) -> int:
-        """Return the step of a MemoryAnatomy, so that one tracker serves both callbacks."""
+        """Return the step that a MemoryAnatomy tracks, so that both callbacks use one tracker."""
         from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
@@ -124,7 +125,7 @@ class MemoryForecast(Callback):
             self._tracked.pause()
 
     def _note_workload(self, trainer: TrainerView, batch: Any) -> None:
-        """Store the largest micro-batch of the tracked step. The last micro-batch of an epoch may have fewer
+        """Store the largest micro-batch of the tracked step. The last micro-batch of an epoch can have fewer
         samples."""
         if trainer.shapes is None:
             return
@@ -178,8 +179,8 @@ def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any,
 
 
 def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast | None, str]:
-    """Return the planned forecast or the result of a dry run of the current plan. If neither exists, return None and
-    the reason."""
+    """Return the planned forecast or the result of a dry run of the current plan. If neither is available, return None
+    and the reason."""
     planned = None if trainer.choice is None else trainer.choice.chosen
     if planned is not None and planned.plan == trainer.plan:
         return planned, ""

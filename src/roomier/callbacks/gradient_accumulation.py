@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: changes the number of micro-batches per step by epoch."""
+"""GradientAccumulationScheduler: callback that changes the number of micro-batches per step at given epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Accumulates gradients over a number of micro-batches that depends on the epoch.
+    """Callback that accumulates gradients over a number of micro-batches that depends on the epoch.
 
     The gradient of a step is the gradient of its full batch. The number of steps of the run
     (``trainer.estimated_stepping_batches``) and the learning rate schedules of a Plan take the scheduled numbers into
@@ -25,8 +25,8 @@ class GradientAccumulationScheduler(Callback):
             the dict. Before the first epoch in the dict, the number is 1.
 
     Raises:
-        RoomierError: ``scheduling`` is empty or invalid. When a fit starts: ``accumulate_grad_batches`` is also set, or
-            the run does not support steps of several micro-batches.
+        RoomierError: ``scheduling`` is empty or invalid. The error is also raised when a fit starts if
+            ``accumulate_grad_batches`` is also set, or if the run does not support steps with several micro-batches.
 
     Example:
         8 micro-batches in the epochs 0 to 3, and 2 from epoch 4 on:

@@ -10,8 +10,9 @@ from roomier.core.ranks import Ranks
 class Interval:
     """Time interval of ``length_s`` seconds, measured by the clock of rank 0. It restarts when it ends.
 
-    The ranks do not communicate in every step. Rank 0 estimates the number of steps until the next check: half of the
-    number that the recent speed allows in the remaining time. So a few checks suffice for an interval of any length.
+    The ranks do not communicate in every step. Rank 0 estimates the number of steps until the next check, which is half
+    of the number of steps that fit in the remaining time at the recent speed. Therefore, a few checks are sufficient
+    for an interval of any length.
     """
 
     def __init__(self, length_s: float) -> None:
@@ -25,7 +26,7 @@ class Interval:
         self._num_steps = self._num_until_check = 1
 
     def is_over(self, ranks: Ranks) -> bool:
-        """Return True if the interval has ended. Call this in every step, on every rank."""
+        """Return True if the interval has ended. Call this method in every step, on every rank."""
         self._num_until_check -= 1
         if self._num_until_check:
             return False

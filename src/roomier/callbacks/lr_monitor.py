@@ -1,4 +1,4 @@
-"""LearningRateMonitor: logs the learning rates of a run."""
+"""LearningRateMonitor: callback that logs the learning rates of a run."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _INTERVALS = (None, "step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate that each optimizer uses in the logged step or epoch.
+    """Callback that logs the learning rate that each optimizer uses in the logged step or epoch.
 
     The metric names are the same as in Lightning:
 
     - ``lr-AdamW`` is the rate of an AdamW optimizer, and ``lr-AdamW-1`` is the rate of the second AdamW optimizer.
     - ``lr-AdamW/pg1`` and ``lr-AdamW/pg2`` are the rates of several parameter groups. If a group has the key ``name``,
-      its metric is ``lr-AdamW/<name>``.
+      the metric of the group is ``lr-AdamW/<name>``.
     - The ``name`` of a scheduler replaces ``lr-AdamW``.
     - Momentum and weight decay have the suffixes ``-momentum`` and ``-weight_decay``.
 
     Args:
         logging_interval: ``"step"`` (at log steps) or ``"epoch"``. The default is the interval of each scheduler, and
             ``"step"`` for an optimizer without a scheduler.
-        log_momentum: also log the momentum (the first of ``betas``), which is 0 if the optimizer has none.
+        log_momentum: also log the momentum (the first value of ``betas``), which is 0 if the optimizer has no momentum.
         log_weight_decay: also log the weight decay.
 
     Attributes:
         lrs: all logged values of each metric.
 
     Raises:
-        RoomierError: the interval is unknown. When training starts: the Trainer has no logger, or two parameter groups
-            of an optimizer have the same name.
+        RoomierError: the interval is unknown. The error is also raised when training starts if the Trainer has no
+            logger, or if two parameter groups of an optimizer have the same name.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[LearningRateMonitor("step")])
@@ -71,7 +71,7 @@ class LearningRateMonitor(Callback):
             raise RoomierError(
                 "callbacks", type(self).__name__, "requires a logger", "Remove this callback, or use logger=True"
             )
-        # With manual optimization, one batch may step several optimizers, and each optimizer step is counted.
+        # With manual optimization, one batch can step several optimizers, and each optimizer step is counted.
         self._log_every_n_steps = trainer.log_every_n_steps
         self._max_steps_per_batch = max(1, len(trainer.optimizers))
         # A run that resumes within an epoch does not call on_train_epoch_start, so the current rate is read here.
@@ -81,7 +81,7 @@ class LearningRateMonitor(Callback):
         self._epoch_rates = self._rates(trainer, "epoch")
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        # Schedulers step before on_train_batch_end, so the rate of the coming step is read now.
+        # Schedulers step before on_train_batch_end, so the learning rate of the current step is read in this hook.
         step, every = trainer.global_step, self._log_every_n_steps
         if (step + self._max_steps_per_batch) // every != step // every:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step

@@ -1,4 +1,4 @@
-"""MemoryAnatomy: measures the memory of one training step by kind of tensor."""
+"""MemoryAnatomy: callback that measures the memory of one training step by kind of tensor."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 
 class MemoryAnatomy(KeepsPeak, Callback):
-    """Tracks the memory of one training step by kind of tensor, prints a table to standard error, and logs the peak.
+    """Callback that tracks the memory of one training step by kind of tensor, prints a table to standard error, and
+    logs the peak.
 
-    The metrics are ``anatomy/peak/activations`` and so on, in bytes, for the rank with the highest peak. The tracked
-    step and the step before it, which identifies the kind of each tensor, are several times slower but compute the same
-    values. Other steps are not affected.
+    The metrics are named ``anatomy/peak/activations`` and so on, in bytes, for the rank with the highest peak. The
+    tracked step and the step before it, which identifies the kind of each tensor, are several times slower, but compute
+    the same values. Other steps are not affected.
 
     Args:
-        at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. None uses 2,
-            or 4 with an activation budget, because blocks save as little as possible for backward until the third step.
-        every_n_steps: track again after each ``every_n_steps`` steps; None tracks only one step.
+        at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. If None, the
+            tracked step is step 2, or step 4 with an activation budget, because blocks save as little as possible for
+            backward until the third step.
+        every_n_steps: number of steps after which another step is tracked; None tracks only one step.
 
     Attributes:
-        anatomy: memory of the last tracked step; None before the first one ends.
+        anatomy: memory of the last tracked step; None before the end of the first tracked step.
 
     Raises:
         RoomierError: a number is too small. With an activation budget, the error is raised when training starts.

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: selects when to save a run, the names of its checkpoints, and which of them to keep."""
+"""ModelCheckpoint: callback that selects when to save a run, the checkpoint names, and the checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -42,23 +42,25 @@ _FORMER = {
 
 
 class ModelCheckpoint(Callback):
-    """Saves the run at selected steps and keeps the best, the newest, or all checkpoints.
+    """Callback that saves the run at selected steps and keeps the best, the newest, or all checkpoints.
 
-    A checkpoint is the folder ``dirpath/filename``. An older checkpoint is removed only after its successor is
+    A checkpoint is the folder ``dirpath/filename``. An older checkpoint is removed only after the new checkpoint is
     committed, so a complete checkpoint always exists. The arguments have the same meaning as in Lightning.
 
     Args:
         dirpath: folder of the checkpoints; by default ``checkpoints`` in the run folder.
         filename: template of the checkpoint's name with ``{epoch}``, ``{step}`` and logged metrics, and formats as in
-            ``str.format``. The default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. A metric is written as ``none``
-            before the first validation. A metric that was not logged by then raises an error.
+            ``str.format``. For example, the default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. Before the first
+            validation, a metric that was not logged is written as ``none``. After the first validation, a metric that
+            was not logged raises an error.
         monitor: logged metric that ranks checkpoints; by default, newer checkpoints are better. NaN is not ranked.
         verbose: print each save to standard error.
         save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` has the same meaning.
-        save_top_k: number of best checkpoints to keep; -1 keeps all, 0 none. Without ``monitor``, use -1, 0 or 1.
+        save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none. Without ``monitor``,
+            use -1, 0 or 1.
         save_weights_only: omit the state that is required only to resume a run.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
-        auto_insert_metric_name: write ``step=100`` for ``{step}``, not ``100``.
+        auto_insert_metric_name: write ``step=100`` instead of ``100`` for ``{step}``.
         every_n_train_steps: number of optimizer steps between saves. Set at most one of this argument,
             ``train_time_interval`` and ``every_n_epochs``. The default is ``every_n_epochs=1``.
         train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.
@@ -66,7 +68,7 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
-            host memory, which must have space for the copy. The attributes list only committed checkpoints.
+            host memory, which must have enough space for the copy. The attributes list only committed checkpoints.
         enable_version_counter: append ``-v1``, ... if a checkpoint that must be kept has the same name; if False,
             replace that checkpoint.
 
@@ -78,12 +80,13 @@ class ModelCheckpoint(Callback):
 
     [Note: names that are taken]
     A resumed run repeats steps that a killed run saved after the checkpoint from which it resumes. These folders are
-    bitwise equal to the new checkpoints, so each one is replaced with a rename. A name is taken if a ModelCheckpoint of
-    this run keeps it, or if another run wrote it. The names of other runs are part of the state.
+    bitwise identical to the new checkpoints, so each folder is replaced by a rename. A name is taken if a
+    ModelCheckpoint of this run keeps the checkpoint with this name, or if another run wrote it. The checkpoint names of
+    other runs are part of the state.
 
     [Note: ledger before the save]
-    A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. So the ledger is
-    updated before the save, and restored if the save fails.
+    A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. Therefore, the
+    ledger is updated before the save, and restored if the save fails.
     """
 
     monitors = True
@@ -164,29 +167,29 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """Score of the best kept checkpoint (0-dim, float64); None if there is none."""
+        """Score of the best kept checkpoint (0-dim, float64); None if no best checkpoint exists."""
         return _tensor(self._ledger.best(self._keep)[1])
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Scores of the top-k by path, oldest first; empty if no metric is monitored."""
+        """Scores of the top-k checkpoints by path, oldest first; empty if no metric is monitored."""
         return {
             path: torch.tensor(score, dtype=torch.float64) for path, score in self._ledger.kept if score is not None
         }
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the checkpoint that a better one replaces; ``""`` if fewer than k are kept."""
+        """Path of the checkpoint that a better one would replace; ``""`` if fewer than k checkpoints are kept."""
         return self._ledger.kth(self._keep)[0] if self.monitor else ""
 
     @property
     def kth_value(self) -> Tensor | None:
-        """Score of the checkpoint that a better one replaces (0-dim, float64); None if fewer than k are kept."""
+        """Score of the checkpoint that a better one would replace (0-dim, float64); None if fewer than k are kept."""
         return _tensor(self._ledger.kth(self._keep)[1])
 
     @property
     def last_model_path(self) -> str:
-        """Path of the newest checkpoint, with ``save_last``; ``""`` before the first save."""
+        """Path of the newest checkpoint if ``save_last`` is set; ``""`` before the first save."""
         return self._ledger.last
 
     @property
@@ -251,8 +254,8 @@ class ModelCheckpoint(Callback):
             self._save_at_the_end(trainer)
 
     def _save_at_the_end(self, trainer: TrainerView) -> None:
-        """Save after the last step if no save was due at that step, unless an existing checkpoint suffices. This save
-        is not ranked, because its metrics are from an earlier step."""
+        """Save after the last step if no save was due at that step, unless an existing checkpoint is sufficient. This
+        checkpoint is not ranked, because its metrics are from an earlier step."""
         keep = self._keep if self._newest_ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
         is_partial_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_partial_epoch and not keep.monitored):
@@ -333,15 +336,15 @@ class ModelCheckpoint(Callback):
         self._remove_superseded(paths_of_others)
 
     def _finish_last_save(self, paths_of_others: set[str]) -> None:
-        """Complete the work of a run that was killed after a save. The link is updated first, because its target may be
-        removed."""
+        """Complete the remaining work of a run that was killed after a save. The link ``last`` is updated first,
+        because the checkpoint to which it points may be removed."""
         last = self._ledger.last
         if self._keep.last and last and os.path.dirname(last) == self.dirpath:
             self._point_last_to(last)
         self._remove_superseded(paths_of_others)
 
     def _metrics(self, trainer: TrainerView) -> dict[str, Tensor | float]:
-        # At the save point at the end of an epoch, trainer.current_epoch may already be the next epoch.
+        # At the save point at the end of an epoch, trainer.current_epoch can already be the next epoch.
         ended_at_step, ended_epoch = self._ended_epoch
         epoch = ended_epoch if ended_at_step == trainer.global_step else trainer.current_epoch
         return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
@@ -372,7 +375,7 @@ class ModelCheckpoint(Callback):
         return {path for other in others for path in other._ledger.paths | other._newest_ledger.paths}
 
     def _remove_superseded(self, paths_of_others: set[str]) -> None:
-        """Remove superseded checkpoints that no other callback keeps, if a kept checkpoint exists."""
+        """Remove superseded checkpoints that no other callback keeps, if at least one kept checkpoint exists."""
         ledger = self._ledger
         if not any(os.path.isdir(path) for path in ledger.paths):
             return
@@ -413,7 +416,7 @@ class ModelCheckpoint(Callback):
             "superseded": [self._name(path) for path in ledger.superseded],
             "current_score": ledger.current_score,
             "step": ledger.step,
-            "due_step": self._due_step,  # a signal may end the run between a validation and its save point
+            "due_step": self._due_step,  # a signal can end the run between a validation and its save point
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
         }
 
@@ -422,10 +425,9 @@ class ModelCheckpoint(Callback):
         ledger_form(monitored=self.monitor is not None)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the ledger, in ``on_fit_start`` if ``dirpath`` is not set.
+        """Restore the ledger. If ``dirpath`` is not set, restore it in ``on_fit_start``.
 
-        Missing checkpoints are removed from the ledger. Checkpoints in the folder of an earlier run are ranked but
-        never removed.
+        Missing checkpoints are removed from the ledger. An earlier run's checkpoints are ranked but never removed.
         """
         if self.dirpath is None:
             self._loaded_state = state_dict

@@ -1,4 +1,4 @@
-"""ModelSummary: prints the modules and parameters of a model before training."""
+"""ModelSummary: callback that prints the modules and parameters of a model before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """Sizes of one module, including its submodules. A parameter shared by two modules counts in both rows.
+    """Sizes of one module, including its submodules. A parameter that two modules share is counted in both rows.
 
     Attributes:
         name: qualified name of the module.
@@ -48,7 +48,7 @@ class Summary:
 
     Attributes:
         rows: one row per module.
-        total: row of the model, in which every parameter counts one time.
+        total: row of the model, in which every parameter is counted one time.
     """
 
     rows: tuple[Row, ...]
@@ -61,7 +61,8 @@ class Summary:
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
-    """Return one row per submodule down to ``max_depth`` (0: none, -1: all), in the order of registration."""
+    """Return one row for each submodule down to ``max_depth`` (0 for no submodules, -1 for all submodules), in the
+    order of registration."""
     rows = [
         _row(name, part)
         for name, part in model.named_modules()
@@ -90,12 +91,14 @@ def _class_name(part: nn.Module) -> str:
 
 
 class ModelSummary(Callback):
-    """Prints a table of modules, parameters and bytes, and a table of parameter groups, when ``fit`` starts.
+    """Callback that prints a table of modules, parameters and bytes, and a table of parameter groups, when ``fit``
+    starts.
 
-    After the first forward, it also prints the kernel that computed attention. The output goes to standard error.
+    After the first forward, the callback also prints the kernel that computed attention. The output goes to standard
+    error.
 
     Args:
-        max_depth: depth down to which submodules are listed: 0 for the total only, -1 for all.
+        max_depth: depth down to which submodules are listed; 0 lists only the total, and -1 lists all submodules.
 
     Raises:
         RoomierError: ``max_depth`` is invalid.
@@ -121,7 +124,8 @@ class ModelSummary(Callback):
         trainer.engine.watch(AttentionWatch(_print_attention))
 
     def table(self, trainer: TrainerView, pl_module: Module) -> RenderableType:
-        """Return the table of the modules of ``pl_module``. The table of the optimizers is printed after it."""
+        """Return the table of the modules of ``pl_module``. The table of the optimizers is printed after the table of
+        the modules."""
         return summary_table(summarize(pl_module, self.max_depth))
 
 

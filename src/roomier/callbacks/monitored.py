@@ -1,4 +1,4 @@
-"""Metric that a callback monitors, with an error message for a metric that was not logged."""
+"""Metric that a callback monitors, including an error message for a metric that was not logged."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Monitored:
     Args:
         callback_name: name of the callback's class, for messages.
         name: name of the metric.
-        argument: argument of the callback that contains the name.
+        argument: argument of the callback that contains the name of the metric.
 
     Attributes:
-        was_validated: True after a validation has ended since the run started or resumed; set by the callback.
+        was_validated: True if a validation has ended since the run started or resumed; set by the callback.
 
     Raises:
         RoomierError: the name is not a string or is empty.
@@ -42,7 +42,7 @@ class Monitored:
         self._is_noticed = False
 
     def read(self, trainer: TrainerView) -> float | None:
-        """Return the latest value. Before the first validation, print a notice one time and return None.
+        """Return the latest value. Before the first validation, print a notice one time, and return None.
 
         Raises:
             RoomierError: the metric was not logged.
@@ -79,18 +79,18 @@ def check_mode(callback_name: str, mode: str) -> str:
 
 
 def scalar(value: Tensor | float) -> float:
-    """Return a metric of one element as a Python float. Waits for the device of the tensor."""
+    """Return a metric of one element as a Python float. The function waits for the device of the tensor."""
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
 def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
     """Return True if all metrics of an epoch are available at its end.
 
-    This is the case if there is no validation, or if each epoch ends with its only validation. Otherwise, the callback
-    checks at the end of a validation.
+    All metrics are available if there is no validation, or if the only validation of each epoch is at the end of the
+    epoch. Otherwise, the callback checks at the end of a validation.
     """
     if sum(trainer.num_val_batches) == 0:
         return True
-    interval = trainer.val_check_interval  # an integer is a number of batches, a float a fraction of an epoch
+    interval = trainer.val_check_interval  # an integer is a number of batches, and a float is a fraction of an epoch
     is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
     return is_whole_epoch and trainer.check_val_every_n_epoch == 1

@@ -1,13 +1,13 @@
-"""OnExceptionCheckpoint: saves the weights when an error ends a run.
+"""OnExceptionCheckpoint: callback that saves the weights when an error ends a run.
 
 [Note: state after an error]
 An error occurs in the middle of a step: random states, running statistics, metrics and the position in the data have
-already advanced, and the loop cannot resume from there. Restoring the state of the last save point would require a copy
-of the full state in each step. So this callback saves only the weights, for inspection or as the start of a new fit. A
-run resumes exactly from a checkpoint of ModelCheckpoint.
+already advanced, and the loop cannot resume from this point. Restoring the state of the last save point would require a
+copy of the full state in each step. Therefore, this callback saves only the weights, for inspection or as the start of
+a new fit. To resume a run exactly, use a checkpoint of ModelCheckpoint.
 
-The ranks do not communicate, because other ranks may have exited or may wait in another collective. Each rank that
-raises an error writes its own weights.
+The ranks do not communicate, because other ranks may have exited or may be waiting in a different collective. Each rank
+that raises an error writes its own weights.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 
 class OnExceptionCheckpoint(Callback):
-    """Saves the weights to ``<dirpath>/<filename>`` when an error ends a fit. The checkpoint contains weights only.
+    """Callback that saves the weights to ``<dirpath>/<filename>`` when an error ends a fit. The checkpoint contains
+    weights only.
 
-    Load it with ``load_from_checkpoint`` or ``fit(..., weights=...)``. An existing checkpoint is replaced. To resume
-    exactly, use the newest checkpoint of :class:`ModelCheckpoint`, whose path the message contains.
+    Load the checkpoint with ``load_from_checkpoint`` or ``fit(..., weights=...)``. An existing checkpoint is replaced.
+    To resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`. The message contains the path of this
+    checkpoint.
 
     With several ranks (``ddp``), each rank that raises an error writes its own checkpoint without waiting for other
     ranks. Ranks other than the first write ``<filename>-rank=N``. Strategies that shard parameters are not supported,
@@ -47,8 +49,8 @@ class OnExceptionCheckpoint(Callback):
         filename: name of the checkpoint in ``dirpath``.
 
     Raises:
-        RoomierError: ``filename`` is empty, or ``dirpath`` is not a path. When a fit starts: the strategy shards the
-            parameters.
+        RoomierError: ``filename`` is empty, or ``dirpath`` is not a path. The error is also raised when a fit starts if
+            the strategy shards the parameters.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[OnExceptionCheckpoint("checkpoints")])
@@ -104,7 +106,7 @@ class OnExceptionCheckpoint(Callback):
             }
             self.dirpath.mkdir(parents=True, exist_ok=True)
             checkpoint.save(path, state, Ranks())
-        except Exception as error:  # must not replace the error that ended the run
+        except Exception as error:  # a save error must not replace the error that ended the run
             notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
             return
         way = "there is no checkpoint for an exact resume"

@@ -1,4 +1,4 @@
-"""PredictionWriter: writes predictions to files during ``predict``."""
+"""PredictionWriter: callback that writes predictions to files during ``predict``."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class PredictionWriter(Callback):
-    """Writes the results of ``predict_step`` to files.
+    """Callback that writes the results of ``predict_step`` to files.
 
     With ``trainer.predict(..., return_predictions=False)``, no prediction stays in memory.
 
     - ``"batch"``: one file per batch, ``predictions-<loader>-<batch>.pt``, written when the batch ends. The numbers
-      count over the whole dataset, independent of the number of ranks.
+      count batches over the whole dataset, independent of the number of ranks.
     - ``"epoch"``: one file per rank, ``predictions-rank-<rank>.pt``, with ``{"predictions": ..., "batch_indices":
       ...}``. Each rank holds its predictions in host memory until the end.
 
-    Each file is written under a temporary name and then renamed, so a file is always complete. Read it with
-    ``torch.load(path, weights_only=True)``. It contains tensors (on the CPU), numbers, strings, and dicts, lists and
-    tuples of them.
+    Each file is written under a temporary name and then renamed, so a file is always complete. Read the file with
+    ``torch.load(path, weights_only=True)``. The file contains tensors (on the CPU), numbers, strings, and nested dicts,
+    lists and tuples of these values.
 
-    To write another format, override :meth:`write_on_batch_end` or :meth:`write_on_epoch_end`, which have the same
+    To write a different format, override :meth:`write_on_batch_end` or :meth:`write_on_epoch_end`, which have the same
     arguments as in Lightning's ``BasePredictionWriter``.
 
     Args:
@@ -47,8 +47,9 @@ class PredictionWriter(Callback):
         overwrite: remove prediction files of an earlier run from the folder when ``predict`` starts.
 
     Raises:
-        RoomierError: an argument is invalid. When ``predict`` starts: the folder already contains predictions. After a
-            batch: a prediction contains an object other than tensors and plain values.
+        RoomierError: an argument is invalid. The error is also raised when ``predict`` starts if the folder already
+            contains predictions. After a batch, the error is raised if a prediction contains an object that is neither
+            a tensor nor a plain value.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[PredictionWriter("predictions")])
@@ -74,7 +75,7 @@ class PredictionWriter(Callback):
     def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.output_dir is not None:
             trainer.ranks.on_zero(self._make_folder)
-            self.output_dir.mkdir(parents=True, exist_ok=True)  # ranks on other machines may not share it
+            self.output_dir.mkdir(parents=True, exist_ok=True)  # ranks on other machines may not share the folder
 
     def _make_folder(self) -> None:
         assert self.output_dir is not None
@@ -133,7 +134,7 @@ class PredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: TrainerView, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all ``predictions`` of this rank: one per batch, or one list per loader."""
+        """Write all ``predictions`` of this rank, as one item per batch or one list per loader."""
         assert self.output_dir is not None
         content = {"predictions": list(predictions), "batch_indices": list(batch_indices)}
         _save(content, self.output_dir / f"predictions-rank-{trainer.global_rank}.pt")

@@ -1,4 +1,4 @@
-"""ProgressBar: shows the progress, speed and remaining time of a run."""
+"""ProgressBar: callback that shows the progress, speed and remaining time of a run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Shows progress on standard error: a bar in a terminal, otherwise one line per log interval and per evaluation.
+    """Callback that shows progress on standard error, as a bar in a terminal, or otherwise as one line per log interval
+    and per evaluation.
 
     Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, only the clock redraws the bar,
-    and the overhead per step is well under a microsecond. The rate is the mean since training started, without the
-    first batch (warm-up), validation and saving.
+    so the overhead per step is less than a microsecond. The displayed rate is the mean since training started,
+    excluding the first batch (warm-up), validation and saving.
 
     Args:
         refresh_interval_s: minimum time between two redraws, in seconds.
-        console: console to draw to; by default standard error at the start of a stage.
+        console: console on which the callback draws; by default standard error at the start of a stage.
 
     Raises:
         RoomierError: ``refresh_interval_s`` is not positive.
@@ -161,7 +162,7 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        # Each rank has as many batches as the first rank, except in the last round.
+        # Each rank has the same number of batches as the first rank, except in the last round.
         self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation()
@@ -238,7 +239,7 @@ class ProgressBar(Callback):
 
 
 def num_batches_left(trainer: TrainerView, num_done: int) -> float:
-    """Return the number of training batches until the regular end of the run; infinite if it is unknown.
+    """Return the number of training batches until the regular end of the run; infinite if this number is unknown.
 
     Args:
         num_done: number of completed batches of the current epoch.

@@ -22,10 +22,10 @@ class Standing:
     Attributes:
         title: title of the stage, such as ``"epoch 2/10"`` or ``"validation"``.
         num_done: number of completed batches.
-        num_total: number of all batches; infinite if it is unknown.
-        step_text: ``"step 50/1000"``; empty in a stage without optimizer steps.
-        batches_per_s: batches per second; 0 while it is unknown.
-        left_s: seconds until the end of the stage, or of the run in training; infinite if unknown.
+        num_total: total number of batches; infinite if this number is unknown.
+        step_text: text such as ``"step 50/1000"``; empty in a stage without optimizer steps.
+        batches_per_s: batches per second; 0 if the speed is unknown.
+        left_s: remaining seconds of the stage, or of the run during training; infinite if unknown.
         metrics: values to show; the keys are metric names.
     """
 
@@ -38,7 +38,7 @@ class Standing:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def texts(self, done: str) -> list[str]:
-        """Return the parts of a line, including ``done``, without empty parts."""
+        """Return the nonempty parts of a line, including ``done``."""
         rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
         metrics = " ".join(f"{printable(name)} {value:.4g}" for name, value in self.metrics.items())
@@ -82,7 +82,7 @@ class Display(Protocol):
 
 
 class BarDisplay:
-    """One rich bar per running stage. It is redrawn only by ``draw``, without a thread."""
+    """One rich bar per running stage. The bar is redrawn only by ``draw``, and no thread is used."""
 
     redraws_between_log_steps = True
 
@@ -107,7 +107,7 @@ class BarDisplay:
 
     def end(self, surviving_path: Standing) -> None:
         self.draw(surviving_path)
-        # The bar of an evaluation within training is removed. The last bar of a display remains visible.
+        # The bar of an evaluation during training is removed. The last bar of a display remains visible.
         if len(self._tasks) > 1 and self._progress is not None:
             self._progress.remove_task(self._tasks.pop(_stage(surviving_path)))
             self._progress.refresh()
@@ -121,7 +121,7 @@ class BarDisplay:
         if self._progress is None:
             from rich.progress import BarColumn, Progress, TextColumn
 
-            # rich must not interpret a name such as "acc[val]" as markup.
+            # rich must not interpret a name such as "acc[val]" as markup
             texts = [TextColumn(each, markup=False) for each in ("{task.description}", "{task.fields[text]}")]
             columns = (texts[0], BarColumn(bar_width=20), texts[1])
             # Printed text appears above the bar, unless standard output is a file or a pipe.
@@ -137,7 +137,7 @@ def _stage(surviving_path: Standing) -> str:
 
 
 class LineDisplay:
-    """One line per log interval of training and per completed evaluation, for log files."""
+    """Display for log files, with one line per log interval of training and per completed evaluation."""
 
     redraws_between_log_steps = False
 
@@ -146,7 +146,7 @@ class LineDisplay:
 
     def draw(self, surviving_path: Standing) -> None:
         texts = surviving_path.texts("" if surviving_path.step_text else _count_text(surviving_path))
-        # print instead of rich, because rich takes a third of a millisecond for a plain line
+        # print instead of rich, because rich needs a third of a millisecond for a plain line
         print(" | ".join([surviving_path.title, *texts]), file=self._console.file, flush=True)
 
     def end(self, surviving_path: Standing) -> None:

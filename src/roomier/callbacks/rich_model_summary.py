@@ -1,4 +1,5 @@
-"""RichModelSummary: adds modes, FLOPs and the shapes of inputs and outputs to the table of ModelSummary."""
+"""RichModelSummary: callback that adds modes, FLOPs and the shapes of inputs and outputs to the table of
+ModelSummary."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from roomier.callbacks.model_summary import ModelSummary, Row, Summary, summarize
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.units import format_bytes, format_count
+from roomier.device.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,12 +31,12 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one forward on the module's ``example_input_array``.
+    """Measurements of one forward with the ``example_input_array`` of the module.
 
     Attributes:
         in_sizes: shapes of the inputs by module name, from the last call of the module.
         out_sizes: shapes of the outputs by module name, from the last call of the module.
-        num_flops: floating-point operations by module name; ``""`` is the total.
+        num_flops: floating-point operations by module name; the name ``""`` is the total.
     """
 
     in_sizes: Mapping[str, str]
@@ -44,14 +45,15 @@ class Measured:
 
 
 class RichModelSummary(ModelSummary):
-    """Prints a framed table of modules, parameters, bytes and modes when ``fit`` starts.
+    """Callback that prints a framed table of modules, parameters, bytes and modes when ``fit`` starts.
 
     If the module has an ``example_input_array``, the table also contains the sizes of inputs and outputs and the
-    operations of one forward on it. This forward runs in evaluation mode without gradients and does not change the
-    random states. It is skipped if the strategy shards parameters. This callback replaces :class:`ModelSummary`.
+    operations of one forward with this input. This forward runs in evaluation mode without gradients and does not
+    change the random states. The forward is skipped if the strategy shards parameters. This callback replaces
+    :class:`ModelSummary`.
 
     Args:
-        max_depth: depth down to which submodules are listed: 0 for the total only, -1 for all.
+        max_depth: depth down to which submodules are listed; 0 lists only the total, and -1 lists all submodules.
         summarize_kwargs: options of the table: ``header_style`` (default ``"bold magenta"``).
 
     Example:
@@ -77,7 +79,7 @@ def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]]
 
     Args:
         example: the input; a tuple contains the positional arguments, and a dict contains the keyword arguments.
-        run: function that calls a step in the precision of training.
+        run: function that runs a step in the precision of training.
     """
     from torch.utils.flop_counter import FlopCounterMode  # slow to import
 
@@ -120,7 +122,8 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def shapes_of(value: Any) -> str:
-    """Return the shapes of the tensors in ``value``: ``[2, 3]``, ``[[2, 3], [2]]``; ``?`` for other values."""
+    """Return the shapes of the tensors in ``value``, such as ``[2, 3]`` or ``[[2, 3], [2]]``; ``?`` for other
+    values."""
     if isinstance(value, Tensor):
         return str(list(value.shape))
     if isinstance(value, Mapping):
@@ -131,7 +134,7 @@ def shapes_of(value: Any) -> str:
 
 
 def rich_table(summary: Summary, model: nn.Module, measured: Measured | None, header_style: str) -> Group:
-    """Return the table of the modules, with the totals below."""
+    """Return the table of the modules, with the totals below the modules."""
     table = Table(header_style=header_style)
     table.add_column("", style="dim", justify="right")
     for name in ("Name", "Type"):

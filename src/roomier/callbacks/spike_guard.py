@@ -1,9 +1,9 @@
-"""SpikeGuard: skips or undoes steps with abnormal loss or gradients, or stops the run.
+"""SpikeGuard: callback that skips or undoes steps with an abnormal loss or abnormal gradients, or stops the run.
 
 [Note: synchronization]
 To skip a step, the loss and the norm of its gradients must be known before the update, so the host waits for the device
-one time per step. For a rollback or a stop, the values stay on the device. They are read when a log row is written and
-before a checkpoint is saved, where the host waits anyway.
+one time per step. For a rollback or a stop, the loss and the norm stay on the device. These values are read when a log
+row is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
 
 [Note: state after a skipped step]
 Weights, optimizer states, schedulers, loss scale, ``global_step``, buffers of the model (running statistics), and the
@@ -12,8 +12,8 @@ torchmetrics objects and the effects of user hooks are not restored.
 
 [Note: rollback]
 After a loss spike, PaLM (Chowdhery et al. 2022, section 5.1) restarted from an earlier checkpoint and skipped the
-batches around the spike. Here the run resumes from its last checkpoint and repeats every step except the bad ones. The
-log contains the rows of repeated steps twice.
+batches around the spike. In roomier, the run resumes from its last checkpoint and repeats every step except the bad
+steps. The log contains the rows of repeated steps two times.
 """
 
 from __future__ import annotations
@@ -45,38 +45,39 @@ ACTIONS = ("skip", "rollback", "stop")
 FIGURES = ("loss", "grad_norm")
 _MAX_SAMPLES_SHOWN = 16
 Place = tuple[int, int]
-"""An epoch, and the index of the first micro-batch of a step in it."""
+"""An epoch, and the index of the first micro-batch of a step in this epoch."""
 
 
 class SpikeGuard(Callback):
-    """Checks the loss and the gradient norm (before clipping) of each step.
+    """Callback that checks the loss and the gradient norm (before clipping) of each step.
 
-    A step is bad if a value is NaN or infinite, or more than ``factor`` times the median of the previous steps. The
-    values are computed over the global batch of all ranks, so all ranks make the same decision.
+    A step is bad if one of its values is NaN or infinite, or is more than ``factor`` times the median of the previous
+    steps. The values are computed over the global batch of all ranks, so all ranks make the same decision.
 
-    A notice reports each bad step with the indices of its samples, or of its micro-batches if roomier does not
-    determine the order of the data. With a loss scale (``16-mixed``), the loss scaler handles non-finite gradients as
-    long as the loss is finite. See the notes in ``callbacks/spike_guard.py`` about synchronization and the state after
-    a skip.
+    A notice reports each bad step with the indices of its samples. If roomier does not determine the order of the data,
+    the notice contains the indices of the micro-batches instead. With a loss scale (``16-mixed``), the loss scaler
+    handles non-finite gradients if the loss is finite. See the notes in ``callbacks/spike_guard.py`` about
+    synchronization and about the state after a skipped step.
 
     Args:
-        action: ``"skip"`` skips the update of a bad step, but synchronizes with the device in each step.
-            ``"rollback"`` resumes from the last checkpoint of this run without the bad steps. ``"stop"`` ends the run
-            with an error. The last two actions do not synchronize in each step.
+        action: ``"skip"`` skips the update of a bad step, but synchronizes with the device in each step. ``"rollback"``
+            resumes from the last checkpoint of this run and skips the bad steps. ``"stop"`` stops the run with an
+            error. ``"rollback"`` and ``"stop"`` do not synchronize in each step.
         factor: multiple of the median above which a value is a spike; None checks only for non-finite values.
         window: number of good steps over which the median is computed.
         warmup: number of good steps before spikes are detected.
-        max_skips: maximum number of bad steps among the last ``window`` steps; if there are more, the run ends with an
-            error.
+        max_skips: maximum number of bad steps among the last ``window`` steps; if this number is exceeded, the run
+            stops with an error.
         monitor: values to check: ``"loss"``, ``"grad_norm"``, or both.
 
     Attributes:
         num_bad_steps: number of bad steps so far.
 
     Raises:
-        RoomierError: an argument is invalid. When training starts: the module or the Plan does not allow the check.
-        TrainingError: there are too many bad steps, a step is bad with ``action="stop"``, or a step is bad with
-            ``"rollback"`` and there is no checkpoint.
+        RoomierError: an argument is invalid. The error is also raised when training starts if the module or the Plan
+            does not allow the check.
+        TrainingError: the number of bad steps is too large, a step is bad with ``action="stop"``, or a step is bad with
+            ``"rollback"`` and no checkpoint exists.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[SpikeGuard("skip", factor=5.0)])
@@ -147,7 +148,7 @@ class SpikeGuard(Callback):
                 self._good[name] = deque(values, maxlen=self.window)
         stored = {(epoch, batch_idx) for epoch, batch_idx in state_dict["left_out"]}
         self._pending.clear()
-        if self._is_rolling_back:  # keep the bad steps that were found after the checkpoint
+        if self._is_rolling_back:  # retain the bad steps that were detected after the checkpoint
             self._is_rolling_back = False
             self._skipped |= stored
             return
@@ -240,7 +241,8 @@ class SpikeGuard(Callback):
         raise GoBackError(bad[0])
 
     def _read(self, trainer: TrainerView) -> list[tuple[Place, int, dict[str, float]]]:
-        """Return the pending values of the global batch as numbers. Waits for the device and for all ranks."""
+        """Return the pending values of the global batch as numbers. The method waits for the device and for all
+        ranks."""
         pending, self._pending = self._pending, []
         if not pending:
             return []
@@ -254,7 +256,8 @@ class SpikeGuard(Callback):
         ]
 
     def _judge(self, trainer: TrainerView, figures: dict[str, float]) -> str | None:
-        """Return the problem if the step is bad. Otherwise add the step to the statistics and return None."""
+        """Return a description of the problem if the step is bad. Otherwise add the step to the statistics and return
+        None."""
         self._num_judged += 1
         is_left_to_scaler = False
         for name in self.monitor:
@@ -298,7 +301,7 @@ class SpikeGuard(Callback):
 
 
 class _Undo:
-    """Restores the state that a forward and backward changed: logged values and buffers."""
+    """Object that restores the state that a forward and a backward changed: logged values and buffers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -306,7 +309,7 @@ class _Undo:
         self._undo_logged: Callable[[], None] = lambda: None
         self._buffers: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._moving: set[str] | None = None  # buffers that a step changes; None if not known yet
+        self._moving: set[str] | None = None  # buffers that a step changes; None before they are determined
         self._kept: dict[str, Tensor] = {}
 
     def begin_micro_batch(self) -> None:
@@ -326,7 +329,7 @@ class _Undo:
         self._moving = self._changed()
 
     def end_epoch(self) -> None:
-        """Copy all buffers in the next step again, because modules may be frozen or unfrozen between epochs."""
+        """Copy all buffers again in the next step, because modules can be frozen or unfrozen between epochs."""
         self._moving = None
 
     @torch.no_grad()
@@ -347,7 +350,7 @@ class _Undo:
 def _median(values: Iterable[float]) -> float:
     ordered = sorted(values)
     half = len(ordered) // 2
-    return (ordered[half] + ordered[-half - 1]) / 2  # both are the same element if the number is odd
+    return (ordered[half] + ordered[-half - 1]) / 2  # both indices select the same element if the length is odd
 
 
 def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:

@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: averages the weights of the last epochs at a constant learning rate."""
+"""StochasticWeightAveraging: callback that averages the weights of the last epochs at a constant learning rate."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ KEY = "stochastic_average"  # key in a checkpoint
 class StochasticWeightAveraging(Callback):
     """Stochastic Weight Averaging.
 
-    Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization"
-    (arXiv:1803.05407). From a given epoch on, torch's ``SWALR`` replaces the module's scheduler, anneals the learning
-    rate to ``swa_lrs`` and keeps it there. The average includes the weights at the start of each of these epochs.
+    The callback implements Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
+    Generalization" (arXiv:1803.05407). Starting from a given epoch, torch's ``SWALR`` replaces the module's scheduler,
+    anneals the learning rate to ``swa_lrs`` and then keeps the rate constant. The average includes the weights at the
+    start of each of these epochs.
 
-    After ``max_epochs``, the model receives the average. The running statistics of its BatchNorm modules are then
-    recomputed with one pass over the training data of all ranks, without updates and without hooks. A run that ends
-    before ``max_epochs`` keeps its trained weights.
+    After ``max_epochs``, the model receives the average. The running statistics of the model's BatchNorm modules are
+    then recomputed with one pass over the training data of all ranks, without updates and without hooks. If a run ends
+    before ``max_epochs``, the model retains its trained weights.
 
     The arguments, the averaged epochs and the resulting weights are the same as in Lightning, with two differences.
     Sharded parameters are supported: each rank averages its shard. In Lightning, the pass for BatchNorm is an
-    additional epoch, at whose end the average is updated one more time.
+    additional epoch, and the average is updated one more time at the end of this epoch.
 
     A checkpoint of a run contains the trained weights and the average. After ``fit``, ``save_checkpoint`` saves the
     average as the weights of the model. The average requires the memory of a second copy of the weights. Plans include
@@ -51,14 +52,14 @@ class StochasticWeightAveraging(Callback):
     Args:
         swa_lrs: final learning rate, or a list with one rate per parameter group.
         swa_epoch_start: epoch in which averaging starts, counted from 1; a float is a fraction of ``max_epochs``.
-        annealing_epochs: number of epochs over which the learning rate changes.
+        annealing_epochs: number of epochs over which the learning rate is annealed.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: function ``(average, weight, num_averaged) -> average`` that replaces the mean.
         device: device of the average; None uses the device of the weights.
 
     Raises:
-        RoomierError: an argument is invalid. When training starts: there are several optimizers or schedulers, or
-            ``swa_epoch_start`` is a fraction without ``max_epochs``.
+        RoomierError: an argument is invalid. The error is also raised when training starts if there are several
+            optimizers or schedulers, or if ``swa_epoch_start`` is a fraction and ``max_epochs`` is not set.
 
     Example:
         >>> trainer = roomier.Trainer(max_epochs=20, callbacks=[StochasticWeightAveraging(swa_lrs=1e-2)])
@@ -203,7 +204,7 @@ class StochasticWeightAveraging(Callback):
             self._latest_epoch = epoch
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if self._scheduler is not None and not trainer.is_last_save_point:  # not if the run ended within the epoch
+        if self._scheduler is not None and not trainer.is_last_save_point:  # not if the run ended during the epoch
             self._scheduler.step()
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:

@@ -1,4 +1,4 @@
-"""Throughput: logs samples, tokens and model FLOPs per second, and the model FLOPs utilization (MFU)."""
+"""Throughput: callback that logs samples, tokens and model FLOPs per second, and the model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ class CountsFlops(Protocol):
 
 
 class Throughput(Callback):
-    """Logs the throughput since the previous log step.
+    """Callback that logs the throughput since the previous log step.
 
     - ``samples_per_s`` and ``tokens_per_s`` count the batches of all ranks. The number of tokens is the number of
       elements of ``input_ids``, or of the first integer tensor with two dimensions.
     - ``model_flops_per_s`` counts the operations of the model, without recomputation. If the module defines
-      ``num_flops(batch)``, that method is used. Otherwise the value is :func:`flops_per_token` times the number of
-      tokens, and is not logged if there are no tokens.
-    - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak of all devices. It is logged if the peak is known.
+      ``num_flops(batch)``, that method is used. Otherwise, the value is :func:`flops_per_token` times the number of
+      tokens, and is not logged if the batch has no tokens.
+    - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak of all devices. This value is logged only if the peak
+      is known.
 
     The clock starts after the first optimizer step (warm-up) and stops during validation. It includes the time of
     checkpoints. Counts are computed from shapes, and the device is synchronized only at log steps.
 
     Args:
-        peak_flops_per_s: peak of one device at the precision of the run, in FLOP/s; by default from a table of data
-            sheets.
+        peak_flops_per_s: peak of one device at the precision of the run, in FLOP/s; by default, the value from a table
+            of data sheets.
 
     Raises:
         RoomierError: ``peak_flops_per_s`` is not positive.
@@ -140,12 +141,12 @@ _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Return 6 FLOPs for each parameter in matrix products, or 4 for a frozen parameter.
+    """Return 6 FLOPs for each trained parameter in matrix products, and 4 FLOPs for each frozen parameter.
 
-    Forward, the gradient of the input and the gradient of the parameter each take 2 FLOPs, a multiplication and an
-    addition. See section 2.1 of Kaplan et al. 2020, "Scaling Laws for Neural Language Models". The count omits
-    attention scores, which are small if the sequence is shorter than about 6 times the width. It also omits embeddings,
-    except embeddings that are tied to an output layer.
+    The forward, the gradient of the input and the gradient of the parameter each require 2 FLOPs, which are one
+    multiplication and one addition. See section 2.1 of Kaplan et al. 2020, "Scaling Laws for Neural Language Models".
+    The count omits attention scores, which are small if the sequence is shorter than about 6 times the width. The count
+    also omits embeddings, except embeddings that are tied to an output layer.
     """
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     multiplied = {
@@ -158,7 +159,7 @@ def flops_per_token(model: nn.Module) -> float:
 
 
 def _peak_of_plan(device: torch.device, plan: Plan) -> float | None:
-    """Return the peak at the precision of the Plan's matrix products; None if it is unknown."""
+    """Return the peak at the precision of the Plan's matrix products; None if the peak is unknown."""
     mode, matmul = plan.precision.mode, plan.precision.matmul
     if mode == "64-true":
         return None

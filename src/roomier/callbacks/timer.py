@@ -1,4 +1,4 @@
-"""Timer: measures the stages of a run and stops training after a given time."""
+"""Timer: callback that measures the stages of a run and stops training after a given time."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 
 class Timer(Callback):
-    """Measures the time of each stage and stops training after ``duration``.
+    """Callback that measures the time of each stage and stops training after ``duration``.
 
-    The arguments are the same as in Lightning. Unlike ``Trainer(max_time=...)``, a resumed run includes the training
-    time before the checkpoint. With several ranks, the first rank whose time is over stops training on all ranks at the
-    same step.
+    The arguments are the same as in Lightning. Unlike the limit of ``Trainer(max_time=...)``, the measured time of a
+    resumed run includes the training time before the checkpoint. With several ranks, the first rank that exceeds
+    ``duration`` stops training on all ranks at the same step.
 
     Args:
-        duration: maximum training time as ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments; None only
-            measures.
-        interval: check the time after each ``"step"`` or after each ``"epoch"``.
-        verbose: print a notice to standard error when the time is over.
+        duration: maximum training time as ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments; with None,
+            the callback only measures.
+        interval: check the elapsed time after each ``"step"`` or after each ``"epoch"``.
+        verbose: print a notice to standard error when ``duration`` is exceeded.
 
     Raises:
         RoomierError: an argument is invalid.
@@ -55,7 +55,8 @@ class Timer(Callback):
         self._earlier_s = 0.0  # training time before the checkpoint
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return the last start of a stage, in seconds of ``time.monotonic``; None if it has not started.
+        """Return the time of the last start of a stage, in seconds of ``time.monotonic``; None if the stage has not
+        started.
 
         Args:
             stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
@@ -63,11 +64,13 @@ class Timer(Callback):
         return self._started_s[_stage(stage)]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the last end of a stage, in seconds of ``time.monotonic``; None if it has not ended."""
+        """Return the time of the last end of a stage, in seconds of ``time.monotonic``; None if the stage has not
+        ended."""
         return self._ended_s[_stage(stage)]
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the duration of a stage so far, in seconds. Training includes the time before the checkpoint."""
+        """Return the duration of a stage so far, in seconds. The duration of training includes the time before the
+        checkpoint."""
         started, ended = self.start_time(stage), self.end_time(stage)
         earlier = self._earlier_s if stage == "train" else 0.0
         if started is None:
@@ -75,7 +78,7 @@ class Timer(Callback):
         return earlier + (time.monotonic() if ended is None else ended) - started
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the remaining seconds of ``duration``; None without a duration."""
+        """Return the remaining seconds of ``duration``; None if ``duration`` is None."""
         return None if self._duration_s is None else self._duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class Timer(Callback):
         fields({}, others={"time_elapsed": mapping_of(finite)})(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._started_s["train"] is not None:  # a rollback does not reset the time
+        if self._started_s["train"] is not None:  # a rollback does not reset the elapsed time
             return
         self._earlier_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
 
@@ -101,7 +104,7 @@ class Timer(Callback):
             self._started_s["train"] = self._ended_s["train"] = None
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._check(trainer)  # a resumed run may have no time left
+        self._check(trainer)  # a resumed run can have no remaining time
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("train")

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from roomier.memory.tracker import MemoryTracker
 
 FIRST_STEP = 2
-"""During the first step, the optimizer has no states."""
+"""During the first step, the optimizer states do not exist yet."""
 FIRST_STEP_OF_A_BUDGET = 4
-"""Until the third step, an activation budget takes measurements, and blocks save as little as possible for backward."""
+"""Until the third step, an activation budget runs measurements, and blocks save as few activations as possible for
+backward."""
 
 _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
 
@@ -39,9 +40,9 @@ def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
 class TrackedStep:
     """A tracked step, together with the step before it, which identifies the kind of each tensor.
 
-    Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call of a
-    batch, further calls have no effect. The tracker records only between the two hooks, so it excludes logging,
-    saving and validation between batches.
+    Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call for a
+    batch, further calls have no effect. The tracker records only between the two hooks, so it excludes logging, saving
+    and validation between batches.
 
     Args:
         step: number of the step in the run, counted from 1.
@@ -59,7 +60,7 @@ class TrackedStep:
         self._inside: ExitStack | None = None
 
     def is_due(self, trainer: TrainerView) -> bool:
-        """Return True if the starting batch belongs to the tracked step or the step before it."""
+        """Return True if the batch that starts belongs to the tracked step or to the step before it."""
         return self.tracker is None and trainer.global_step >= self.step - 2
 
     def begin_batch(self, trainer: TrainerView) -> None:

@@ -1,4 +1,5 @@
-"""WeightAveraging: averages the weights during training, for validation, checkpoints and the final model."""
+"""WeightAveraging: callback that averages the weights during training, for validation, checkpoints and the final
+model."""
 
 from __future__ import annotations
 
@@ -23,19 +24,20 @@ CURRENT, WIDE = "current_model_state", "averaged_weights"
 
 
 class WeightAveraging(Callback):
-    """Averages the weights over training: by default, all iterates with equal weight (Polyak and Juditsky 1992).
+    """Callback that averages the weights over training; by default, all iterates have equal weight (Polyak and Juditsky
+    1992).
 
     Validation uses the average. A checkpoint contains the average as the weights of the model, and the model contains
-    the average after ``fit``. Training itself does not change. Before the first update, the trained weights are used
-    instead.
+    the average after ``fit`` ends. Training itself does not change. Before the first update of the average, the trained
+    weights are used instead.
 
     The arguments are the same as in Lightning. The average includes trained parameters and floating-point buffers. If
-    parameters are sharded, each rank averages its shard. The average requires the memory of a second copy of the
-    weights (in float32), which forecasts and plans include. With ``device="cpu"``, the average is in host memory, and
-    each update copies the weights to the host.
+    parameters are sharded, each rank averages its shard. The average requires memory for a second copy of the weights
+    (in float32), and forecasts and plans include this copy. With ``device="cpu"``, the average is stored in host
+    memory, and each update copies the weights to the host.
 
-    In a checkpoint, the average is stored at ``"module"``, where evaluation and export read it, and the trained weights
-    at ``"current_model_state"``. Resuming is exact and requires this callback.
+    In a checkpoint, the average is stored at ``"module"``, which evaluation and export read, and the trained weights
+    are stored at ``"current_model_state"``. Resuming is exact and requires this callback.
 
     Args:
         device: device of the average; by default the device of the weights.
@@ -77,13 +79,13 @@ class WeightAveraging(Callback):
         self._latest_update_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True to update the average. Called after each optimizer step and after each epoch.
+        """Return True to update the average. This method is called after each optimizer step and after each epoch.
 
-        Override this method to average less often.
+        Override this method to update the average less often.
 
         Args:
-            step_idx: index of the completed step, from 0; None at the end of an epoch.
-            epoch_idx: index of the completed epoch, from 0; None after a step.
+            step_idx: index of the completed step, counted from 0; None at the end of an epoch.
+            epoch_idx: index of the completed epoch, counted from 0; None after a step.
         """
         return step_idx is not None
 
@@ -142,7 +144,7 @@ class WeightAveraging(Callback):
         self._is_training = False
         if self.num_averaged:
             self._share_buffers(trainer)
-            self._swap(trainer)  # the trained weights are kept, so later checkpoints contain both
+            self._swap(trainer)  # retains the trained weights, so later checkpoints contain both versions
         else:
             notice(f"{type(self).__name__}: should_update never returned True, so the model keeps its trained weights")
 
@@ -200,8 +202,8 @@ class WeightAveraging(Callback):
         return places
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Restore the average. The model already contains the weights at ``"module"``, which are the average if one was
-        saved."""
+        """Restore the average. The model already contains the weights at ``"module"``, which are the average if an
+        average was saved."""
         self._average = None
         if CURRENT not in checkpoint:
             if not self._stored:
@@ -231,10 +233,11 @@ class WeightAveraging(Callback):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """Return the averaged tensors by name: parameters in their form between steps, and persistent buffers.
+        """Return the averaged tensors by name: parameters in the form that they have between steps, and persistent
+        buffers.
 
         Args:
-            names: names from a checkpoint; None selects the tensors that are trained now.
+            names: names from a checkpoint; None selects the tensors that are currently trained.
         """
         engine = trainer.engine
         saved, network = engine.weights().keys(), engine.module
@@ -258,8 +261,8 @@ class WeightAveraging(Callback):
             trainer.engine.settle()
 
     def _share_buffers(self, trainer: TrainerView) -> None:
-        """Replace the averaged running statistics of this rank with those of rank 0, so that all ranks evaluate the
-        same model."""
+        """Replace the averaged running statistics of this rank with the statistics of rank 0, so that all ranks
+        evaluate the same model."""
         average = self._average
         if trainer.ranks.is_alone or average is None or not self._use_buffers:
             return
@@ -275,17 +278,19 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Averages the weights exponentially: ``average = decay * average + (1 - decay) * weights`` after each step.
+    """Callback that averages the weights exponentially: ``average = decay * average + (1 - decay) * weights`` after
+    each step.
 
-    This is the moving average of Tarvainen and Valpola 2017, "Mean teachers are better role models", section 2.
+    The result is the moving average of Tarvainen and Valpola 2017, "Mean teachers are better role models", section 2.
 
     Args:
         device: device of the average, see :class:`WeightAveraging`.
         use_buffers: also average buffers, see :class:`WeightAveraging`.
         decay: weight of the previous average, in [0, 1].
-        update_every_n_steps: update after each step whose index, from 0, is a multiple of this number; 0 disables this.
+        update_every_n_steps: update after each step whose index, counted from 0, is a multiple of this number; 0
+            disables these updates.
         update_starting_at_step: index of the first step that updates the average.
-        update_starting_at_epoch: also update after each epoch, starting with this epoch; None disables this.
+        update_starting_at_epoch: also update after each epoch, starting with this epoch; None disables these updates.
 
     Raises:
         RoomierError: an argument is invalid.

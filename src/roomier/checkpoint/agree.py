@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failure:
-    """Picklable form of an error, without the received object, which can exist in its own process only."""
+    """Picklable form of an error, without the received object, which may exist only in its own process."""
 
     kind: type[RoomierError]
     field: str
@@ -34,11 +34,11 @@ def all_ranks() -> Ranks:
 
 
 def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
-    """Call ``function`` on every rank and return the results of all ranks, in the order of the ranks.
+    """Call ``function`` on every rank and return the results of all ranks, ordered by rank.
 
     Raises:
-        RoomierError: ``function`` failed on some rank. Every rank raises the error of the first rank that failed, with
-            its number. If there is only one rank, it raises the original exception.
+        RoomierError: ``function`` failed on some rank. Every rank raises the error of the first rank that failed,
+            including the number of this rank. If there is only one rank, this rank raises the original exception.
     """
     if ranks.is_alone:
         return [function()]

@@ -18,19 +18,22 @@ from roomier.checkpoint.parts import Part
 from roomier.checkpoint.saving import Prepared, prepare, write
 from roomier.core import torch_private
 from roomier.core.ranks import Ranks
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import synchronize
 
 
 class BackgroundSaver:
     """Saver that writes one checkpoint at a time in a thread, and commits it like :func:`roomier.checkpoint.save`.
 
     With several ranks, the threads communicate in a separate process group. If two threads used the same group, the
-    order of their collectives could differ between ranks. Every rank must make the same calls.
+    order of their collectives could differ between ranks. Every rank must call the same methods in the same order.
 
-    The saver requires host memory for one copy of the data that this rank writes, and reuses it for the next save. The
-    memory is pinned for tensors on a CUDA device.
+    The saver requires host memory for one copy of the data that this rank writes, and reuses this memory for the next
+    save. The memory is pinned for tensors on a device that copies asynchronously.
 
     Args:
-        ranks: ranks that save together. None means the ranks of the default process group, or this process alone.
+        ranks: ranks that save together. If None, the ranks are the ranks of the default process group, or only this
+            process.
 
     Attributes:
         num_started: number of saves that were started; identical on all ranks.
@@ -58,11 +61,11 @@ class BackgroundSaver:
 
     @property
     def num_ended(self) -> int:
-        """Number of started saves that have finished on this rank, successfully or not."""
+        """Number of started saves that have finished on this rank, successfully or with an error."""
         return self.num_started - int(self._thread is not None and self._thread.is_alive())
 
     def start(self, path: str | Path, state: Mapping[str, Any]) -> None:
-        """Copy ``state`` and start to write it to ``path``, after waiting for the previous save.
+        """Copy ``state`` and start writing it to ``path``, after waiting for the previous save.
 
         Args:
             path: checkpoint folder.
@@ -78,7 +81,8 @@ class BackgroundSaver:
         if self._group is None and not self._ranks.is_alone:
             self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
         job = replace(prepared, parts=staged)
-        # A daemon thread, because a checkpoint that is not committed when the process exits is unusable in any case.
+        # The thread is a daemon, because a checkpoint that is not committed when the process exits is unusable in any
+        # case.
         self._thread = threading.Thread(target=self._write, args=(job,), name="roomier-checkpoint", daemon=True)
         self._thread.start()
         self.num_started += 1
@@ -122,12 +126,11 @@ class BackgroundSaver:
 
     def _stage(self, parts: list[Part]) -> list[Part]:
         buffers = {part.name: self._buffer(part) for part in parts}
-        self._buffers = buffers  # drops the buffers of tensors that are no longer in the state
+        self._buffers = buffers  # frees the buffers of tensors that are no longer in the state
         for part in parts:
-            # Only CUDA copies are synchronized below. On other devices the copy must be blocking.
-            buffers[part.name].copy_(part.tensor.detach(), non_blocking=part.tensor.is_cuda)
-        for device in {part.tensor.device for part in parts if part.tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # a model can use several devices
+            buffers[part.name].copy_(part.tensor.detach(), non_blocking=_copies_asynchronously(part))
+        for device in {part.tensor.device for part in parts if _copies_asynchronously(part)}:
+            synchronize(device)  # a model can use several devices
         return [replace(part, tensor=buffers[part.name]) for part in parts]
 
     def _buffer(self, part: Part) -> Tensor:
@@ -135,4 +138,8 @@ class BackgroundSaver:
         held = self._buffers.get(part.name)
         if held is not None and held.shape == shape and held.dtype == dtype:
             return held
-        return torch.empty(shape, dtype=dtype, pin_memory=part.tensor.is_cuda)
+        return torch.empty(shape, dtype=dtype, pin_memory=_copies_asynchronously(part))
+
+
+def _copies_asynchronously(part: Part) -> bool:
+    return capabilities_of(part.tensor.device).copies_asynchronously

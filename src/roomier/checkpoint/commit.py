@@ -1,18 +1,19 @@
-"""Atomic commit: a single rename makes the complete checkpoint folder appear.
+"""Atomic commit of a checkpoint folder: a single rename makes the complete folder visible.
 
 [Note: state after a kill]
 A folder is filled under the name ``.tmp-<name>@<owner>`` next to its target, flushed, and renamed. A folder cannot be
-renamed onto a folder that is not empty. So if the target exists, it is first renamed to ``.old-<name>@<owner>``. A
-killed process leaves one of three states:
+renamed to the path of a folder that is not empty. Therefore, if the target exists, it is first renamed to
+``.old-<name>@<owner>``. A killed process leaves one of three states:
 
 1. before the first rename     target: the old checkpoint    (``.tmp-``: incomplete or unused)
 2. between the two renames     ``.old-``: the old checkpoint  (``.tmp-``: the new checkpoint, unused)
 3. after the second rename     target: the new checkpoint    (``.old-``: superseded)
 
-In each state, a complete checkpoint has the target's name or, in state 2, an ``.old-`` name. :func:`surviving_path` and
-:func:`roomier.checkpoint.find.list_complete` find both. The next save into the same parent folder clears the folders of
-dead processes: it renames the old checkpoint of state 2 back, and deletes all other leftovers. Deletion starts with the
-record, without which a folder no longer counts as complete.
+In each state, a complete checkpoint has the name of the target or, in state 2, an ``.old-`` name.
+:func:`surviving_path` and :func:`roomier.checkpoint.find.list_complete` find the checkpoint under both names. The next
+save into the same parent folder clears the folders of dead processes: it restores the name of the old checkpoint of
+state 2, and deletes all other leftovers. Deletion starts with the record, because a folder without a record is not a
+complete checkpoint.
 """
 
 import errno
@@ -44,7 +45,7 @@ _ASIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<target>.+)@(?P<host>[0-9a-f]{8})-(
 
 @dataclass(frozen=True)
 class _Aside:
-    """Folder next to its target. It is being written or deleted (tmp), or was replaced (old)."""
+    """Folder next to its target. The folder is being written or deleted (tmp), or was replaced (old)."""
 
     path: Path
     kind: str
@@ -61,14 +62,14 @@ class _Aside:
 
     def is_stale(self) -> bool:
         """Return True if the process that created the folder has exited."""
-        # The rename to this name updates the ctime of the folder, but not its mtime.
+        # Renaming a folder updates its ctime, but not its mtime.
         changed_at_s = self.path.lstat().st_ctime
         if self.host != _host():
             return time.time() - changed_at_s > _FOREIGN_STALE_AFTER_S
         try:
             process = psutil.Process(self.pid)
-            # A process that started after the folder was created reuses the process id. The start time has a resolution
-            # of one second.
+            # If the process started after the folder was created, it is a different process that reuses the process id.
+            # The start time of a process has a resolution of one second.
             return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed_at_s + 1
         except psutil.NoSuchProcess:
             return True
@@ -86,7 +87,8 @@ def _aside_path(kind: str, target: Path) -> Path:
 
 @contextmanager
 def committed_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Create an empty folder that becomes ``target`` at the end of the ``with`` block, or is removed after an error.
+    """Create an empty folder that becomes ``target`` at the end of the ``with`` block, or that is removed after an
+    error.
 
     An existing checkpoint at ``target`` is replaced.
 
@@ -164,7 +166,8 @@ def absolute(path: str | Path) -> Path:
 
 
 def remove(path: str | Path) -> None:
-    """Delete the checkpoint ``path``. If the process is killed meanwhile, no incomplete checkpoint remains at ``path``.
+    """Delete the checkpoint ``path``. If the process is killed during the deletion, no incomplete checkpoint remains at
+    ``path``.
 
     Args:
         path: checkpoint folder.
@@ -191,7 +194,7 @@ def remove(path: str | Path) -> None:
 
 
 def surviving_path(path: Path) -> Path:
-    """Return ``path``, or its ``.old-`` path if a kill interrupted the replacement of the checkpoint."""
+    """Return ``path``, or its ``.old-`` path if the process was killed while it replaced the checkpoint."""
     path = at_home(path)
     if os.path.lexists(path) or not path.parent.is_dir():
         return path
@@ -209,7 +212,7 @@ def names_being_written(folder: Path) -> set[str]:
     names = set()
     for path in folder.iterdir() if folder.is_dir() else ():
         aside = _Aside.parse(path)
-        with suppress(FileNotFoundError):  # the other process has renamed the folder
+        with suppress(FileNotFoundError):  # another process has renamed the folder
             is_own = aside is not None and (aside.host, aside.pid) == (_host(), os.getpid())
             if aside is not None and aside.kind == "tmp" and not is_own and not aside.is_stale():
                 names.add(aside.target.name)
@@ -217,7 +220,8 @@ def names_being_written(folder: Path) -> set[str]:
 
 
 def clear_stale(folder: Path) -> None:
-    """Clear leftovers of dead processes in ``folder``, and restore the name of each old checkpoint without a successor.
+    """Remove leftovers of dead processes in ``folder``, and restore the name of each old checkpoint that has no
+    successor.
 
     Raises:
         OSError: the folder cannot be read or changed.

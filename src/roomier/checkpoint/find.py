@@ -1,4 +1,4 @@
-"""Find checkpoints: list the complete ones, find the newest one, and verify one."""
+"""Find checkpoints: list the complete checkpoints, find the newest checkpoint, and verify a checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 
 Check: TypeAlias = Callable[[Path, dict[str, Any]], None]
-"""Function that raises a CheckpointError if the state of the checkpoint, as returned by ``peek``, cannot be used."""
+"""Function that raises a CheckpointError if the state that ``peek`` returned for the checkpoint cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class _Complete:
     def age_key(self) -> tuple[int, int, int, int, str]:
         """Orders checkpoints from old to new.
 
-        Without commit numbers, folders are ordered by time and the checkpoints in a folder by step, because the clock
-        may have been set back within a run.
+        Checkpoints without commit numbers are ordered by the time of their folder, and by step within a folder, because
+        the clock may have been set back during a run.
         """
         record = self.record
         group_ns = 0 if record.commit_number else self.group_ns
@@ -52,9 +52,9 @@ class _Damaged:
 def list_complete(folder: str | Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, the oldest first; an empty list if the folder does not exist.
 
-    A checkpoint is complete if its record is valid and every file that the record lists has its full size. Contents
-    are not read; :func:`verify` reads them. A checkpoint that a killed process was replacing is listed under its
-    ``.old-`` name.
+    A checkpoint is complete if its record is valid and every file that the record lists has its full size. The contents
+    of the files are not read; :func:`verify` reads them. A checkpoint that a killed process was replacing is listed
+    under its ``.old-`` name.
     """
     complete, _ = _survey([_candidates(at_home(folder))])
     return [each.path for each in complete]
@@ -63,9 +63,8 @@ def list_complete(folder: str | Path) -> list[Path]:
 def find_last(root: str | Path, check: Check | None = None) -> Path | None:
     """Return the newest complete checkpoint under ``root``, or None.
 
-    The newest is the checkpoint with the largest commit number (see [Note: commit numbers] in ``record.py``),
-    independent of the clock, the file names and the modification times. Damaged checkpoints that may be newer are
-    skipped with a warning.
+    The newest checkpoint has the largest commit number (see [Note: commit numbers] in ``record.py``), regardless of the
+    clock, the file names and the modification times. Damaged checkpoints that may be newer are skipped with a warning.
 
     Args:
         root: a checkpoint, a folder of checkpoints, a run folder (it has ``checkpoints/``), or a folder of runs (it has
@@ -143,7 +142,8 @@ def _check(folder: Path) -> None:
 
 
 def _survey(groups: list[list[Path]]) -> tuple[list[_Complete], list[_Damaged]]:
-    """Return the complete checkpoints among the candidates in ``groups``, from old to new, and the damaged ones."""
+    """Return the complete checkpoints among the candidates in ``groups``, from old to new, and the damaged
+    checkpoints."""
     complete: list[_Complete] = []
     damaged: list[_Damaged] = []
     for candidates in groups:
@@ -164,7 +164,7 @@ def _survey(groups: list[list[Path]]) -> tuple[list[_Complete], list[_Damaged]]:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return the folders of checkpoints in which :func:`find_last` looks for the newest."""
+    """Return the checkpoint folders in which :func:`find_last` searches for the newest checkpoint."""
     return [root, root / "checkpoints", *sorted(root.glob("version_*/checkpoints"))]
 
 
@@ -177,5 +177,5 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    # A link such as ModelCheckpoint's "last" names a checkpoint a second time.
+    # A link such as ModelCheckpoint's "last" is a second name of a checkpoint.
     return path.is_dir() and not path.is_symlink() and not path.name.startswith(".")

@@ -1,8 +1,8 @@
-"""Classes in Lightning checkpoints that are read as plain values, without importing them.
+"""Classes in Lightning checkpoints that are read as plain values, without importing the classes.
 
 torch's reader for ``weights_only=True`` rejects every class that is not registered. This module registers functions and
 classes under the names of the original classes, so the reader returns plain values. The list contains the classes that
-Lightning writes into the files of ordinary runs, and those that users often pass to ``save_hyperparameters``:
+Lightning writes into the files of ordinary runs, and the classes that users often pass to ``save_hyperparameters``:
 
 - ``AttributeDict``, the class of nested ``hparams`` in Lightning: read as a dict.
 - ``argparse.Namespace``, the arguments of a script in one hyperparameter: read as a dict.
@@ -16,7 +16,8 @@ Lightning writes into the files of ordinary runs, and those that users often pas
 - ``EarlyStoppingReason``, an enum that the state of Lightning's EarlyStopping contains in some versions: read as its
   number.
 
-None of the registered functions and classes can execute code from the file. They only store strings, numbers and dicts.
+None of the registered functions and classes can execute code from the file. These functions and classes only store
+strings, numbers and dicts.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Unresolved(str):
 
 
 class _Config:
-    """Substitute for a container of OmegaConf. Its ``_content`` is a dict or list of nodes, None, or a string."""
+    """Substitute for a container of OmegaConf. The ``_content`` of a container is a dict or list of nodes, None, or a
+    string."""
 
 
 class _Node:
@@ -130,7 +132,7 @@ def _by_name() -> list[Any]:
 def harmless_types() -> AbstractContextManager[Any]:
     """Return a context in which ``torch.load(weights_only=True)`` reads these classes.
 
-    Convert its result with :func:`as_plain`.
+    Convert the result of ``torch.load`` with :func:`as_plain`.
     """
     context: AbstractContextManager[Any] = torch.serialization.safe_globals(_by_name())
     return context

@@ -1,4 +1,5 @@
-"""Checkpoints that Lightning wrote, as a single file ``x.ckpt``. Reading one never executes code from it."""
+"""Checkpoints that Lightning wrote, as a single file ``x.ckpt``. Reading such a file never executes code from the
+file."""
 
 from __future__ import annotations
 
@@ -73,10 +74,10 @@ class Position:
 
     Attributes:
         epoch: number of finished epochs.
-        batch_idx: number of batches of the running epoch that are done on each rank.
-        num_batches: number of batches that are done in all epochs.
+        batch_idx: number of batches of the current epoch that each rank has processed.
+        num_batches: number of batches that were processed in all epochs.
         global_step: number of optimizer steps.
-        is_last_batch: True if Lightning marked the last of these batches as the last batch of its epoch.
+        is_last_batch: True if Lightning marked the last processed batch as the last batch of its epoch.
     """
 
     epoch: int
@@ -87,7 +88,7 @@ class Position:
 
 
 class LightningFile:
-    """Content of a Lightning checkpoint file. Tensors stay in the file until they are read.
+    """Content of a Lightning checkpoint file. Tensors remain in the file until they are read.
 
     Args:
         path: path of the file.
@@ -137,7 +138,8 @@ class LightningFile:
     def described(self) -> dict[str, Any]:
         """Entries from which :func:`roomier.checkpoint.module.make_module` creates a module."""
         name = self.content.get(HYPERPARAMETERS_NAME)
-        # "kwargs" means separate arguments. Any other name is the name of the one argument that contains all of them.
+        # "kwargs" means separate arguments. Any other name is the name of the single argument that contains all
+        # hyperparameters.
         argument = {} if name in (None, "kwargs") else {"hyperparameters_argument": str(name)}
         return {"hyperparameters": self.hyperparameters, **argument}
 
@@ -185,7 +187,7 @@ class LightningFile:
             names: name of each parameter.
 
         Raises:
-            CheckpointError: the states belong to other optimizers.
+            CheckpointError: the states belong to different optimizers.
         """
         stored = self.content["optimizer_states"]
         if len(stored) != len(optimizers):
@@ -197,7 +199,7 @@ class LightningFile:
         """Check that the scheduler states belong to ``schedulers``.
 
         Raises:
-            CheckpointError: the states belong to other schedulers.
+            CheckpointError: the states belong to different schedulers.
         """
         stored = self.content["lr_schedulers"]
         own = [each.state_dict() for each in schedulers]
@@ -250,7 +252,7 @@ class LightningFile:
         return {"type": kind, "state": state, "param_groups": named_groups}
 
     def _check_options(self, kind: str, own: Mapping[str, Any], then: Mapping[str, Any], action: str) -> None:
-        # The file does not contain the class of the optimizer, so compare the names of its options.
+        # The file does not contain the class of the optimizer, so the names of the optimizer options are compared.
         unknown = then.keys() - own.keys() - _GROUP_KEYS_OF_SCHEDULERS
         decays = "decoupled_weight_decay"
         is_other_adam = decays in then and then[decays] is not own.get(decays, then[decays])  # both are flags

@@ -34,13 +34,14 @@ def load_module(
 ) -> AnyNetwork:
     """Create a module of class ``cls`` from the hyperparameters in a checkpoint, and load its weights.
 
-    :meth:`roomier.Module.load_from_checkpoint` calls this function. Call it directly for a LightningModule, whose
-    method ``load_from_checkpoint`` supports Lightning's files only.
+    :meth:`roomier.Module.load_from_checkpoint` calls this function. Call this function directly for a LightningModule,
+    whose method ``load_from_checkpoint`` supports Lightning's files only.
 
     Args:
         cls: subclass of ``roomier.Module`` or LightningModule, or any other ``nn.Module`` that was trained.
         path: checkpoint folder, or ``.ckpt`` file of Lightning.
-        map_location: device of the module. None keeps the device on which ``__init__`` creates it, usually the CPU.
+        map_location: device of the module. None leaves the module on the device on which ``__init__`` creates it,
+            usually the CPU.
         strict: require that the names of the weights match; by default the module's ``strict_loading``.
         init_arguments: arguments of ``__init__`` that replace or complete the stored hyperparameters.
 
@@ -65,7 +66,7 @@ def load_module(
         _load_changed(module, path, described, strict=strict)
         return module if device is None else module.to(device)
     if strict:
-        # Filled in place. Values from get_extra_state are set after that.
+        # Filled in place. Values from get_extra_state are set after the tensors are filled.
         places = {"module": module.state_dict()}
         found = load(path, into=places, only=("module",), empty=("module",))["module"]
         _load_weights(module, found, path, strict=True)
@@ -90,7 +91,7 @@ def make_module(
     """
     stored = described.get("hyperparameters", {})
     argument = described.get("hyperparameters_argument")
-    if argument in inspect.signature(cls).parameters:  # __init__ takes all hyperparameters in one argument
+    if argument in inspect.signature(cls).parameters:  # __init__ accepts all hyperparameters in one argument
         stored = {argument: HyperParameters(stored)}
     arguments = {**_accepted_by(cls, stored), **init_arguments}
     try:
@@ -153,7 +154,8 @@ def _device(map_location: str | torch.device) -> torch.device:
 
 
 def _accepted_by(cls: type, stored: Mapping[str, Any]) -> dict[str, Any]:
-    # The stored hyperparameters of a subclass can include arguments of its parent that its own __init__ does not take.
+    # The stored hyperparameters of a subclass can include arguments of its parent class that the __init__ of the
+    # subclass does not accept.
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(stored)

@@ -37,8 +37,8 @@ class Part:
 def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[Part]:
     """Return the parts of ``tensors`` that this rank writes. No tensor is copied.
 
-    Each rank writes its shard of a sharded tensor. If several ranks have the same shard (HSDP), they take turns from
-    one tensor to the next. Empty shards are skipped.
+    Each rank writes its shard of a sharded tensor. If several ranks have the same shard (HSDP), these ranks write the
+    shards of successive tensors in turn. Empty shards are skipped.
 
     Args:
         tensors: mapping from names to the tensors of a state.

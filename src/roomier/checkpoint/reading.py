@@ -1,10 +1,11 @@
-"""Read tensors from the files of a checkpoint: the location of each box of a tensor, and the rank that verifies it.
+"""Read tensors from the files of a checkpoint: determine the location of each box of a tensor, and the rank that
+verifies the box.
 
 [Note: each file one time]
 The checksum of a file is computed from the bytes that are read into the tensors. A tensor that already has values, such
-as a weight of a model, must not change if a file is damaged. It is filled after every file was verified, so its file is
-read a second time, usually from the page cache. On several ranks each file is verified by one rank: the rank that reads
-most of it.
+as a weight of a model, must not change if a file is damaged. Such a tensor is filled after all files are verified, so
+its file is read a second time, usually from the page cache. With several ranks, each file is verified by the rank that
+reads most of the file.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def read_pieces(folder: Path, files: Iterable[StoredFile]) -> Pieces:
     """Return the boxes in ``files``, from their headers.
 
     Raises:
-        CheckpointError: a header cannot be read, is malformed, or lists other tensors than the record.
+        CheckpointError: a header cannot be read, is malformed, or lists different tensors than the record.
     """
     pieces: dict[str, list[Piece]] = {}
     for file in files:
@@ -124,7 +125,7 @@ class TensorReader:
 
     Args:
         folder: checkpoint folder.
-        files: all files that contain one of the tensors; they can differ between ranks.
+        files: all files that contain one of the tensors; the files can differ between ranks.
         pieces: boxes of each tensor.
         empty: tensors without values, with the names under which they are stored. A sharded tensor receives its shard.
         filled: tensors with values, which must not change if a file is damaged.
@@ -160,13 +161,14 @@ class TensorReader:
         """Fill the tensors that have values. The files must be verified.
 
         Raises:
-            CheckpointError: the disk failed; tensors may be filled in part.
+            CheckpointError: the disk failed; tensors may be partially filled.
         """
         for name, reads in self._of_filled.items():
             self._read(name, reads)
 
     def _share(self, ranks: Ranks) -> list[StoredFile]:
-        """Return the files that this rank verifies: files of which it reads the most, balanced by size across ranks."""
+        """Return the files that this rank verifies: the files from which this rank reads the most bytes, balanced by
+        size across ranks."""
         own = {name: sum(each.target.nbytes for each in self._of_empty.get(name, [])) for name in self._files}
         by_rank = ranks.gather([(file, own[file.name]) for file in self._files.values()])
         wanted = [{file.name: num_bytes for file, num_bytes in of_rank} for of_rank in by_rank]
@@ -212,7 +214,7 @@ def _reads_by_file(pieces: Pieces, targets: Iterable[tuple[str, Tensor]]) -> dic
 
 
 def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the part of ``target`` that this rank holds, and its offsets in the full tensor."""
+    """Return the part of ``target`` that is on this rank, and its offsets in the full tensor."""
     if not is_sharded(target):
         return target, (0,) * target.dim()
     own = target.to_local()

@@ -2,8 +2,8 @@
 
 The file is ``{"crc32": "<8 hex digits>", "content": {...}}``. The checksum covers the bytes of the content, so it
 detects every flipped bit. The checksum does not authenticate the file, so a reader must handle arbitrary bytes.
-:func:`read_record` is the only function that reads a record. It checks types, ranges, sizes and nesting, and reads
-regular files only.
+:func:`read_record` is the only function that reads a record. :func:`read_record` checks types, ranges, sizes and
+nesting, and reads regular files only.
 
 [Note: commit numbers]
 The clock of a machine can be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
@@ -77,7 +77,7 @@ class StoredFile:
         name: file name without a folder.
         size_bytes: size of the file.
         crc32: CRC-32 of its bytes.
-        tensors: names of the tensors that are stored in it, in full or in part.
+        tensors: names of the tensors that the file contains, in full or in part.
     """
 
     name: str
@@ -267,7 +267,7 @@ def damage(folder: Path, problem: str) -> DamagedCheckpointError:
 
 
 def check_sizes(folder: Path, record: Record) -> None:
-    """Check that ``folder`` has every tensor file of ``record`` in its full size, and no other tensor file.
+    """Check that ``folder`` contains every tensor file of ``record`` with its full size, and no other tensor file.
 
     Raises:
         CheckpointError: a file is missing, truncated, not a regular file, or not listed. The error names the first one.

@@ -1,7 +1,7 @@
 """The entries that a Trainer stores in a checkpoint, and the schema of each entry.
 
 Callers of :func:`roomier.checkpoint.save` can use any names, so these schemas apply only to functions that read the
-state of a run. Values that depend on the objects of the present run (its optimizers, schedulers and callbacks) are
+state of a run. Values that depend on the objects of the current run (its optimizers, schedulers and callbacks) are
 checked by the code that loads them.
 """
 
@@ -31,8 +31,8 @@ from roomier.core.forms import (
     tensor,
     text,
 )
-from roomier.core.rng import RNG_FORM
 from roomier.data.position import POSITION_FORM
+from roomier.device.rng import rng_form
 from roomier.plan import Plan
 from roomier.plan.rules import each_error
 
@@ -107,7 +107,7 @@ FORMS: Mapping[str, Form] = {
     "pretrained": fields({"prefix": text, "config": _STATE}, others=anything),
     "hyperparameters": _STATE,
     "hyperparameters_argument": text,
-    "random": _by_rank(RNG_FORM),
+    "random": _by_rank(rng_form),
     "data": POSITION_FORM,
     "datamodule": _STATE,
     "results": fields(
@@ -133,7 +133,7 @@ def check_run_state(path: Path, state: Mapping[str, Any]) -> None:
         for name, form in FORMS.items():
             if name in state:
                 form(state[name], name)
-    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # the layers of the model depend on it
+    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # model layers depend on the adapter
 
 
 def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:

@@ -3,8 +3,8 @@
 [Note: all ranks or none]
 Rank 0 creates a folder next to the target and broadcasts its path. Every rank writes its files into the folder and
 flushes them. The names and checksums are gathered. Rank 0 writes the record and renames the folder. After each of these
-steps, all ranks exchange whether the step succeeded. If it failed on any rank, rank 0 removes the folder, and all ranks
-raise the same error. If a rank dies, the other ranks detect the broken connection, and nothing is renamed.
+steps, all ranks exchange whether the step succeeded. If the step failed on any rank, rank 0 removes the folder, and all
+ranks raise the same error. If a rank dies, the other ranks detect the broken connection, and nothing is renamed.
 """
 
 import importlib.metadata
@@ -40,7 +40,7 @@ class Prepared:
         json_tree: all values that are not tensors.
         parts: parts of tensors that this rank writes.
         section_of: mapping from the name of each tensor to its top-level key.
-        num_cut_elements: mapping from the name of each sharded tensor to its number of elements over all ranks.
+        num_cut_elements: mapping from the name of each sharded tensor to its number of elements, summed over all ranks.
     """
 
     target: Path

@@ -65,8 +65,8 @@ class ShownCheckpoint(dict[str, Any]):
 def without_objects(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return ``state`` without the objects that hooks added, and the places of these objects.
 
-    Lightning pickles the entries that a module adds to its checkpoint. roomier skips objects, so that a module written
-    for Lightning can be saved. A list or tuple that contains an object is skipped completely.
+    Lightning pickles the entries that a module adds to its checkpoint. roomier skips entries that are objects, so that
+    a module written for Lightning can be saved. A list or tuple that contains an object is skipped completely.
 
     Returns:
         The state, and the places of skipped values, such as ``'["entry"]["key"]'``.

@@ -3,11 +3,11 @@
 [Note: the files]
 Each rank writes its own files, ``shard-<rank>-model-<file>-of-<files>.safetensors``, in the layout of DCP's
 ``HuggingFaceStorageWriter``: boxes of tensors under the names of the full tensors, and the offsets of each box in the
-header. ``reading.py`` assembles them for any other layout, and so does DCP's reader in other programs. DCP's writer is
-not used: it builds the bytes of each file in memory twice, communicates with the other ranks in separate calls, and has
-no checksum. Here bytes are written directly to the file. In addition to the state, saving requires memory for one
-tensor if it is not contiguous, or for 4 MiB of a tensor on a device. DCP's reader is not used because it does not check
-the headers.
+header. ``reading.py``, and DCP's reader in other programs, can assemble these boxes for any other sharding layout.
+DCP's writer is not used, because it builds the bytes of each file in memory two times, communicates with the other
+ranks in separate calls, and computes no checksum. This module writes bytes directly to the file. In addition to the
+memory of the state, saving requires memory for one tensor if the tensor is not contiguous, or 4 MiB for a tensor on a
+device. DCP's reader is not used because it does not check the headers.
 """
 
 import json
@@ -59,7 +59,7 @@ def _write_file(path: Path, parts: Sequence[Part]) -> StoredFile:
 
 
 def _file_groups(parts: Sequence[Part], section_of: Mapping[str, Any]) -> list[list[Part]]:
-    """Group ``parts`` by file. A new file starts with each section, and when a file is full."""
+    """Group ``parts`` by file. A new file is started for each section, and whenever a file is full."""
     groups: list[list[Part]] = []
     held_bytes, section = 0, object()
     for part in parts:

@@ -1,4 +1,4 @@
-"""Read the tensors of a checkpoint in chunks of a few MiB, independent of the number of files that contain each
+"""Read the tensors of a checkpoint in chunks of a few MiB, regardless of the number of files that contain each
 tensor."""
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class StoredTensors:
 
     Attributes:
         specs: shape and dtype of each tensor by key, in the order in which they were saved.
-        tied_to: first key of the same tensor, for each further key of a tied tensor.
+        tied_to: mapping from each additional key of a tied tensor to the first key of the tensor.
         others: keys of the entry whose value is not a tensor.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or has no such entry. All required files are verified first.
+        CheckpointError: the checkpoint is damaged, or does not contain this entry. All required files are verified
+            first.
     """
 
     def __init__(self, path: str | Path, section: str) -> None:
@@ -75,7 +76,7 @@ class StoredTensors:
     def chunks(self, key: str) -> Iterator[Tensor]:
         """Yield the elements of the tensor ``key`` in row-major order, as 1-D tensors of about ``CHUNK_BYTES``.
 
-        If the tensor was sharded by rows, only one chunk is in memory at a time. Otherwise the full tensor is in
+        If the tensor was sharded by rows, only one chunk is in memory at a time. Otherwise, the full tensor is in
         memory.
 
         Raises:
@@ -108,7 +109,7 @@ def joined(chunks: Iterable[Tensor], spec: TensorSpec) -> Tensor:
 
 
 def _rows_of(path: Path, piece: Piece) -> Iterator[Tensor]:
-    # Read the bytes of consecutive rows as a flat array, independent of the shape.
+    # Read the bytes of consecutive rows as a flat array, regardless of the shape.
     num_elements = torch.Size(piece.shape).numel()
     chunk = max(1, CHUNK_BYTES // piece.dtype.itemsize)
     with open_regular(path) as file:

@@ -1,6 +1,6 @@
 """Write and read one safetensors file without buffering its tensors.
 
-The format is eight bytes with the length of the header, the header as JSON, and the tensors one after another
+A file contains eight bytes that encode the length of the header, the header as JSON, and the tensors one after another
 (https://huggingface.co/docs/safetensors). All shapes are known before the first byte is written, so tensors need not be
 collected in memory, and the checksum is computed while writing.
 """
@@ -70,7 +70,8 @@ class Header:
 
 
 class TensorFile:
-    """New safetensors file that is written from front to end in a ``with`` block, and flushed to the disk at its end.
+    """New safetensors file that is written from front to end in a ``with`` block, and flushed to the disk at the end of
+    the block.
 
     Args:
         path: path of the file, which must not exist.
@@ -196,7 +197,7 @@ class SummedFile:
         self.crc32 = 0
 
     def seek(self, position: int) -> None:
-        """Skip to ``position``, which must not be before the present position. Raises OSError."""
+        """Skip to ``position``, which must not be before the current position. Raises OSError."""
         assert position >= self._position, "a file is read from front to end"
         buffer = memoryview(bytearray(min(_SKIP_BYTES, position - self._position)))
         while self._position < position:
@@ -204,7 +205,8 @@ class SummedFile:
                 raise OSError(errno.EIO, "The file ends before its tensors")
 
     def readinto(self, view: memoryview) -> int:
-        """Fill ``view`` or a part of it, and return the number of bytes, which is 0 at the end. Raises OSError."""
+        """Fill ``view`` or a part of it, and return the number of bytes read, which is 0 at the end of the file. Raises
+        OSError."""
         num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0
         self.crc32 = zlib.crc32(view[:num_read], self.crc32)
         self._position += num_read

@@ -1,6 +1,6 @@
 """Convert a nested state to named tensors and a tree that JSON can represent, and back.
 
-In the tree, a dict with one key that begins with ``~`` is a tag for a value that JSON cannot represent:
+In the tree, a dict whose only key begins with ``~`` is a tag for a value that JSON cannot represent:
 
 =====================================  =========================================================
 ``{"~tensor": [name, dtype, shape]}``   a tensor, stored elsewhere under ``name``; tied tensors have the same name
@@ -10,7 +10,7 @@ In the tree, a dict with one key that begins with ``~`` is a tag for a value tha
 ``{"~int": "0x..."}``                   an integer of more than 64 bits
 =====================================  =========================================================
 
-A name is the path of a tensor joined by dots, for readability. Names are never split on loading: the position of the
+For readability, the name of a tensor is its path joined by dots. Names are never split on loading: the position of the
 tag determines the path of the tensor, so keys can contain dots.
 """
 
@@ -32,7 +32,7 @@ from roomier.core.untrusted import MAX_DEPTH, check_depth
 Path: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = Any
 
-# The dtypes that safetensors can write and torch can read back, without complex128 and float8_e8m0fnu.
+# The dtypes that safetensors can write and torch can read back, except complex128 and float8_e8m0fnu.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -100,14 +100,14 @@ class StoredTensor:
 
 
 def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
-    """Return the named tensors of ``state``, in their order, and the tree of all other values.
+    """Return the named tensors of ``state``, in the order of the state, and the tree of all other values.
 
     No tensor is copied. Tied tensors are returned one time. Mappings of any class are stored as dicts. Every other
     value must have exactly one of the types dict, list, tuple, str, int, float, bool, None and Tensor, so that the
     loaded state equals the saved state.
 
     Raises:
-        CheckpointError: ``state`` contains another type. The error names its path and the type.
+        CheckpointError: ``state`` contains another type. The error names the path and the type of an unsupported value.
     """
     if not isinstance(state, Mapping):
         raise _refusal((), state, "is not a mapping", "Pass a dict of the values to save")
@@ -244,7 +244,7 @@ def join(tree: Json, place: Path = ("tree",)) -> Any:
 
     Args:
         tree: tree from :func:`split`.
-        place: path of ``tree`` in its file, for the error: a name, and the keys that lead from it to ``tree``.
+        place: path of ``tree`` in its file, for the error message: a name, and the keys that lead to ``tree``.
 
     Raises:
         FormError: ``tree`` contains a tag that this version does not support, or a tag with an invalid value.
@@ -281,7 +281,7 @@ def _read_dict(pairs: Json, place: Path) -> dict[Any, Any]:
 
 
 def _is_key(value: Any, place: str) -> None:
-    """Check the form of a stored key: every value that :func:`_encode_key` writes."""
+    """Check that a stored key has a form that :func:`_encode_key` writes."""
     if isinstance(value, dict) and len(value) == 1:
         form_of_fields({}, others={"~float": anything, "~int": anything, "~tuple": list_of(_is_key)})(value, place)
     elif isinstance(value, (dict, list)):
@@ -307,7 +307,7 @@ _READERS: dict[str, tuple[Form, Callable[[Json, Path], Any]]] = {
 
 
 def leaves(node: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield ``(path, leaf)`` for every leaf of class ``kind``, depth first, in their order."""
+    """Yield ``(path, leaf)`` for every leaf of class ``kind``, depth first, in iteration order."""
     if isinstance(node, kind):
         yield path, node
     elif isinstance(node, Mapping):

@@ -41,24 +41,25 @@ UNREAD = Unread.UNREAD
 def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None) -> None:
     """Write ``state`` as the checkpoint folder ``path``, atomically.
 
-    An existing checkpoint at ``path`` is replaced. At every moment, even after a kill, either the old or the new
-    checkpoint can be loaded. When this function returns, the data is on the disk, not only in the page cache.
+    An existing checkpoint at ``path`` is replaced. At every moment, even if the process is killed, either the old or
+    the new checkpoint can be loaded. When this function returns, the data is on the disk, not only in the page cache.
 
     With several ranks, every rank must call this function, and ``path`` must be on a shared file system. Each rank
     writes its shards of DTensors. Rank 0 writes all other values.
 
-    In addition to ``state``, saving requires memory for one tensor if it is not contiguous, or for 4 MiB of a tensor on
-    a device.
+    In addition to the memory of ``state``, saving requires memory for one tensor if the tensor is not contiguous, or 4
+    MiB for a tensor on a device.
 
     Args:
         path: checkpoint folder. Missing parent folders are created.
         state: nested dicts, lists and tuples of tensors (of any shape and device), str, int, float, bool and None.
-        ranks: ranks that save together. None means the ranks of the default process group, or this process alone.
+        ranks: ranks that save together. None means the ranks of the default process group, or only this process if
+            there is no process group.
 
     Raises:
-        CheckpointError: ``state`` contains another type (nothing is written then), ``path`` exists and is not a
-            checkpoint, the disk is full, or the folder cannot be written. An error on one rank is raised on all ranks.
-            Existing checkpoints are unchanged.
+        CheckpointError: ``state`` contains an unsupported type (in this case nothing is written), ``path`` exists and
+            is not a checkpoint, the disk is full, or the folder is not writable. An error on one rank is raised on all
+            ranks. Existing checkpoints are unchanged.
 
     Example:
         >>> roomier.checkpoint.save("checkpoints/step-100", {"model": model.state_dict(), "step": 100})
@@ -104,28 +105,29 @@ def load(
     Everything is verified before a tensor of ``into`` changes: the record, the size of every file, the names, shapes
     and dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
-    The number of ranks and the sharding of tensors can differ from those at the save. A DTensor in ``into`` receives
-    its shard, and only this shard is read. Any other tensor receives the full tensor.
+    The number of ranks and the sharding of tensors can differ between saving and loading. A DTensor in ``into``
+    receives its shard, and only this shard is read. Any other tensor receives the full tensor.
 
     Args:
         path: checkpoint folder.
-        into: nested state like the saved state, or a part of it. A tensor in it receives, in place and on its device,
-            the stored tensor of the same path. A top-level entry of ``into`` that contains tensors must contain
-            exactly the stored tensors, each with equal shape and dtype, or :data:`UNREAD` for a tensor that is not
-            read, for which the result contains None. Other stored tensors are allocated on the CPU. Values in ``into``
-            that are not tensors are ignored.
-        only: top-level keys to read. The result contains only these, and files of other entries are not read.
+        into: nested state with the structure of the saved state, or of a part of the saved state. Each tensor in
+            ``into`` is filled in place, on its device, with the stored tensor that has the same path. A top-level entry
+            of ``into`` that contains tensors must contain exactly the stored tensors, each with equal shape and dtype.
+            To skip a tensor, replace it in ``into`` by :data:`UNREAD`; the result then contains None for this tensor.
+            Other stored tensors are allocated on the CPU. Values in ``into`` that are not tensors are ignored.
+        only: top-level keys to read. The result contains only these entries, and the files of other entries are not
+            read.
         ranks: ranks that load together and share the verification. Each of these ranks calls this function, and an
             error on one rank is raised on all ranks. None loads on this process alone.
-        empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged, they can be filled in
-            part, which avoids reading their files a second time.
-        check: function that is called with the state before tensors of ``into`` that have values are filled. If it
-            raises, ``load`` raises the same error, and ``into`` is unchanged.
+        empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged, these tensors can be
+            partially filled. In return, their files are read only one time.
+        check: function that ``load`` calls with the state before it fills the tensors of ``into`` that have values. If
+            the function raises an error, ``load`` raises the same error, and ``into`` is unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged (the error names the file, and the newest valid checkpoint next to
-            it), or does not match ``into`` or ``only``. ``into`` is unchanged, except the entries of ``empty``. If the
-            disk fails after the verification, ``into`` can be filled in part.
+            it), or does not match ``into`` or ``only``. ``into`` is unchanged, except for the entries in ``empty``. If
+            the disk fails after the verification, ``into`` can be partially filled.
 
     Example:
         >>> state = load("checkpoints/step-100", only=["model"])
@@ -198,7 +200,7 @@ def _skeleton(folder: Path, record: Record, only: Collection[str] | None) -> dic
 
 
 def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> dict[tree.Path, Tensor]:
-    """Return the tensors of ``into`` by path. Raises CheckpointError if they do not match the stored tensors."""
+    """Return the tensors of ``into`` by path. Raises CheckpointError if the tensors do not match the stored tensors."""
     stored_at: dict[tree.Path, StoredTensor] = dict(leaves(skeleton, StoredTensor))
     wanted: dict[tree.Path, Tensor] = dict(leaves(into, Tensor))
     sections = {path[0] for path in wanted}

@@ -1,4 +1,4 @@
-"""``roomier bench NAME``: run one measurement and print it."""
+"""``roomier bench NAME``: run one measurement and print its result."""
 
 from __future__ import annotations
 

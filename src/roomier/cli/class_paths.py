@@ -31,8 +31,7 @@ def check_class_paths(arguments: Sequence[str]) -> None:
 
 
 def check_class_path(field: str, path: str) -> None:
-    """Import ``package.module.Name``. A name without dots is left to jsonargparse, which finds it among the imported
-    classes.
+    """Import ``package.module.Name``. jsonargparse resolves a name without dots among the imported classes.
 
     Raises:
         RoomierError: the module or the class does not exist.

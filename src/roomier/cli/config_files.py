@@ -19,7 +19,7 @@ _INIT_ARGS = "init_args"
 
 
 class _UniqueKeys(BoundedLoader):
-    """BoundedLoader that rejects duplicate keys. PyYAML would keep only the last one."""
+    """BoundedLoader that rejects duplicate keys. PyYAML would use only the last value of a duplicate key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[Any] = []
@@ -49,7 +49,7 @@ def read_config(path: str) -> dict[str, Any]:
         problem = f"must contain a mapping of options, but {kind}"
         raise RoomierError("config", path, problem, "Write sections, such as trainer: {max_steps: 100}")
     trainer = content.get("trainer")
-    if trainer is not None and not isinstance(trainer, (dict, str)):  # a string is the path of another file
+    if trainer is not None and not isinstance(trainer, (dict, str)):  # a string is the path of a separate file
         action = "Write its keywords below it, such as trainer: {max_steps: 100}"
         raise RoomierError("trainer", trainer, f"must be a mapping, in {path}", action)
     return content
@@ -91,7 +91,7 @@ def naming_file(error: RoomierError, arguments: Sequence[str]) -> RoomierError:
 
 
 def _values(node: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values below ``node`` with their keys in the form of jsonargparse's errors."""
+    """Yield the values below ``node``, with their keys in the format of jsonargparse's error messages."""
     if isinstance(node, list):
         for value in node:
             yield from _values(value, field)

@@ -115,7 +115,7 @@ def _former_flag(name: str, value: str, form: str, separator: str) -> str | None
     """Return the replacement of a removed Trainer flag; None if ``name`` is not such a flag.
 
     Args:
-        form: format of a keyword and its value at the place of the flag.
+        form: format string for a keyword and its value, which replace the flag.
     """
     found = written_today(name, value)
     if found is None:

@@ -56,7 +56,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     if options.out is not None and options.output is not None:
         problem, action = "cannot be combined with out", f"Remove it, or remove {str(options.out)!r}"
         raise RoomierError("--output", str(options.output), problem, action)
-    # A folder of checkpoints or runs means its newest checkpoint.
+    # For a folder of checkpoints or runs, the newest checkpoint is exported.
     found = checkpoint.find_last(options.checkpoint) if options.checkpoint.is_dir() else None
     path = found or options.checkpoint
     output = options.out or options.output or _default_output(path, options.to)
@@ -87,7 +87,7 @@ def _check_options(options: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def _default_output(path: Path, to: str) -> Path:
-    # The output of a link such as "last" is next to the link. "." has no name, so it is resolved.
+    # For a link such as "last", the output is written next to the link. The path "." has no name, so it is resolved.
     folder = path.parent if path.name else path.resolve().parent
     return folder / f"{path.resolve().name.removesuffix('.ckpt')}{_SUFFIXES[to]}"
 

@@ -32,12 +32,12 @@ def model_to_export(
     """Return the model of the checkpoint ``path``, with its weights.
 
     Args:
-        class_path: import path of its class; None uses the class that ``roomier fit`` wrote to the run folder.
-        others: words of the command line that belong to no option: ``--model.NAME VALUE``.
+        class_path: import path of the model class; None uses the class that ``roomier fit`` wrote to the run folder.
+        others: command-line words that do not belong to an option: ``--model.NAME VALUE``.
         trusts_folder: import the class that the run folder names, with its arguments.
 
     Raises:
-        RoomierError: the class does not exist, is not given, or is given only by an untrusted run folder.
+        RoomierError: the class does not exist, is not given, or is named only by an untrusted run folder.
     """
     arguments = _arguments(others)
     if class_path is not None:
@@ -118,7 +118,8 @@ def _from_config(named: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.M
 
 
 def _named_in(config: Path) -> dict[str, Any] | None:
-    """Return the class and arguments of the model in ``config``, read as plain data; None if there are none."""
+    """Return the class and arguments of the model in ``config``, read as plain data; None if ``config`` contains no
+    model."""
     try:
         found = yaml.load(read_regular(config, _MAX_CONFIG_BYTES), Loader=BoundedLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

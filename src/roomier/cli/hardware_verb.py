@@ -53,17 +53,15 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
     """Return a machine for each number of ranks, and whether the measurements were stored."""
-    import torch
-
-    from roomier.core.device import resolve_device
     from roomier.core.log import notice
+    from roomier.device.resolve import num_devices, resolve_device
     from roomier.hardware.host import load, num_cores
     from roomier.hardware.measured import store
     from roomier.hardware.measuring import measure_quickly, measure_ranks
     from roomier.hardware.this_machine import machine_from
 
     device = resolve_device(options.accelerator)
-    most = torch.cuda.device_count() if device.type == "cuda" else 1 if device.type == "mps" else 4 * num_cores()
+    most = 4 * num_cores() if device.type == "cpu" else num_devices(device)
     numbers = [1, 2][: num_cores()] if device.type == "cpu" else [most]
     if options.devices is not None:
         if not 1 <= options.devices <= most:
@@ -139,7 +137,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=int, help="ranks that compute at the same time; default: 1 and 2 on a CPU, all GPUs"
     )
-    parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps, as for the Trainer")
+    parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda, mps, ..., as for the Trainer")
     parser.add_argument("--folder", help="folder whose disk is measured; default: the current folder")
     parser.add_argument("--quick", action="store_true", help="measure for one second, without disk and communication")
     parser.add_argument("--forget", action="store_true", help="remove stored results without a measurement")

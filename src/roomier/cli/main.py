@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 2 for an invalid request, with one message on standard error.
 
     Raises:
-        SystemExit: a signal ended a run after it was saved. The code is 128 + the number of the signal.
+        SystemExit: a signal terminated a run after its state was saved. The exit code is 128 + the number of the
+            signal.
         Exception: any exception of the user's code, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -100,7 +101,7 @@ def help_text() -> str:
 
 
 def _is_first_report(error: RoomierError) -> bool:
-    """Return True if no other rank has reported this error. Runs on a single rank never load the module."""
+    """Return True if no other rank has reported this error. Runs on a single rank never import roomier.launch.group."""
     group = sys.modules.get("roomier.launch.group")
     return group is None or bool(group.should_report(error))
 

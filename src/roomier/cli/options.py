@@ -38,9 +38,9 @@ def _load(text: str) -> Any:
 
 
 class VerbParser(ArgumentParser):
-    """Parser that finds roomier's callbacks by class name, which requires importing them.
+    """Parser that finds roomier's callbacks by class name, which requires importing the callbacks.
 
-    Its help omits the list of known classes, which for a model contains hundreds of torch's classes.
+    Its help omits the list of known classes, because for a model this list contains hundreds of torch classes.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Argument parser of the verbs without options of the Trainer."""
+"""Argument parser of the verbs that have no Trainer options."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from roomier.api.datamodule import DataModule
 from roomier.api.kept_weights import KeptWeights, kept_by
 from roomier.api.lightning_types import LightningDataModule
 from roomier.cli.options import VerbParser
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.units import parse_bytes
+from roomier.device.resolve import num_devices, resolve_device
 from roomier.hardware.machine import Machine
 from roomier.hardware.spec import machine_of
 from roomier.hardware.this_machine import this_machine
@@ -38,8 +38,8 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     """Return the parser, with all keywords of the Trainer and of the given classes.
 
     Args:
-        gpt: ``"gpt"`` or the name of one of its sizes if ``--model`` has this value; the options of the model are then
-            the fields of :class:`GPTConfig`.
+        gpt: value of ``--model`` if it is ``"gpt"`` or the name of a GPT size. The model options are then the fields of
+            :class:`GPTConfig`.
     """
     parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
@@ -130,13 +130,14 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
 
 
 def trainer_words(words: Sequence[str]) -> frozenset[str]:
-    """Return the Trainer keywords in ``words`` itself, without those in a YAML file."""
+    """Return the Trainer keywords that ``words`` contains, without the keywords in YAML files."""
     options = (word.partition("=")[0] for word in words)
     return frozenset(option.split(".")[1] for option in options if option.startswith("--trainer."))
 
 
 def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
-    """Plan only the strategy of ``--trainer.strategy`` if it was passed on the command line, as with ``--strategy``.
+    """Plan only the strategy of ``--trainer.strategy`` if this option was passed on the command line, as for
+    ``--strategy``.
 
     Args:
         given: result of :func:`trainer_words`.
@@ -155,7 +156,7 @@ def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
 
 
 def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machine:
-    """Return the machine of ``--hardware`` and ``--nodes``, otherwise this machine with the devices of the Trainer.
+    """Return the machine of ``--hardware`` and ``--nodes``, or by default this machine with the devices of the Trainer.
 
     Args:
         given: result of :func:`trainer_words`; these keywords must not contradict ``--hardware``.
@@ -181,7 +182,8 @@ def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machin
 
 
 def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
-    """Return the number of nodes; None if it is not given, so that 1 or the value in a machine file applies."""
+    """Return the number of nodes. None if no option sets the number, so that 1 or the value in a machine file
+    applies."""
     own, asked = config.trainer.num_nodes, config.nodes
     is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
     if asked is not None and "num_nodes" in given and own != asked:
@@ -191,19 +193,20 @@ def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
 
 
 def _num_devices(devices: Any, device: torch.device) -> int:
-    """Return the number of devices of this machine. ``"auto"`` and -1 mean all GPUs, or 1 without GPUs."""
+    """Return the number of devices of this machine. ``"auto"`` and -1 mean all accelerators, or 1 without them."""
     if isinstance(devices, int) and devices > 0:
         return devices
-    return torch.cuda.device_count() if device.type == "cuda" else 1
+    return num_devices(device)
 
 
 def _check_names_the_same(config: Namespace, machine: Machine, given: Collection[str]) -> None:
     trainer, hardware = config.trainer, f"--hardware {config.hardware}"
-    kinds = {"gpu": ("cuda", "mps"), "auto": ("cuda", "mps", "cpu")}.get(trainer.accelerator, (trainer.accelerator,))
+    kind, accelerator = machine.device.kind, trainer.accelerator
+    is_same = accelerator in ("auto", kind) or (accelerator == "gpu" and kind != "cpu")
     action = "Remove one of the two"
-    if "accelerator" in given and machine.device.kind not in kinds:
-        problem = f"contradicts {hardware}, which is {machine.device.kind}"
-        raise RoomierError("--trainer.accelerator", trainer.accelerator, problem, action)
+    if "accelerator" in given and not is_same:
+        problem = f"contradicts {hardware}, which is {kind}"
+        raise RoomierError("--trainer.accelerator", accelerator, problem, action)
     own = trainer.devices
     if "devices" in given and isinstance(own, int) and own not in (-1, machine.devices_per_node):
         problem = f"contradicts {hardware}, which has {machine.devices_per_node} devices per node"
@@ -211,7 +214,7 @@ def _check_names_the_same(config: Namespace, machine: Machine, given: Collection
 
 
 def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
-    """Return the copies of weights that the configured callbacks hold. Other callbacks are not created."""
+    """Return the copies of weights that the configured callbacks store. Other callbacks are not created."""
     callbacks = config.trainer.callbacks or ()
     made: list[Any] = []
     for each in callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,):

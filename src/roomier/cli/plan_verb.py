@@ -93,7 +93,7 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
 
 
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
-    """Return ``asked`` with the measured activations of a run, and store the measurements of its device."""
+    """Return ``asked`` with the activations that a run measured, and store the device measurements of the run."""
     from roomier.planner.measured.calibrated import learn_device, learned_of  # late: --help does not load the planner
     from roomier.planner.measured.record import read_record
 
@@ -109,7 +109,7 @@ def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
 
 
 def _with(asked: Asked, **changes: Any) -> Asked:
-    """Return ``asked`` with ``changes`` to its workload at any sequence length."""
+    """Return ``asked`` with ``changes`` applied to its workload at every sequence length."""
     at_length = asked.at_length
     later = None if at_length is None else lambda length: replace(at_length(length), **changes)
     return replace(asked, workload=replace(asked.workload, **changes), at_length=later)
@@ -126,7 +126,7 @@ def _choose(asked: Asked, plan: Plan, machine: Machine) -> Choice:
 
 
 def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
-    """Return the peaks for other batches under the chosen plan, or under the best plan if none fits."""
+    """Return the memory peaks for different batches under the chosen plan, or under the best plan if no plan fits."""
     from roomier.planner.report.what_if import around, what_if
 
     shown = next((each for each in choice.considered if each.forecast is not None), None)
@@ -168,7 +168,8 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
 
 
 def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
-    """Print the strategy of the configuration and whether it fits, because all strategies are compared."""
+    """Print the strategy of the configuration and whether it fits. All strategies are compared, so the selected
+    strategy can be a different one."""
     own = config.trainer.strategy
     name = own.get("name") if isinstance(own, dict) else own
     if config.strategy is None and name not in (None, "auto", "single"):

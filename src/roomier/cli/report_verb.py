@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _RATES = ("samples_per_s", "tokens_per_s", "model_flops_per_s", "mfu")
 _METRICS = "metrics.jsonl"
-_WORTH_CALIBRATING = 0.02  # relative error of the peak; forecasts are usually closer
+_WORTH_CALIBRATING = 0.02  # relative error of the peak; most forecasts have a smaller error
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
@@ -51,7 +51,8 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def find_run(path: Path) -> Path:
-    """Return ``path`` if it is a run folder, otherwise the newest run in it, preferably with a forecast.
+    """Return ``path`` if it is a run folder. Otherwise, return the newest run in it, and prefer runs that have a
+    forecast.
 
     Raises:
         RoomierError: there is no run.
@@ -76,7 +77,8 @@ def find_run(path: Path) -> Path:
 
 
 def rates_of(folder: Path) -> dict[str, float]:
-    """Return the last throughput that the run logged, with metric names as keys; empty if there is none."""
+    """Return the last throughput that the run logged, with metric names as keys; empty if the run logged no
+    throughput."""
     path = folder / _METRICS
     found: dict[str, float] = {}
     if not path.is_file():
@@ -93,7 +95,7 @@ def rates_of(folder: Path) -> dict[str, float]:
 
 
 def table(folder: Path, record: Record) -> Table:
-    """Return a table of the bytes by kind at the peak, forecast and measured."""
+    """Return a table of the forecast and the measured bytes at the peak, by kind."""
     from rich.table import Table
     from rich.text import Text
 
@@ -115,7 +117,7 @@ def table(folder: Path, record: Record) -> Table:
             found.add_row(kind.value.replace("_", " "), *_cells(expected.get(kind, 0), measured.get(kind, 0)))
     found.add_row("all tensors", *_cells(forecast.tensor_bytes, worst.peak.peak_bytes), style="bold")
     if worst.allocator_bytes is not None:
-        found.add_row("CUDA allocator", *_cells(record.forecast_bytes, worst.allocator_bytes), style="bold")
+        found.add_row("allocator", *_cells(record.forecast_bytes, worst.allocator_bytes), style="bold")
     for name, count in forecast.fixed_bytes.items():
         found.add_row(f"outside tensors: {name}", format_bytes(count, 2), "", "")
     return found

@@ -13,7 +13,8 @@ FILE_NAME = "config.yaml"
 class SavedConfig(Callback):
     """Writes ``config.yaml`` to the run folder. ``roomier fit --config`` repeats the run from this file.
 
-    A resumed run uses the same folder. If its settings differ, they are written to ``config-step=N.yaml`` instead.
+    A resumed run uses the same folder. If the settings of the resumed run differ, they are written to
+    ``config-step=N.yaml`` instead.
 
     Args:
         text: content of the file.

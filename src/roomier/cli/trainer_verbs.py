@@ -17,7 +17,7 @@ from roomier.api.overrides import overrides
 from roomier.cli.options import parse, text_of, trainer_parser
 from roomier.cli.saved_config import SavedConfig
 from roomier.core.log import notice
-from roomier.core.rng import seed_everything
+from roomier.device.rng import seed_everything
 from roomier.trainer import Trainer
 
 
@@ -26,7 +26,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
     Raises:
         RoomierError: an option is invalid, or the request is not supported.
-        SystemExit: after ``--help`` or ``--print_config``, or a signal ended the run.
+        SystemExit: ``--help`` or ``--print_config`` was passed, or a signal terminated the run.
     """
     with current_folder_importable():
         parser = trainer_parser(verb)

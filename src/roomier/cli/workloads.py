@@ -25,7 +25,7 @@ from roomier.planner.workload import Workload
 from roomier.trainer.session import request_of
 
 DEFAULT_BATCH = 8
-_NUM_STEPS = 1000  # length of the run for schedules; it does not affect the cost of a step
+_NUM_STEPS = 1000  # length of the run for schedules, which does not affect the cost of a step
 _INPUT = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<sizes>[\d,\s]*)\]\s*")
 
 
@@ -36,7 +36,8 @@ class Asked:
     Attributes:
         name: name of the model.
         workload: the workload with the requested micro-batch.
-        at_length: returns the workload with another sequence length; None if the model has no sequences.
+        at_length: function that returns the workload with a different sequence length; None if the model has no
+            sequences.
         length: sequence length in tokens.
         longest: maximum sequence length of the model; None if there is no limit.
     """
@@ -52,7 +53,7 @@ def gpt_request(config: GPTConfig, batch_size: int | None, num_tokens: int | Non
     """Return the workload of roomier's GPT.
 
     Raises:
-        RoomierError: the sequences are longer than its context.
+        RoomierError: the sequences are longer than the context of the model.
     """
     length = num_tokens or config.context
     if length > config.context:
@@ -100,11 +101,11 @@ def class_request(
 
     Args:
         config: all options, including ``model`` and ``data``.
-        inputs: shapes of a batch, see :func:`batch_of`; None takes a batch from the data.
+        inputs: shapes of a batch, see :func:`batch_of`; None uses a batch of the data.
         stand_in: Trainer that the model and its data can access.
 
     Raises:
-        RoomierError: there is no data, or it cannot be read.
+        RoomierError: there is no data, or the data cannot be read.
     """
     module = as_module(_on_meta_if_it_can(parser, config))
     data = None if config.get("data") is None else parser.instantiate(_only(config, "data")).data
@@ -119,16 +120,16 @@ def class_request(
 
 
 def tokens_per_sample(workload: Workload) -> int | None:
-    """Return the sequence length if the samples of the batch are sequences of integers, shape ``[T]``; else None."""
+    """Return the sequence length if the samples of the batch are integer sequences of shape ``[T]``; otherwise None."""
     found = [each for each in tensors(workload.batch) if each.dim() >= 1 and each.shape[0] == workload.batch_size]
     is_text = bool(found) and not any(each.is_floating_point() for each in found) and found[0].dim() == 2
     return found[0].shape[1] if is_text else None
 
 
 def batch_of(inputs: str) -> Any:
-    """Return a batch without values for a description of its tensors.
+    """Return a batch of tensors without values from a description of the tensors.
 
-    ``"x=float32[8,3]; y=int64[8]"`` gives a dict. Without names, the result is a tuple or a single tensor.
+    ``"x=float32[8,3]; y=int64[8]"`` is converted to a dict. Without names, the result is a tuple or a single tensor.
 
     Raises:
         RoomierError: a description is invalid, or only some tensors have names.
@@ -177,7 +178,7 @@ def _on_meta_if_it_can(parser: ArgumentParser, config: Namespace) -> nn.Module:
             return make()
     except RoomierError:
         raise
-    except Exception as error:  # a constructor may run any code; a real error is raised again without meta
+    except Exception as error:  # a constructor can run any code; a real error occurs again without the meta device
         model = make()
         notice(f"the model was built in memory, because it cannot be built on meta ({type(error).__name__}: {error})")
         return model

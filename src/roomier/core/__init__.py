@@ -1,1 +1,1 @@
-"""Code that all layers share, such as the world, devices, batches, units, random states and errors."""
+"""Code that all layers share, such as the world, batches, units and errors."""

@@ -10,7 +10,7 @@ class RoomierError(ValueError):
     """Invalid input. The text of the error is ``field=received: problem. action``.
 
     Args:
-        field: name of the value, as the user writes it.
+        field: name of the value, as the user writes this name.
         received: value that was passed; the text contains a shortened form.
         problem: violated constraint. It continues ``field=received: ``.
         action: next action of the user, as an imperative sentence.
@@ -39,7 +39,7 @@ _TRAVELS = (str, int, float, Path, list, tuple, dict)
 
 @dataclass(frozen=True, repr=False)
 class Shown:
-    """Text that replaces an object in an error for another process, such as a generator, which cannot be sent."""
+    """Text that replaces an object that cannot be sent to another process, such as a generator, in an error."""
 
     text: str
 

@@ -2,8 +2,8 @@
 
 [Note: bytes sent]
 The count contains the payload that a rank must send to other ranks, independent of the backend. For ``N`` rows, an
-all-to-all sends ``N - 1`` rows. An all-gather sends the row of the rank ``N - 1`` times (in a ring, it sends each of
-``N - 1`` rows one time). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
+all-to-all sends ``N - 1`` rows. An all-gather sends the row of the rank ``N - 1`` times (in a ring, the rank sends each
+of ``N - 1`` rows one time). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
 (:func:`all_reduce_bytes`).
 """
 
@@ -33,7 +33,8 @@ class Exchange:
         self.bytes_sent = 0
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Return the rows that all ranks send to this rank. Row ``j`` of the result is row ``rank`` of rank ``j``.
+        """Return the rows that all ranks send to this rank. Row ``j`` of the result is row ``rank`` of the input on
+        rank ``j``.
 
         Args:
             rows: ``[num_ranks, n]``, contiguous, with the same shape and dtype on all ranks.

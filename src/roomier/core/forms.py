@@ -1,7 +1,7 @@
 """Forms of plain data that was read from a file. A form describes the required types, keys and ranges of values.
 
 A form is a function ``form(value, place)`` that raises :class:`FormError` if the value is invalid. ``place`` names the
-value within the file. Larger forms are built from smaller ones::
+value within the file. Larger forms are built from smaller forms::
 
     position = fields({"epoch": count, "shuffle": flag})
     position({"epoch": -1, "shuffle": True}, "data")  # data.epoch is -1, but must be an integer from 0 to ...
@@ -21,17 +21,17 @@ from roomier.core.errors import shorten
 Form: TypeAlias = Callable[[Any, str], None]
 
 MAX_COUNT = 2**53
-"""Largest count that is accepted. Every integer up to this count is exact as a float64."""
+"""Largest count that is accepted. Every integer up to this count can be represented exactly as a float64."""
 
 _SHOWN_CHARS = 60
 
 
 class FormError(ValueError):
-    """A value that does not have its form.
+    """Error for a value that does not have its form.
 
     Args:
-        place: place of the value within its file, such as ``progress.global_step``.
-        value: the value as it was read.
+        place: location of the value in its file, such as ``progress.global_step``.
+        value: the invalid value, as read from the file.
         constraint: text that continues "must be".
     """
 
@@ -107,7 +107,7 @@ def one_of(*allowed: object) -> Form:
 
 
 def either(*forms: Form) -> Form:
-    """Accept values that have any of ``forms``. If none matches, raise the error of the last form."""
+    """Accept values that match any of ``forms``. If none matches, raise the error of the last form."""
 
     def form(value: Any, place: str) -> None:
         for each in forms[:-1]:
@@ -126,7 +126,7 @@ def optional(form: Form) -> Form:
 
 
 def list_of(form: Form, length: int | None = None) -> Form:
-    """Accept a list or tuple whose items have ``form``, of any length if ``length`` is None."""
+    """Accept a list or tuple whose items match ``form``, of any length if ``length`` is None."""
 
     def check(value: Any, place: str) -> None:
         if type(value) not in (list, tuple) or length not in (None, len(value)):
@@ -138,7 +138,7 @@ def list_of(form: Form, length: int | None = None) -> Form:
 
 
 def items(*forms: Form) -> Form:
-    """Accept a list or tuple with one item for each of ``forms``."""
+    """Accept a list or tuple that contains one item for each of ``forms``."""
 
     def check(value: Any, place: str) -> None:
         if type(value) not in (list, tuple) or len(value) != len(forms):
@@ -150,7 +150,7 @@ def items(*forms: Form) -> Form:
 
 
 def mapping_of(form: Form, keys: Form = text) -> Form:
-    """Accept a dict whose keys have the form ``keys`` and whose values have ``form``."""
+    """Accept a dict whose keys match the form ``keys`` and whose values match ``form``."""
 
     def check(value: Any, place: str) -> None:
         if type(value) is not dict:
@@ -203,8 +203,8 @@ def tensor(dtype: object = None, shape: Sequence[int] | None = None) -> Form:
 def like(own: Any) -> Form:
     """Accept values that can replace ``own``: a number for a number, a list for a list, and so on.
 
-    For None in ``own``, every value that is not a container is accepted. Items of a list must be like the first item of
-    ``own``. A mapping must have the keys of ``own`` and may have additional keys.
+    For None in ``own``, every value that is not a container is accepted. Each item of a list must match the first item
+    of ``own``. A mapping must have the keys of ``own`` and may have additional keys.
     """
     if own is None:
         return _scalar

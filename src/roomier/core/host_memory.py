@@ -9,9 +9,9 @@ from functools import cache
 def give_back_freed() -> None:
     """Return freed memory to the operating system. This function has no effect without glibc.
 
-    glibc keeps freed blocks of up to 32 MiB for later allocations. If large temporary and permanent tensors are
-    allocated alternately, few of the free blocks have a suitable size. The free blocks can then exceed the size of the
-    tensors.
+    glibc retains freed blocks of up to 32 MiB for later allocations. If large temporary and permanent tensors are
+    allocated alternately, few of the free blocks have a suitable size. The total size of the free blocks can then
+    exceed the total size of the tensors.
     """
     trim = _trim()
     if trim is not None:

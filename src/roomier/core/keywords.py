@@ -31,10 +31,10 @@ def unknown_keyword(
 def advice_for_name(
     owner: str, name: str, known: Iterable[str], former: Mapping[str, str] = _NONE, *, prefix: str = ""
 ) -> str:
-    """Return advice on what to write instead of the keyword ``name``, as an imperative sentence.
+    """Return the recommended replacement for the keyword ``name``, as an imperative sentence.
 
     Args:
-        prefix: text before the keyword where the user writes it.
+        prefix: text that precedes the keyword in the user's input.
     """
     if name in former:
         return former[name]
@@ -67,9 +67,9 @@ def explain_unknown_keywords(
 
     Args:
         former: action for each former name, or for each name in the interface of another library.
-        harmless: unsupported keywords, each with the value that requests the existing behavior. With this value, a
-            keyword is ignored.
-        check: called with all keywords before any other check.
+        harmless: mapping from each unsupported keyword to the value that requests the existing behavior. A keyword with
+            this value is ignored.
+        check: function that is called with all keywords before any other check.
     """
 
     def decorate(init: _Init) -> _Init:

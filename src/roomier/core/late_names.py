@@ -1,4 +1,4 @@
-"""Lazy imports for names of a package, which are imported on first access (PEP 562)."""
+"""Lazy imports of the names of a package: each name is imported on its first access (PEP 562)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``address`` is a loopback address on every machine. Host names other than localhost are not."""
+    """Return whether ``address`` is a loopback address on every machine. Host names other than localhost do not count
+    as loopback addresses."""
     try:
         return address == "localhost" or ip_address(address).is_loopback
     except ValueError:  # a host name
@@ -32,7 +33,7 @@ def keep_on_loopback(environ: MutableMapping[str, str]) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with the IPv4 ``address``; None if no interface has it."""
+    """Return the name of the network interface with the IPv4 ``address``; None if no interface has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and each.address == address for each in addresses):
             return name

@@ -18,5 +18,5 @@ def check_metric_name(field: str, name: str) -> None:
 
 
 def printable(name: str) -> str:
-    """Return ``name``, or its ASCII escapes if it contains a character that is not printable."""
+    """Return ``name``, or its ASCII escapes if ``name`` contains a character that is not printable."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()

@@ -1,7 +1,8 @@
 """Values that the ranks of a run exchange on the host. With one rank, each call returns its input.
 
-These calls are for work between steps, such as shares of a batch, agreements, and metrics at log steps. Every rank must
-make the same calls in the same order. The code in ``parallel/`` exchanges the tensors of a model.
+These calls are for work between steps, such as sharding a batch, agreeing on a value, and reducing metrics at log
+steps. Every rank must make the same calls in the same order. The code in ``parallel/`` exchanges the tensors of a
+model.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ class Ranks:
     Args:
         world: the place of this process among the ranks. Several ranks require an initialized ``torch.distributed``
             with a backend for the CPU (gloo).
-        group: another process group of the same ranks, for calls from another thread. None means the default group.
+        group: additional process group of the same ranks, for calls from another thread. None means the default group.
     """
 
     def __init__(self, world: World | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -48,7 +49,8 @@ class Ranks:
         return self.world.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over all ranks, as a new tensor. Shape, dtype and device type must be equal."""
+        """Return the sum of ``values`` over all ranks, as a new tensor. The shape, dtype and device type of ``values``
+        must be equal on all ranks."""
         if self.is_alone:
             return values
         total = values.clone()
@@ -60,11 +62,11 @@ class Ranks:
         return flag if self.is_alone else any(self.gather(flag))
 
     def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
-        """Return on every rank the list of the ``value`` of each rank, in the order of ranks.
+        """Return a list of the ``value`` of each rank, in rank order, on every rank.
 
         Args:
-            allows_pickle: pickle objects that are not plain data. Use this option only for values of the user. See
-                :mod:`roomier.core.wire`.
+            allows_pickle: pickle objects that are not plain data. Use this option only for values that the user
+                provides. See :mod:`roomier.core.wire`.
 
         Raises:
             RoomierError: ``value`` contains an object that cannot be sent.
@@ -82,7 +84,7 @@ class Ranks:
         return [decode(row[:size].tobytes(), allows_pickle=allows_pickle) for row, size in rows]
 
     def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
-        """Return ``value`` of rank 0 on every rank.
+        """Return the ``value`` of rank 0 on every rank.
 
         Args:
             allows_pickle: see :meth:`gather`.
@@ -97,9 +99,10 @@ class Ranks:
         return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
 
     def on_zero(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on rank 0 only. Every rank returns its result, or raises the error of rank 0.
+        """Call ``function`` on rank 0 only. Every rank returns the result of ``function``, or raises the error of rank
+        0.
 
-        If the error cannot be sent, the other ranks raise a RuntimeError with its text.
+        If the error cannot be sent, the other ranks raise a RuntimeError with the text of this error.
         """
         if self.is_alone:
             return function()
@@ -123,7 +126,7 @@ class Ranks:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return ``error`` if it can be sent, otherwise a RuntimeError with its text."""
+    """Return ``error`` if it can be sent, otherwise a RuntimeError with the text of ``error``."""
     with suppress(Exception):  # the constructor of its class can raise any error
         decode(encode(error))
         return error

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 READS_VALUE = torch.ops.aten._local_scalar_dense.default
 """Operator of ``Tensor.item()`` and ``bool(tensor)``."""
 UNSCALES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""Operator of a gradient scaler. It sets its second argument to 1 if a gradient is not finite."""
+"""Operator of a gradient scaler. This operator sets its second argument to 1 if a gradient is not finite."""
 
 
 def is_fake(tensors: Sequence[Tensor]) -> bool:
@@ -42,9 +42,9 @@ def num_runs() -> int:
 
 
 def few_of(items: Sequence[Any]) -> Iterator[Any]:
-    """Iterate over ``items``, which all cause the same work except the last item.
+    """Iterate over ``items``. All items except the last one cause the same work.
 
-    With fake tensors, yield only the first item, the second and the last. The second item represents all items between
+    With fake tensors, yield only the first, the second and the last item. The second item represents all items between
     the first and the last. Memory from the first iteration still exists in the second, so the peak equals the peak of
     the full loop.
     """
@@ -62,12 +62,12 @@ def few_of(items: Sequence[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
+def fake_tensors_in_groups(*, by_default: bool) -> Iterator[None]:
     """Make functions over lists of tensors (``_foreach_*``) accept fake tensors inside the context.
 
     Args:
-        as_on_cuda: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False, it
-            updates one parameter at a time, as on a CPU.
+        by_default: make ``torch.optim`` use these functions by default, as for parameters on a GPU. If False,
+            ``torch.optim`` updates one parameter at a time, as on a CPU.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import _foreach_utils
@@ -77,7 +77,7 @@ def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
     devices = optimizer._get_foreach_kernels_supported_devices
     for each in lists:
         each.append(FakeTensor)
-    if as_on_cuda:
+    if by_default:
         optimizer._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
     try:
         yield
@@ -124,7 +124,7 @@ def device_type_of(tensor: Tensor) -> str:
 
 
 def fake_constant(tensor: Tensor) -> Tensor | None:
-    """Return the value of a fake tensor if it is known, as for ``torch.tensor(3)``; otherwise None."""
+    """Return the value of a fake tensor if the value is known, as for ``torch.tensor(3)``; otherwise None."""
     found: Tensor | None = getattr(tensor, "constant", None)
     return found
 

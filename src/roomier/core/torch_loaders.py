@@ -6,12 +6,13 @@ from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIt
 
 
 def kept_iterator(loader: object) -> Any:
-    """Return the iterator that a DataLoader keeps between epochs, with its workers, or None."""
+    """Return the iterator that a DataLoader retains between epochs, with its workers, or None."""
     return getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Make the next iterator of a DataLoader start new workers. A copy of a DataLoader then has separate workers."""
+    """Make the next iterator of a DataLoader start new workers. After this call, a copy of the DataLoader has separate
+    workers."""
     loader._iterator = None
 
 
@@ -21,19 +22,19 @@ def makes_own_iterator(loader: DataLoader[Any]) -> bool:
 
 
 def end_workers(iterator: Any) -> None:
-    """End the worker processes of the iterator of a DataLoader, unless they are persistent."""
+    """Terminate the worker processes of a DataLoader iterator, unless they are persistent."""
     iterator = _of_torch(iterator)
     if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
         _shut_down(iterator)
 
 
 def end_kept_workers(loader: DataLoader[Any]) -> None:
-    """End the worker processes that a DataLoader keeps between epochs, and its thread that pins memory.
+    """Terminate the worker processes that a DataLoader retains between epochs, and its thread that pins memory.
 
     The next iterator of ``loader`` starts new processes.
     """
     iterator = _of_torch(kept_iterator(loader))
-    if hasattr(iterator, "_shutdown_workers"):  # torchdata's StatefulDataLoader has iterators of another class
+    if hasattr(iterator, "_shutdown_workers"):  # torchdata's StatefulDataLoader has iterators of a different class
         _shut_down(iterator)
         if iterator._persistent_workers:
             forget_iterator(loader)

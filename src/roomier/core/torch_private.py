@@ -46,7 +46,7 @@ def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether another tensor uses the memory of ``tensor``."""
+    """Return whether ``tensor`` shares its memory with another tensor."""
     use_count = torch._C._storage_Use_Count  # counts the tensor, the Python object of the storage, and other users
     return int(use_count(tensor.untyped_storage()._cdata)) > 2
 
@@ -118,7 +118,8 @@ def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
-    """Return ``_reset_parameters`` of the two torch modules that have it instead of ``reset_parameters``, or None."""
+    """Return ``_reset_parameters`` of the two torch modules that define this method instead of ``reset_parameters``, or
+    None."""
     if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
         return module._reset_parameters
     return None
@@ -142,7 +143,7 @@ def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
 
 
 def is_being_gathered(unit: Any) -> bool:
-    """Return whether an all-gather of a ``fully_shard`` unit has started and was not waited for."""
+    """Return whether an all-gather of a ``fully_shard`` unit has started but has not been waited for."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is not None and group._all_gather_result is not None
 
@@ -155,12 +156,12 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> AbstractContextManager[Any]:
     """Return a context that calls ``handler(func, types, args, kwargs)`` instead of each dispatched operation.
 
-    Operations of a backward are included. The handler can return NotImplemented to leave the operation to a tensor
+    Operations of a backward are included. The handler can return NotImplemented to delegate the operation to a tensor
     subclass.
 
     Args:
-        lets_compile: run the compiled code of compiled functions. The handler then receives only the operators that
-            this code calls. If False, compiled functions run eagerly.
+        lets_compile: run the compiled code of compiled functions. The handler then receives only the operators that the
+            compiled code calls. If False, compiled functions run eagerly.
     """
     return _CompiledInterception(handler) if lets_compile else _Interception(handler)
 
@@ -182,7 +183,7 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def replace_functions(functions: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[Any]:
-    """Return a context in which functions of torch that take tensors are replaced.
+    """Return a context in which functions of torch that accept tensors are replaced.
 
     Args:
         functions: replacement of each function. Inside a replacement, torch functions are not replaced.
@@ -205,7 +206,8 @@ class _Replacements(TorchFunctionMode):
 
 @contextmanager
 def _own_backward() -> Iterator[None]:
-    """Prevent ``torch.autograd.backward`` from calling the mode, which would disable the mode (torch 2.13)."""
+    """Prevent ``torch.autograd.backward`` from calling the active torch function mode, which would disable this mode
+    (torch 2.13)."""
     module: Any = torch.autograd
     before = module.has_torch_function
     module.has_torch_function = lambda arguments: False
@@ -222,7 +224,8 @@ class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
 
 
 def without_interception() -> AbstractContextManager[Any]:
-    """Return a context without dispatch modes, because ``torch.compile`` never compiles code first seen in a mode."""
+    """Return a context without dispatch modes, because ``torch.compile`` never compiles code that first ran inside a
+    dispatch mode."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
@@ -260,7 +263,8 @@ class LossScalerOfParts(GradScaler):
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return the flags (0-dim float, one per device) that ``scaler`` set when it unscaled ``optimizer``."""
+    """Return the flags (0-dim float, one per device) that ``scaler`` set when it unscaled the gradients of
+    ``optimizer``."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
@@ -270,7 +274,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Mark the step as done. Otherwise schedulers warn if the loss scaler skipped the first step."""
+    """Mark the step as done. Without this mark, schedulers warn if the loss scaler skipped the first step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -326,8 +330,8 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
     """Return ``tensor``, or a tensor with the same values that is not a view.
 
     Args:
-        may_share: True if the result may share memory with ``tensor`` without being tracked as a view. Autograd then
-            does not detect that an in-place write to one tensor changes the other tensor.
+        may_share: True if the result may share memory with ``tensor`` without being tracked as a view. In this case,
+            autograd does not detect that an in-place write to one tensor changes the other tensor.
     """
     if not is_view(tensor):
         return tensor
@@ -335,7 +339,7 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
 
 
 def forget_unreduced_gradients(unit: Any) -> None:
-    """Drop the unsharded gradients that a ``fully_shard`` module keeps until they are reduced."""
+    """Drop the unsharded gradients that a ``fully_shard`` module retains until they are reduced."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
@@ -349,7 +353,7 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
     This is ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13.
 
     Raises:
-        PlanError: the version of torch does not support this.
+        PlanError: the version of torch does not support this option.
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         if not hasattr(group, "reduce_scatter_unused_params"):
@@ -403,11 +407,16 @@ def missing_compiler(device: torch.device) -> str | None:
         from torch.utils._triton import has_triton
 
         return None if has_triton() else "Triton"
+    else:
+        from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+        init_backend_registration()
+        return None if get_scheduling_for_device(device.type) else "a code generator"
     return None
 
 
 def norm_of(tensor: Tensor) -> Tensor:
-    """Return the 2-norm (0-dim), computed by the kernel of ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the 2-norm of ``tensor`` (0-dim), computed by the kernel of ``torch.nn.utils.clip_grad_norm_``."""
     (norm,) = torch._foreach_norm([tensor], 2.0)
     return norm
 

@@ -17,8 +17,9 @@ def map_tensors(
 
     Args:
         is_leaf: function that returns True for additional objects to which ``fn`` is applied.
-        makes_anew: True if ``fn`` changes shapes. ``__post_init__`` of dataclasses then runs again and computes derived
-            fields. Otherwise, ``__post_init__`` is not called, because it has already processed the values.
+        makes_anew: True if ``fn`` changes shapes. In this case, ``__post_init__`` of dataclasses runs again and
+            computes derived fields. Otherwise, ``__post_init__`` is not called, because the values are already the
+            result of an earlier call.
     """
 
     def mapped(part: Any) -> Any:
@@ -75,7 +76,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``. A copy from pinned memory does not block the host.
 
-    An object with a method ``to(device)``, such as a batch of graphs, is moved with this method.
+    An object with a method ``to(device)``, such as a batch of graphs, is moved by calling this method.
     """
     return map_tensors(lambda leaf: moved(leaf, device), batch, moves_itself)
 
@@ -95,6 +96,6 @@ def moved(leaf: Any, device: torch.device) -> Any:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the first dimension of the first tensor of ``batch``, or 1 without a tensor."""
+    """Return the size of the first dimension of the first tensor in ``batch``, or 1 if ``batch`` contains no tensor."""
     first = batch if isinstance(batch, Tensor) else next(tensors(batch), None)
     return first.size(0) if first is not None and first.dim() else 1  # a nested tensor has size(), but no shape

@@ -25,7 +25,8 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(duration_s: float) -> str:
-    """Format a duration: ``0.0123`` becomes ``"12.3 ms"``. Minutes and hours are used from 100 s and 100 min on."""
+    """Format a duration: ``0.0123`` becomes ``"12.3 ms"``. Durations are formatted in minutes from 100 s, and in hours
+    from 100 min."""
     if duration_s < 0.1:
         return f"{duration_s * 1000:.3g} ms"
     for unit, length_s in (("s", 1), ("min", 60)):
@@ -60,7 +61,7 @@ def parse_duration_s(field: str, value: object) -> float:
     """Convert a ``timedelta``, a dict of its keywords, or Lightning's ``"DD:HH:MM:SS"`` to seconds.
 
     Raises:
-        RoomierError: ``value`` has another form or is not positive.
+        RoomierError: ``value`` has an unsupported form or is not positive.
     """
     action = "Write 'DD:HH:MM:SS', a datetime.timedelta, or its keywords such as {'hours': 1}"
     try:

@@ -38,7 +38,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: see :func:`open_regular`; or the file has more than ``max_bytes``.
+        OSError: the file cannot be opened (see :func:`open_regular`), or has more than ``max_bytes``.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:

@@ -42,7 +42,8 @@ class Vote:
         return outcome
 
     def settle(self, wishes: Sequence[int], same: int = 0) -> list[int]:
-        """Wait for all ranks, and return the maximum of ``wishes`` and of a vote that is still in progress."""
+        """Wait for all ranks, and return the maximum of ``wishes`` over all ranks, including a vote that is still in
+        progress."""
         before = self._arrived()
         ballot = _ballot(wishes, same)
         if not self._ranks.is_alone:

@@ -1,8 +1,8 @@
 """Conversion of values to bytes for other ranks, as a JSON header followed by the bytes of tensors.
 
 Decoding executes no code from the sender. A message contains numbers, strings, containers, tensors, paths, and objects
-of roomier's own classes. If the receiver allows it, a message also contains pickles of other objects. Unpickling can
-execute arbitrary code.
+of roomier's own classes. If the receiver allows pickles, a message also contains pickles of other objects. Unpickling
+can execute arbitrary code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def encode(value: Any, *, allows_pickle: bool = False) -> bytes:
 
 
 def decode(data: bytes | bytearray, *, allows_pickle: bool = False) -> Any:
-    """Convert the result of :func:`encode` to the value. Each tensor is on the device type of the sender's tensor.
+    """Convert the result of :func:`encode` to the value. Each tensor is on a device of the same type as the sender's
+    tensor.
 
     Raises:
         ValueError: ``data`` contains a pickle although ``allows_pickle`` is False, or a class that is not allowed.
@@ -63,7 +64,7 @@ class _Encoder:
         self._allows_pickle = allows_pickle
 
     def node(self, value: Any) -> Any:
-        """Return ``value`` as a JSON scalar, or as a list of the name of its kind and its parts."""
+        """Return ``value`` as a JSON scalar, or as a list that contains the name of its kind and its parts."""
         kind = type(value)
         if isinstance(value, Enum):
             return ["enum", _name_of(kind), value.name] if _is_own(kind) else self._pickled(value)
@@ -106,7 +107,8 @@ class _Encoder:
         return self._pickled(value)
 
     def _received(self, value: object) -> Any:
-        """Return the node of ``value`` if it is plain data without tensors, otherwise the node of its text."""
+        """Return the node of ``value`` if it is plain data without tensors, otherwise the node of its shortened
+        text."""
         own = _Encoder(allows_pickle=False)
         with suppress(RoomierError, RecursionError):
             node = own.node(value)

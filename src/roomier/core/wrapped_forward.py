@@ -17,7 +17,7 @@ class WrappedForward:
     Attributes:
         forward: the original forward.
         reads_weights_later: True if parameters of the module are also read after its forward. These parameters must not
-            be freed before its backward.
+            be freed before the backward of the module.
     """
 
     reads_weights_later = False
@@ -35,7 +35,7 @@ def install(module: nn.Module, wrapped: WrappedForward) -> None:
 
 
 def unwrap(module: nn.Module) -> None:
-    """Restore the original forward of ``module`` and its submodules, without any :class:`WrappedForward`."""
+    """Restore the original forward of ``module`` and its submodules, and remove every :class:`WrappedForward`."""
     for part in module.modules():
         while isinstance(wrapped := part.__dict__.get("forward"), WrappedForward):
             if getattr(wrapped.forward, "__func__", None) is type(part).forward:

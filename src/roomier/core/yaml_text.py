@@ -15,8 +15,8 @@ class ExpansionError(ComposerError):
 class BoundedLoader(yaml.SafeLoader):
     """SafeLoader that rejects aliases that expand to more than :data:`MAX_VALUES_OF_ALIASES` values.
 
-    PyYAML reads an alias as a reference, so it loads such a text quickly. However, code that later copies, checks or
-    prints the values requires memory and time for each value.
+    PyYAML reads an alias as a reference, so it loads a text with many aliases quickly. However, code that later copies,
+    checks or prints the values requires memory and time for each value.
 
     Raises:
         ExpansionError: there are too many values, an alias contains itself, or the nesting is too deep.
@@ -34,7 +34,8 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def check_aliases(text: str) -> None:
-    """Reject the texts that :class:`BoundedLoader` rejects. Use this function for a text that another loader reads.
+    """Reject the texts that :class:`BoundedLoader` rejects. Use this function for a text that is read by a different
+    loader.
 
     Texts that are not YAML pass this check.
 

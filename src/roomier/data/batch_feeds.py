@@ -1,6 +1,6 @@
 """Feeds whose position counts batches, because the user's code orders and groups the samples.
 
-On ``N`` ranks, each rank takes every ``N``-th batch of one order that is identical on all ranks (:class:`Share`).
+With ``N`` ranks, each rank reads every ``N``-th batch of one order that is identical on all ranks (:class:`Share`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.data.common_draws import CommonDraws
 from roomier.data.feeds import PASS, Feed, OwnGenerators, begin
 from roomier.data.same import is_same
 from roomier.data.sampler import WalkedSampler
 from roomier.data.seeding import EpochSeed, mix_seed
 from roomier.data.share import Share
+from roomier.device.rng import rng_state, set_rng_state
 
 
 class SpeaksState(Protocol):
@@ -49,11 +49,11 @@ class EpochStart:
         self._state: dict[str, Any] = {}
 
     def remember(self) -> None:
-        """Save the present state of the global generators and of the user's generators."""
+        """Save the current state of the global generators and of the user's generators."""
         self._state = {"global": rng_state(), "own": self._own.states()}
 
     def position(self) -> dict[str, Any]:
-        """Return the saved states and the present states of the user's generators."""
+        """Return the saved states and the current states of the user's generators."""
         return {"random_at_start": self._state, "random_now": self._own.states()}
 
     def put_back(self, position: dict[str, Any]) -> None:
@@ -75,8 +75,8 @@ class BatchFeed(Feed):
         share: batches of this rank.
         ranks: ranks that gather their positions if the loader shards itself.
         seed: seed of the random numbers that must be identical on all ranks.
-        draws_apart: run the loader's code with separate random states, so that its random numbers do not depend on
-            other code, such as another loader.
+        draws_apart: run the loader's code with separate random states, so that the random numbers of the loader do not
+            depend on other code, such as a second loader.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class BatchFeed(Feed):
         num_ranks, length = self._share.world.size, length_of(self._loader)
         if self._share.divided_by is not None or math.isinf(length):
             self._first = num_before // num_ranks
-        else:  # count back from the end, because a loop ends after num_batches
+        else:  # count backward from the end, because a loop ends after num_batches
             self._first = int(self.num_batches - self._share.count(length - num_before))
         if self._draws is not None:
             by_rank = self._share.divided_by is not None
@@ -149,7 +149,7 @@ class BatchFeed(Feed):
 
 
 class ListFeed(BatchFeed):
-    """Feed for a list of batches, which resumes at an index."""
+    """Resumable feed for a list of batches."""
 
     kind = "list"
 
@@ -179,16 +179,17 @@ class ListFeed(BatchFeed):
 
 
 class WalkedFeed(BatchFeed):
-    """Feed for a DataLoader with a custom sampler. It resumes by drawing the same indices again, without loading data.
+    """Feed for a DataLoader with a custom sampler. The feed resumes by drawing the same indices again, without loading
+    data.
 
-    The walk starts from the random states at the start of the epoch. If a sampler draws from the global generators for
-    every index instead of one time per epoch, resuming is exact only without workers.
+    To resume, the sampler is iterated from the random states at the start of the epoch. If a sampler draws from the
+    global generators for every index instead of one time per epoch, resuming is exact only without workers.
 
     Args:
         loader: DataLoader that reads the indices of ``sampler``.
         sampler: sampler that yields the batches of this rank.
         own_generators: generators of the user's loader.
-        epoch_seed: seed of the batches in worker processes; None without workers.
+        epoch_seed: seed of the random numbers of batches in worker processes; None without workers.
     """
 
     kind = "walked"
@@ -246,8 +247,8 @@ class WalkedFeed(BatchFeed):
             self._epoch_start.put_back(position)
             iterator = self._start_at(position["epoch"], num_skipped)
             if num_skipped and not self._loader.num_workers:
-                # With workers, the iterator has already drawn indices. Without workers, it draws on the first read,
-                # when the random states of the epoch's start are no longer set.
+                # With workers, the iterator has already drawn indices. Without workers, the iterator draws indices on
+                # the first read, when the random states of the epoch's start are no longer set.
                 self._sampler.walk()
         self._epoch_start.leave(position)
         return iterator, self._first
@@ -365,7 +366,7 @@ class StatefulFeed(BatchFeed):
 
     @property
     def has_ended(self) -> bool:
-        # After an incomplete last batch, the stream has reported its end, and may already be reset to its start.
+        # After an incomplete last batch, the stream has already reported its end, and may have been reset to its start.
         return self._share.world.size == 1 and torch_loaders.has_ended(self.reading)
 
     def start(self, epoch: int) -> Iterator[Any]:
@@ -384,7 +385,8 @@ class StatefulFeed(BatchFeed):
         return batches
 
     def _past_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        # After loading the state of a finished epoch, some loaders start the next epoch, and others are exhausted.
+        # After the state of a finished epoch is loaded, some loaders start the next epoch, and other loaders are
+        # exhausted.
         is_empty = True
         for batch in iterator:
             is_empty = False
@@ -421,15 +423,15 @@ class StatefulFeed(BatchFeed):
             random_state = rng_state()
             continues = self._goes_on()
             self._keeper.load_state_dict(state)
-            if not continues:  # the loaded state is for an iterator of the interrupted epoch, not of the next one
+            if not continues:  # the loaded state belongs to an iterator of the interrupted epoch, not of the next epoch
                 self._state_behind_a_batch()
             set_rng_state(random_state)
 
     def _goes_on(self) -> bool:
-        """Return True if a new iterator continues after the last batch instead of starting an epoch.
+        """Return True if a new iterator continues after the last yielded batch instead of starting an epoch.
 
-        A stream without an end can behave like this. Loaders do not report this behavior, so this method reads a few
-        batches and compares states.
+        A loader over an endless stream can behave in this way. Loaders do not report this behavior, so this method
+        reads a few batches and compares states.
         """
         first = self._state_behind_a_batch()
         second = self._state_behind_a_batch()

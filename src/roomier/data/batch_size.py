@@ -10,10 +10,10 @@ from roomier.data.rebuild import can_be_rebuilt, plain_sampler, rebuilt
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Return the number of samples per micro-batch, or None if it cannot be changed.
+    """Return the number of samples per micro-batch, or None if this number cannot be changed.
 
-    It cannot be changed if code other than torch's samplers orders or groups the samples, for example if the items of
-    the dataset are batches.
+    The number cannot be changed if code other than torch's samplers orders or groups the samples, for example if the
+    items of the dataset are batches.
     """
     if not isinstance(loader, DataLoader) or not can_be_rebuilt(loader) or plain_sampler(loader) is None:
         return None
@@ -31,7 +31,7 @@ def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]
     batching, sampler = loader.batch_sampler, plain_sampler(loader)
     assert isinstance(batching, BatchSampler)
     assert sampler is not None
-    # If the user passed a batch sampler, loader.sampler is a default of torch that is not used.
+    # If the user passed a batch sampler, loader.sampler is an unused default of torch.
     batches = BatchSampler(sampler, batch_size, batching.drop_last)
     changes = {"sampler": sampler, "batch_sampler": batches}
     return rebuilt(loader, **changes, batch_size=batch_size, drop_last=batching.drop_last)

@@ -117,8 +117,8 @@ def _combined(
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
-    """Reject a generator that two loaders draw from in turns, because walking along one loader cannot restore its
-    state."""
+    """Reject a generator from which two loaders draw alternately, because iterating over one sampler cannot restore the
+    state of the generator."""
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):
         others = [one for other in loader.flattened[:number] for one in generators_of(other)]

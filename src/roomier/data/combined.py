@@ -105,7 +105,7 @@ class CombinedLoader(Iterable[Any]):
         return map_tensors(each.batches.__getitem__, self._form, lambda leaf: isinstance(leaf, int))
 
     def mapped(self, function: Callable[[Any], Any]) -> CombinedLoader:
-        """Return a CombinedLoader of the results of ``function`` for each loader."""
+        """Return a CombinedLoader in which each loader is replaced by the result of ``function``."""
         return CombinedLoader(map_loaders(function, self.iterables), self.mode)
 
     def __repr__(self) -> str:
@@ -154,7 +154,8 @@ def as_combined(obj: Any, name: str) -> CombinedLoader:
 
 
 def as_loaders(obj: Any, name: str) -> list[Any]:
-    """Return the loaders of an evaluation in their order. ``dataloader_idx`` of a hook is an index in this list.
+    """Return the loaders of an evaluation in their order. The ``dataloader_idx`` that a hook receives is an index into
+    this list.
 
     Args:
         obj: one loader, a list of batches, several loaders (:func:`is_loader_collection`; the values of dicts in their
@@ -179,7 +180,7 @@ def as_loaders(obj: Any, name: str) -> list[Any]:
 
 
 def training_loader(obj: Any, name: str) -> Any:
-    """Return the loader that a fit trains on: ``obj`` if it is one loader, otherwise a CombinedLoader.
+    """Return the loader that a fit reads: ``obj`` if it is one loader, otherwise a CombinedLoader.
 
     Several loaders without a CombinedLoader are read in mode ``"max_size_cycle"``, as in Lightning.
 

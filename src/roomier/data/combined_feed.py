@@ -25,7 +25,7 @@ class CombinedFeed(Feed):
 
     Args:
         loader: CombinedLoader that the user passed.
-        feeds: feeds of its loaders, in their order.
+        feeds: feeds of the loaders in ``loader``, in the same order.
     """
 
     kind = "combined"
@@ -61,7 +61,7 @@ class CombinedFeed(Feed):
 
     @property
     def part_lengths(self) -> list[int | float]:
-        """Number of batches in one pass over each loader on this rank; ``inf`` if it is unknown."""
+        """Number of batches in one pass over each loader on this rank; ``inf`` if this number is unknown."""
         return [feed.num_batches for feed in self._feeds]
 
     def limit_parts(self, limits: Sequence[float]) -> None:
@@ -111,7 +111,7 @@ class CombinedFeed(Feed):
             part.continue_from(None, None, stored["num_read"])
 
     def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[Part, Feed, dict[str, Any]]]:
-        """Yield the parts that had begun at ``position``, each restored to the pass of the position."""
+        """Yield the parts that had begun at ``position``, each restored to the pass that ``position`` stores."""
         rank, num_ranks = self._ranks.world.rank, self._ranks.world.size
         parts = self._made_parts(position["epoch"])
         for number, (part, feed, of_all) in enumerate(zip(parts, self._feeds, position["parts"], strict=True)):
@@ -121,7 +121,7 @@ class CombinedFeed(Feed):
                 own = by_rank[rank if len(by_rank) == num_ranks else 0]
                 stored = {**own, "position": {**of_all["position"], "num_batches": own["num_batches"]}}
             if stored["cycle"] < 0:
-                if stored["position"]:  # positions of earlier releases have no entry for loaders that are read later
+                if stored["position"]:  # positions of earlier releases omit loaders that are read later
                     self._ended_before[number] = stored["is_complete"]
                     feed.adopt(stored["position"], is_complete=stored["is_complete"])
                     feed.continues = position["epoch"] > 0

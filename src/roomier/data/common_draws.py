@@ -38,7 +38,7 @@ class CommonDraws:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use the separate states in this context, and restore the states of this rank after it. Contexts can be
+        """Use the separate states in this context, and restore the states of this rank at its end. Contexts can be
         nested."""
         if self._is_inside:
             yield

@@ -27,12 +27,12 @@ def share_of(loader: object, world: World) -> Share:
     A loader shards itself if the attribute ``shards_by_rank`` of the loader, its dataset or its samplers is True. If
     the attribute is not set, a loader shards itself in these cases:
 
-    - It has a ``DistributedSampler``, or a sampler that was created for this rank.
-    - Hugging Face's ``split_dataset_by_node`` was applied to it.
+    - The loader has a ``DistributedSampler``, or a sampler that was created for this rank.
+    - Hugging Face's ``split_dataset_by_node`` was applied to the loader or its dataset.
     - The code of a sampler or a stream contains a name that refers to the rank, such as ``get_rank``.
 
     Raises:
-        DataError: a ``DistributedSampler`` was created for another rank or number of ranks.
+        DataError: a ``DistributedSampler`` was created for a different rank or number of ranks.
     """
     if world.size == 1:
         return Share()

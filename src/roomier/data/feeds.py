@@ -2,9 +2,9 @@
 
 This module contains the base class and the feed whose order roomier creates. All other feeds are in ``batch_feeds.py``.
 
-A feed starts an epoch, or resumes it after a position. In both cases, it creates the loader's iterator immediately, so
-that the loader draws from the global generators at the start of the epoch. It reads no batch before the loop requests
-one, except that a replay reads the batches that are done.
+A feed starts an epoch, or resumes the epoch after a position. In both cases, the feed creates the loader's iterator
+immediately, so that the loader draws from the global generators at the start of the epoch. The feed reads no batch
+before the loop requests one. The exception is a replay, which reads the batches that are done.
 """
 
 import math
@@ -26,7 +26,7 @@ PASS = 1 << 32  # larger than the number of epochs of a run; see [Note: passes w
 
 
 class Feed(ABC):
-    """Batches of one loader, from the start of an epoch or from a position in it.
+    """Batches of one loader, from the start of an epoch or from a position in the epoch.
 
     Args:
         name: name of the argument that the user passed, for errors and notices.
@@ -34,7 +34,8 @@ class Feed(ABC):
 
     kind: ClassVar[str]
     may_end_apart: bool = False
-    """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers."""
+    """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers of
+    batches."""
 
     reading: Iterator[Any] | None = None
     """Iterator of the loader, if :meth:`start` wrapped it in another iterator."""
@@ -63,7 +64,7 @@ class Feed(ABC):
     @property
     @abstractmethod
     def num_batches(self) -> int | float:
-        """Number of batches of one full epoch on this rank; ``inf`` if it is unknown."""
+        """Number of batches of one full epoch on this rank; ``inf`` if this number is unknown."""
 
     @abstractmethod
     def start(self, epoch: int) -> Iterator[Any]:
@@ -71,7 +72,8 @@ class Feed(ABC):
 
     @abstractmethod
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        """Return an iterator over the batches after ``position``, and how many of :attr:`num_batches` are done.
+        """Return an iterator over the batches after ``position``, and how many of the :attr:`num_batches` batches are
+        done.
 
         This method can change the global generators. The caller restores them.
         """
@@ -89,7 +91,7 @@ class Feed(ABC):
         del position
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        """Restore the state that later epochs need from ``position``, whose epoch is over.
+        """Restore the state that later epochs need from ``position``, whose epoch has ended.
 
         Args:
             position: position in the last epoch of the saved run.
@@ -98,7 +100,8 @@ class Feed(ABC):
         del position, is_complete
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
-        """Return the dataset indices of this rank's samples in these batches of the running epoch; None if unknown."""
+        """Return the dataset indices of this rank's samples in the given batches of the running epoch; None if
+        unknown."""
         del first_batch, num_batches
         return None
 
@@ -120,7 +123,7 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
     Args:
         loader: loader to iterate.
         had_workers: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a seed
-            only when it starts workers, so in this case, the function draws no seed.
+            only when it starts workers. If the workers persisted, this function draws no seed.
     """
     if not (had_workers and isinstance(loader, DataLoader) and loader.persistent_workers):
         return iter(loader)
@@ -136,7 +139,7 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
 class OwnGenerators:
     """Torch generators that are attributes of a loader, its dataset and its samplers.
 
-    They belong to the user, so a checkpoint of the global generators does not contain them.
+    These generators belong to the user, so a checkpoint of the global generators does not contain them.
     """
 
     def __init__(self, loader: object) -> None:
@@ -158,7 +161,8 @@ class OwnGenerators:
 
 
 class OrderedFeed(Feed):
-    """Feed for a DataLoader with an :class:`OrderedSampler`. It resumes directly at a sample, with any batch size.
+    """Feed for a DataLoader with an :class:`OrderedSampler`. The feed resumes directly at a sample, with any batch
+    size.
 
     Args:
         loader: DataLoader that groups the samples of ``sampler`` into batches.
@@ -204,8 +208,8 @@ class OrderedFeed(Feed):
 
     def _start_at(self, epoch: int, num_samples_done: int, of_order: dict[str, Any] | None = None) -> Iterator[Any]:
         self._first_sample = num_samples_done
-        # Count backward from the end, because a loop ends after num_batches. With another batch size, the samples that
-        # are done may not fill complete batches.
+        # Count backward from the end, because a loop ends after num_batches. With a different batch size, the samples
+        # that are done may not fill complete batches.
         self._first_batch = self.num_batches - self._num_batches_after(num_samples_done)
         self._sampler.set_position(epoch, num_samples_done, of_order)
         if self._epoch_seed is not None:

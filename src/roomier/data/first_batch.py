@@ -3,8 +3,8 @@
 [Note: the first batch without side effects]
 Reading a batch can draw random numbers and change the state of the loader. A loader that can be iterated again is
 iterated one additional time. Afterwards every generator, and every attribute of the loader, its dataset and its
-samplers, is restored. An object that can be iterated only once, such as a generator, is read ahead, and its first batch
-is yielded again to the run.
+samplers, is restored. An object that can be iterated only one time, such as a generator, is read ahead, and its first
+batch is yielded again to the run.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from roomier.core import torch_loaders
 from roomier.core.errors import DataError
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import tensors
 from roomier.data.choose import speaks_state
 from roomier.data.combined import CombinedLoader
 from roomier.data.joint import Joined
 from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
 from roomier.data.same import is_same
+from roomier.device.rng import rng_state, set_rng_state
 
 _NUM_LISTED = 1000  # batches of a list whose sizes are compared
 _DEPTH = 3  # nesting depth of datasets
 
 
 def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
-    """Return a batch of ``loader``, and a loader to read instead of it.
+    """Return a batch of ``loader``, and a loader that the run reads instead of ``loader``.
 
-    For a list, the batch is the largest one. For other loaders, it is the first batch or a batch with as many samples.
-    For a CombinedLoader, it contains one batch of each loader, or in mode ``"sequential"`` the largest of these
-    batches.
+    For a list of batches, the returned batch is the largest batch. For other loaders, the returned batch is the first
+    batch or a batch with as many samples. For a CombinedLoader, the returned batch contains one batch of each loader,
+    or in mode ``"sequential"`` it is the largest of these batches.
 
     Args:
         loader: loader of a run.
         name: name of the argument that the user passed, for errors.
 
     Returns:
-        The batch, and ``loader`` itself. If ``loader`` can be iterated only once, the second element yields the batch
-        again before the remaining batches.
+        The batch, and ``loader`` itself. If ``loader`` can be iterated only one time, the second element yields the
+        batch again before the remaining batches.
 
     Raises:
-        DataError: there is no batch, or reading it would change the batches of the run.
+        DataError: there is no batch, or reading a batch would change the batches of the run.
     """
     if isinstance(loader, CombinedLoader):
         return _of_several_loaders(loader, name)
@@ -110,15 +110,15 @@ def untouched(loader: Any) -> Iterator[None]:
 def check_is_repeatable(
     loader: Any, name: str, instead: str = "set a strategy without memory_budget, which requires no first batch"
 ) -> None:
-    """Reject a loader that would yield different batches if it is iterated again.
+    """Reject a loader that would yield different batches in a second iteration.
 
     Args:
         loader: loader of a run.
         name: name of the argument that the user passed, for errors.
-        instead: alternative to a change of the loader, for the error.
+        instead: alternative to changing the loader, for the error message.
 
     Raises:
-        DataError: the loader has an iterator that can be read only once. The message names the iterator.
+        DataError: the loader has an iterator that can be read only one time. The message names the iterator.
     """
     if isinstance(loader, CombinedLoader):
         for each, part_name in zip(loader.flattened, loader.part_names, strict=True):
@@ -243,7 +243,7 @@ def _of_several(dataset: Any) -> Iterable[Any]:
 
 
 def _put_back_generators(part: Any) -> Iterator[Callable[[], Any]]:
-    """Yield functions that restore the present states of the generators that are attributes of ``part``."""
+    """Yield functions that restore the current states of the generators that are attributes of ``part``."""
     for value in vars(part).values() if hasattr(part, "__dict__") else ():
         if isinstance(value, torch.Generator):
             yield _call(value.set_state, value.get_state())

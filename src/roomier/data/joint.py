@@ -1,9 +1,10 @@
 """Reading several loaders together in the four modes of Lightning's CombinedLoader.
 
 [Note: no unnecessary reads]
-Reading from a part changes its position. So a part is read only if the batch will be yielded, as far as this is known.
-In ``max_size_cycle``, the parts that have not ended are read first. The other parts restart only if one of these parts
-has a batch left. ``min_size`` stops before reading if a part is known to have ended.
+Reading from a part changes its position. So a part is read only if its batch will be yielded, as far as this can be
+determined before the read. In ``max_size_cycle``, the parts that have not ended are read first. Parts that have ended
+restart only if one of the parts that have not ended has another batch. ``min_size`` stops before reading if a part is
+known to have ended.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Part:
     """One of several loaders that are read together.
 
     Args:
-        start: function that starts a pass, counted from 0 in each epoch. It returns an iterator over the batches and
-            the object that reads them.
-        length: number of batches of a pass; ``inf`` if it is unknown.
+        start: function that starts the pass with a given index, counted from 0 in each epoch. The function returns an
+            iterator over the batches and the object that reads them.
+        length: number of batches of a pass; ``inf`` if this number is unknown.
         name: name of the loader for errors.
 
     Attributes:
@@ -34,7 +35,7 @@ class Part:
         name: the argument ``name``.
         limit: maximum number of batches in mode ``"sequential"``.
         cycle: index of the running pass; -1 before the first pass.
-        num_read: batches of the running pass that were yielded.
+        num_read: number of batches of the running pass that were yielded.
         iterator: iterator over the remaining batches; None before the first pass and after the end of a pass.
         came_to_end: True after a complete pass.
     """
@@ -77,18 +78,18 @@ class Part:
         return batch
 
     def stop(self) -> None:
-        """End the worker processes of a pass that was not read completely."""
+        """Terminate the worker processes of a pass that was not read completely."""
         if self.iterator is not None:
             torch_loaders.end_workers(self._reading)
         self.iterator = self._reading = None
 
 
 class Joined(NamedTuple):
-    """Batches of one step, and the indices of their loaders. In mode ``"sequential"``, there is one batch.
+    """Batches of one step, and the indices of their loaders. In mode ``"sequential"``, a step has one batch.
 
     Attributes:
         parts: indices of the loaders.
-        batches: one batch of each of these loaders.
+        batches: one batch of each loader in ``parts``.
     """
 
     parts: Sequence[int]
@@ -98,7 +99,8 @@ class Joined(NamedTuple):
 def joined(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
     """Yield the batches of ``parts``, combined according to ``mode``.
 
-    The parts must have begun (:func:`begin`) or continue a pass. In ``"sequential"``, a part begins when it is read.
+    Each part must have been started by :func:`begin`, or must continue a pass. In mode ``"sequential"``, a part begins
+    when it is read.
     """
     try:
         yield from _one_after_another(parts) if mode == "sequential" else _together(parts, mode)

@@ -1,6 +1,6 @@
 """Check that the ranks have loaders of the same length.
 
-Ranks that read different numbers of batches would wait forever.
+If the ranks read different numbers of batches, some ranks would wait forever.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SAME = "Pass the same loader on every rank, or a dataset with shards_by_rank = 
 def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> None:
     """Compare the lengths of ``loader`` on all ranks. A loader without a length is not checked.
 
-    Every rank must call this function. In training, each epoch has as many batches as the shortest loader, and a notice
-    reports different lengths. In an evaluation, the ranks take turns with the batches of one loader, so different
-    lengths are an error, unless the loader shards itself.
+    Every rank must call this function. In training, each epoch has as many batches as the shortest loader, and roomier
+    prints a notice if the lengths differ. During an evaluation, the ranks take turns with the batches of one loader.
+    Different lengths on the ranks are therefore an error, unless the loader shards itself.
 
     Args:
         loader: loader of this rank.
@@ -33,8 +33,8 @@ def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> No
         training: True for a training loader, False for an evaluation loader.
 
     Raises:
-        DataError: lengths differ in an evaluation, or a loader is empty on some ranks only. Raised on every rank, with
-            the numbers of all ranks.
+        DataError: the lengths differ in an evaluation, or a loader is empty on some ranks only. The error is raised on
+            every rank and contains the numbers of all ranks.
     """
     if ranks.is_alone:
         return

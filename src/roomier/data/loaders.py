@@ -94,7 +94,8 @@ def _is_lone(obj: object) -> bool:
 
 
 def loaders_in(loaders: Any, name: str) -> dict[str, Any]:
-    """Return the loaders in ``loaders`` in their order, with their paths as keys, such as ``"train_dataloaders['a']"``.
+    """Return the loaders in ``loaders``, in the same order, with their paths as keys, such as
+    ``"train_dataloaders['a']"``.
 
     Raises:
         DataError: there is no loader, or one of the loaders yields no batches.

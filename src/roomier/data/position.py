@@ -25,17 +25,17 @@ from roomier.core.forms import (
     tensor,
     text,
 )
-from roomier.core.rng import RNG_FORM, check_generator_state, check_rng_state
 from roomier.data.joint import MODES
+from roomier.device.rng import check_generator_state, check_rng_state, rng_form
 
 _GENERATORS = list_of(tensor(torch.uint8))
 _SEED = integer(-(2**63), 2**64 - 1)
 _COUNTED_IN_BATCHES = {"num_batches": count, "num_ranks": integer(1), "seed": _SEED}
 _DRAWN = {
-    "random_at_start": either(fields({}), fields({"global": RNG_FORM, "own": _GENERATORS})),
+    "random_at_start": either(fields({}), fields({"global": rng_form, "own": _GENERATORS})),
     "random_now": _GENERATORS,
 }
-_STATE = {"loader": anything, "draws": optional(RNG_FORM)}
+_STATE = {"loader": anything, "draws": optional(rng_form)}
 
 _FEEDS: dict[str, tuple[Mapping[str, Form], Mapping[str, Form]]] = {
     "ordered": (
@@ -55,7 +55,7 @@ _FEEDS: dict[str, tuple[Mapping[str, Form], Mapping[str, Form]]] = {
     "replayed": (_COUNTED_IN_BATCHES, _DRAWN),
     "stateful": (_COUNTED_IN_BATCHES, _STATE),
 }
-"""For each kind of feed, the fields of its position, and the fields that can differ between ranks."""
+"""Fields of a position for each kind of feed, and the fields that can differ between ranks."""
 
 _ORDER = {"order": optional(either(tensor(torch.uint8), integer(-(2**63), 2**63 - 1)))}
 _COUNTS = ("num_batches", "num_samples")

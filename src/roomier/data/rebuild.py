@@ -1,4 +1,4 @@
-"""Copies of a DataLoader with another sampler, dataset or pinning, and the parts of a DataLoader."""
+"""Copies of a DataLoader with a different sampler, dataset or pinning, and the parts of a DataLoader."""
 
 import copy
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from roomier.data.sampler import OrderedSampler
 
 
 def can_be_rebuilt(loader: DataLoader[Any]) -> bool:
-    """Return True if a copy with another sampler iterates in the order of that sampler.
+    """Return True if a copy of the loader with a different sampler iterates in the order of this sampler.
 
     A subclass must not override ``__iter__`` or ``__len__``.
     """
@@ -23,12 +23,13 @@ def can_be_rebuilt(loader: DataLoader[Any]) -> bool:
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a copy of ``loader`` with the same class and attributes, except for ``changes``.
 
-    This is a shallow copy instead of a constructor call, because a subclass can have other arguments, and because a
-    copy preserves every argument. The user's loader and its workers are unchanged.
+    The loader is copied instead of constructed again, because a subclass can have different constructor arguments, and
+    because a shallow copy preserves every argument. The user's loader and its workers are unchanged.
     """
     copied = copy.copy(loader)
     torch_loaders.forget_iterator(copied)
-    # torch does not allow setting these on an initialized loader, because workers may run. The copy has no workers.
+    # torch does not allow setting these attributes on an initialized loader, because workers may be running. The copy
+    # has no workers.
     vars(copied).update(changes)
     return copied
 
@@ -44,7 +45,8 @@ def with_ordered_sampler(loader: DataLoader[Any], sampler: OrderedSampler, **cha
 
 
 def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler | None:
-    """Return the sampler of ``loader``, or None if torch does not batch it or if it is not a plain sampler of torch.
+    """Return the sampler of ``loader``, or None if torch does not batch the loader or if the sampler is not a plain
+    sampler of torch.
 
     A plain sampler visits each index one time per epoch.
     """
@@ -55,7 +57,7 @@ def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler 
         if type(loader.batch_sampler) is not BatchSampler:
             return None
         sampler = loader.batch_sampler.sampler
-    # Compare exact types, because a subclass can yield any other order.
+    # Compare exact types, because a subclass can yield a different order.
     if type(sampler) is SequentialSampler:
         return sampler
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
@@ -75,9 +77,10 @@ def parts_of(loader: object) -> Iterator[object]:
 
 
 def set_loader_epoch(loader: object, epoch: int, *, training: bool = True) -> None:
-    """Call ``set_epoch(epoch)`` on ``loader``, its samplers and, in training, its dataset, if they have this method.
+    """Call ``set_epoch(epoch)`` on ``loader``, its samplers and, in training, its dataset, if these objects have this
+    method.
 
-    An evaluation can use the training dataset in the middle of a training epoch, and must not restart it.
+    An evaluation can use the training dataset in the middle of a training epoch, and must not restart this dataset.
     """
     for part in parts_of(loader):
         if not training and part is getattr(loader, "dataset", None):

@@ -1,4 +1,5 @@
-"""Samplers with a position: one that creates the order of the samples, and one that walks along a custom sampler."""
+"""Samplers with a position: one creates the order of the samples, and one skips the completed batches of a custom
+sampler."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from roomier.data.common_draws import CommonDraws
 from roomier.data.seeding import NumberedIndices, mix_seed
 from roomier.data.share import ALONE, Share
 
-# Convert indices to Python integers in chunks, because a list of 100 million integers takes 4 GB.
+# Convert indices to Python integers in chunks, because a list of 100 million integers occupies 4 GB.
 _CHUNK = 1 << 16
 
 
@@ -29,7 +30,7 @@ class DrawnOrder:
 
     Attributes:
         source: seed, or state of ``generator``, from which the permutation of the running epoch was drawn; None before
-            it is drawn.
+            the permutation is drawn.
     """
 
     def __init__(self, generator: torch.Generator | None = None, ranks: Ranks | None = None) -> None:
@@ -62,11 +63,11 @@ class OrderedSampler(Sampler[int]):
     """Sampler of the indices ``0 .. num_samples - 1`` whose order depends on ``(seed, epoch)`` only, or is drawn by
     ``drawn``.
 
-    The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` takes every ``N``-th
-    sample after the position. So a run can resume with another batch size or number of ranks, and no sample is repeated
-    or skipped.
+    The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` reads every ``N``-th
+    sample after the position. So a run can resume with a different batch size or number of ranks, and no sample is
+    repeated or skipped.
 
-    All ranks take the same number of batches. The last batch can have one sample fewer on some ranks. If fewer samples
+    All ranks read the same number of batches. The last batch can have one sample fewer on some ranks. If fewer samples
     than ranks remain for the last batch, these samples are dropped. With shuffling, different samples are dropped in
     each epoch.
 
@@ -126,7 +127,7 @@ class OrderedSampler(Sampler[int]):
             epoch: index of the epoch, counted from 0.
             num_samples_done: samples of the global order that all ranks have read, in ``[0, num_samples]``.
             of_order: mapping with the fields of :attr:`position_of_order` if the order of this epoch was drawn; None to
-                start another epoch.
+                start a different epoch.
 
         Raises:
             DataError: ``num_samples_done`` is out of range.
@@ -142,7 +143,7 @@ class OrderedSampler(Sampler[int]):
         self._num_samples_done = num_samples_done
         if of_order is None:
             self._running = self._drawn
-        else:  # the running epoch keeps its kind of order, independent of the order of later epochs
+        else:  # the running epoch keeps its kind of order, regardless of the order of later epochs
             self._running = (self._drawn or DrawnOrder()) if "order" in of_order else None
         if self._running is not None:
             self._running.source = None if of_order is None else of_order["order"]
@@ -158,7 +159,7 @@ class OrderedSampler(Sampler[int]):
         return num_left - num_in_last if self.drop_last or num_in_last < self.world.size else num_left
 
     def __len__(self) -> int:
-        """Return the samples of one full epoch on this rank. The number does not depend on the position."""
+        """Return the number of samples of one full epoch on this rank. The number does not depend on the position."""
         return self.num_left_after(0)
 
     def __iter__(self) -> Iterator[int]:
@@ -188,7 +189,7 @@ class OrderedSampler(Sampler[int]):
 
 
 class WalkedSampler(Sampler[Any]):
-    """Wrapper of a user's sampler or batch sampler that skips the batches that are done, without loading them.
+    """Wrapper of a user's sampler or batch sampler that skips the batches that are done, without loading these batches.
 
     Args:
         inner: sampler that yields indices, or batch sampler that yields lists of indices.
@@ -240,8 +241,8 @@ class WalkedSampler(Sampler[Any]):
         return int(self._share.count(len(self.inner)))  # type: ignore[arg-type]  # TypeError without a length
 
     def __iter__(self) -> Iterator[Any]:
-        # A loader with workers creates two iterators and reads only the second one, so the first must have no effect
-        # before its first read.
+        # A loader with workers creates two iterators and reads only the second one, so the first iterator must have no
+        # effect before its first read.
         iterator, self._walked = self._walked or self._at_position(), None
         if self._numbered:
             numbers = count(self._num_skipped)

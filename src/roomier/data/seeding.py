@@ -62,7 +62,7 @@ class _SeededDataset(Dataset[Any]):
         self.__dict__.update(_dataset=dataset, _epoch_seed=epoch_seed)
 
     def __getattr__(self, name: str) -> Any:
-        # During unpickling no attribute is set, and a lookup of _dataset would recurse infinitely.
+        # During unpickling, no attribute is set yet, and a lookup of _dataset would recurse infinitely.
         if "_dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -108,8 +108,8 @@ class BatchReadSeededDataset(SampleSeededDataset):
 class NumberSeededDataset(_SeededDataset):
     """Dataset in which the random numbers of each batch depend on (seed, epoch, number of the batch) only.
 
-    It is used with custom samplers, whose indices can repeat within an epoch or have any type. It takes
-    :class:`NumberedIndices` instead of indices.
+    This dataset is used with custom samplers, whose indices can repeat within an epoch or have any type. The dataset
+    receives :class:`NumberedIndices` instead of indices.
     """
 
     def __getitem__(self, numbered: NumberedIndices) -> Any:

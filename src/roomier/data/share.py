@@ -17,15 +17,16 @@ ALONE = World()
 
 @dataclass(frozen=True)
 class Share:
-    """Batches of one rank: rank ``r`` of ``N`` takes the batches ``r``, ``r + N``, ... of an order that all ranks read.
+    """Batches of one rank: rank ``r`` of ``N`` receives the batches ``r``, ``r + N``, ... of an order that all ranks
+    read.
 
-    All ranks take the same number of batches, so the last ``num_batches % N`` batches of an epoch are dropped.
-    Positions count the batches of all ranks, so they are valid for another number of ranks.
+    All ranks receive the same number of batches, so the last ``num_batches % N`` batches of an epoch are dropped.
+    Positions count the batches of all ranks, so they are valid for a different number of ranks.
 
     Attributes:
         world: rank and number of ranks.
-        divided_by: name of the object that already shards the loader across ranks, in which case every batch of the
-            loader belongs to this rank; None if no object does.
+        divided_by: name of the object that already shards the loader across ranks, or None if no object does. If an
+            object shards the loader, every batch of the loader belongs to this rank.
         keeps_order: True if ``divided_by`` shards one order that does not depend on the number of ranks.
     """
 
@@ -59,7 +60,8 @@ class Share:
         """Return how many batches of this rank's loader are done at ``position``.
 
         Raises:
-            DataError: a loader that shards itself was saved with another number of ranks, so the number is unknown.
+            DataError: a loader that shards itself was saved with a different number of ranks, so the number of
+                completed batches is unknown.
         """
         num_batches: int = position["num_batches"]
         size, before = self.world.size, position.get("num_ranks", 1)

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
 from roomier.data.batch_feeds import ListFeed, ReplayedFeed
 from roomier.data.choose import check_is_one_loader, in_own_processes, no_batch, training_feed
@@ -24,6 +23,7 @@ from roomier.data.rebuild import set_loader_epoch
 from roomier.data.share import Share
 from roomier.data.turns import Turn, Turns, without_padding
 from roomier.data.workers import end_with_signals
+from roomier.device.rng import rng_state, set_rng_state
 
 
 @dataclass
@@ -38,34 +38,35 @@ class _Running:
 class Source:
     """Batches of one loader for a training or evaluation loop, with a position.
 
-    The source reads a batch only when the loop requests it, because dataset code can draw from the global generators,
-    whose state a checkpoint contains between two steps. Worker processes of a DataLoader do read ahead.
+    The source reads a batch only when the loop requests the batch, because dataset code can draw from the global
+    generators, whose state a checkpoint contains between two steps. Worker processes of a DataLoader read ahead.
 
     To resume a saved run, call ``load_state_dict(state)``, restore the global generators, and call ``start(epoch)``
     with the epoch of the position. If some batches of that epoch are done, the iterator begins after them, and
-    ``start`` does not change the global generators. If that epoch was over, call ``start`` with the next epoch. It then
-    draws the same random numbers from the global generators as the saved run.
+    ``start`` does not change the global generators. If that epoch was over, call ``start`` with the next epoch.
+    ``start`` then draws the same random numbers from the global generators as the saved run.
 
     The position depends on the loader:
 
     - List or tuple of batches: an index.
     - DataLoader with torch's own batching, in order or with ``shuffle=True``: a sample of the global order.
-      :class:`OrderedSampler` replaces its sampler. It resumes immediately with any batch size. In worker processes, the
-      random numbers of each sample depend on (seed, epoch, index) only.
-    - DataLoader with another sampler: a number of batches. A resume walks along the sampler without loading data.
+      :class:`OrderedSampler` replaces its sampler. The loader resumes immediately with any batch size. In worker
+      processes, the random numbers of each sample depend on (seed, epoch, index) only.
+    - DataLoader with a different sampler: a number of batches. To resume, roomier iterates over the sampler without
+      loading data.
     - Loader with ``state_dict`` and ``load_state_dict``: its own state, a dict of plain values and tensors.
-    - Any other iterable: a number of batches. A resume reads and discards them, and prints a notice. A generator can be
-      read for one epoch only.
-    - :class:`CombinedLoader`: the position of each of its loaders, and the index of the running pass over it. Its
-      loaders draw from separate random states instead of the global generators.
+    - Any other iterable: a number of batches. To resume, roomier reads and discards these batches, and prints a notice.
+      A generator can be read for one epoch only.
+    - :class:`CombinedLoader`: the position of each of its loaders, and the index of the running pass over each loader.
+      Its loaders draw from separate random states instead of the global generators.
 
     At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
     this method. In evaluation, the epoch is 0, and ``set_epoch`` of the dataset is not called.
 
-    On several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank takes its
-    samples of this order (:class:`OrderedSampler`). For any other loader, each rank takes every ``N``-th batch, unless
-    the loader shards itself (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and
-    positions are valid for another number of ranks.
+    On several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank reads its
+    samples of this order (:class:`OrderedSampler`). For any other loader, each rank reads every ``N``-th batch, unless
+    the loader shards itself (:func:`roomier.data.divided.share_of`). All ranks receive the same number of batches, and
+    positions are valid for a different number of ranks.
 
     Args:
         loader: loader that the user passed.
@@ -131,7 +132,7 @@ class Source:
                 self._turns = Turns(whole, name=name, ranks=ranks, seed=ranks.from_zero(seed))
         if self._feed.num_batches == 0:
             raise self._empty()
-        # The run does not end workers that the user started before it.
+        # A run does not terminate workers that the user started before the run.
         self._kept_before = [(each, torch_loaders.kept_iterator(each)) for each in self._loaders_read()]
         self._running: _Running | None = None
         self._batches: Generator[Any, None, None] | None = None
@@ -162,19 +163,21 @@ class Source:
 
     @property
     def may_end_apart(self) -> bool:
-        """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers."""
+        """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers of
+        batches."""
         return self._feed.may_end_apart
 
     @property
     def num_batches_done(self) -> int:
-        """Number of batches of the running epoch that were yielded, by this run or by the run that it resumes.
+        """Number of batches of the running epoch that were yielded, by this run or by the run that this run resumes.
 
-        After a resume with another batch size, it is ``num_batches`` minus the remaining batches.
+        After a resume with a different batch size, the number is ``num_batches`` minus the remaining batches.
         """
         return self._running.num_batches if self._running else 0
 
     def start(self, epoch: int) -> Iterator[Any]:
-        """Return an iterator over the host batches of ``epoch``, counted from 0, or over those after a loaded position.
+        """Return an iterator over the host batches of ``epoch``, counted from 0, or over the batches after a loaded
+        position.
 
         Raises:
             DataError: the loader can be iterated only once and was iterated before, or the loaded position does not
@@ -206,7 +209,7 @@ class Source:
             limit: maximum number of batches of all ranks.
 
         Raises:
-            DataError: the loader is empty, or the ranks cannot share it.
+            DataError: the loader is empty, or the ranks cannot share the loader.
         """
         if self._turns is None:
             batches = islice(self.start(0), None if limit == math.inf else int(limit))
@@ -224,31 +227,31 @@ class Source:
         return self._feed.sample_indices(first_batch, num_batches)
 
     def empty_on(self, ranks: Sequence[int]) -> DataError:
-        """Return the error for an epoch without a batch on ``ranks``. Used if :attr:`may_end_apart` is True."""
+        """Return the error for an epoch without a batch on ``ranks``. This error is used if :attr:`may_end_apart` is
+        True."""
         return no_batch_on(ranks, self.name, self.loader)
 
     @property
     def _agrees_on_ends(self) -> bool:
-        """True if the loop gathers from all ranks whether they have a batch, and so detects the ranks without a
-        batch."""
+        """True if the loop gathers from all ranks whether they have a batch, to detect the ranks without a batch."""
         return self._is_training and self.may_end_apart and not self._ranks.is_alone
 
     def end_epoch(self) -> None:
-        """Mark the running epoch as over, although this rank can have batches left."""
+        """Mark the running epoch as ended, even if this rank has batches left."""
         if self._running is not None:
             self._running.is_exhausted = True
 
     def close(self) -> None:
-        """End the iteration of the running epoch, and its worker processes unless they are persistent."""
+        """End the iteration of the running epoch, and terminate its worker processes unless they are persistent."""
         if self._batches is not None:
             self._batches.close()
 
     def end(self) -> None:
-        """End every worker process that this source started, including persistent workers, at the end of a run.
+        """Terminate every worker process that this source started, including persistent workers, at the end of a run.
 
-        Otherwise workers run as long as a reference to the source, or to the error that ended the run, exists. The
-        garbage collector then waits 5 s for each worker, and torch reports the exit of any other child process as the
-        exit of a worker.
+        Otherwise, the workers run as long as a reference to the source, or to the error that ended the run, exists.
+        When the garbage collector removes the workers, it waits 5 s for each worker, and torch reports the exit of any
+        other child process as the exit of a worker.
         """
         self.close()
         for loader, before in self._kept_before:
@@ -295,7 +298,8 @@ class Source:
         """Return the position after the last batch that was yielded: nested dicts of numbers, text and tensors.
 
         Every rank must call this method at the same time. The result is identical on all ranks. ``epoch`` is -1 before
-        the first ``start``. ``num_samples``, in the global order, is present if roomier replaced the sampler.
+        the first ``start``. ``num_samples``, which counts samples of the global order, is present if roomier replaced
+        the sampler.
         """
         if self._stored is not None:
             return self._stored
@@ -313,9 +317,9 @@ class Source:
         }
 
     def position_behind(self, epoch: int, num_batches: int) -> dict[str, Any]:
-        """Return a position as :meth:`state_dict` does, for a run that saved none.
+        """Return a position in the format of :meth:`state_dict`, for a run that saved no position.
 
-        The random draws at the start of the epoch use the present random state.
+        The random draws at the start of the epoch use the current random state.
 
         Args:
             epoch: epoch of the position.
@@ -348,7 +352,7 @@ class Source:
         """Check that a run can resume in ``epoch`` from ``state``, whose tensors need not be loaded yet.
 
         Raises:
-            DataError: the position belongs to another kind of loader, or to other data.
+            DataError: the position belongs to a different kind of loader, or to different data.
         """
         if state["kind"] != self._feed.kind:
             raise DataError(
@@ -365,7 +369,7 @@ class Source:
         """Load a position from :meth:`state_dict`. The next :meth:`start` resumes there.
 
         Raises:
-            DataError: the position belongs to another kind of loader.
+            DataError: the position belongs to a different kind of loader.
         """
         self.check(state, epoch=-1)
         self._stored = state

@@ -45,7 +45,7 @@ class _Header(NamedTuple):
 def write_tokens(
     path: str | Path, documents: Iterable[Document], *, vocab_size: int, end_of_document: int | None = None
 ) -> int:
-    """Write ``documents`` to a token file, one after another, each followed by ``end_of_document``.
+    """Write ``documents`` to a token file, one after another. ``end_of_document`` follows each document.
 
     Only one document is in memory at a time. The file is written under a temporary name and renamed, so ``path`` is
     always either the old file or the complete new file.
@@ -54,7 +54,8 @@ def write_tokens(
         path: path of the file. Missing folders are created.
         documents: iterable of documents, each a 1-D sequence of token ids in ``[0, vocab_size)``. It can be a
             generator.
-        vocab_size: number of different ids. A token takes 2 bytes up to a vocabulary of 65536, and 4 bytes above.
+        vocab_size: number of different ids. A token occupies 2 bytes for a vocabulary of up to 65536 ids, and 4 bytes
+            for a larger vocabulary.
         end_of_document: id to write after each document; None for no id.
 
     Returns:
@@ -125,8 +126,8 @@ def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
 
 
 class _WriteAside:
-    """Temporary file next to ``path`` that replaces ``path`` on :meth:`commit`, and is deleted if it is not
-    committed."""
+    """Temporary file next to ``path`` that replaces ``path`` on :meth:`commit`, and is deleted if :meth:`commit` was
+    not called."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -159,7 +160,8 @@ class _WriteAside:
 
     @contextmanager
     def _as_data_error(self) -> Iterator[None]:
-        # Use this only around writes of this class, because an OSError of the documents' reader is not about this path.
+        # Use this context only around writes of this class, because an OSError in the code that reads the documents
+        # does not concern this path.
         try:
             yield
         except OSError as error:
@@ -206,7 +208,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
     - ``"same"``: ``{"input_ids", "labels"}`` with two equal tensors, for a model that shifts the labels itself, such as
       Hugging Face's causal models.
 
-    The keys differ so that a model cannot silently use labels of the other kind.
+    The keys differ so that a model cannot silently use the wrong kind of labels.
 
     Tokens after the last complete block are dropped. Each process maps the file into memory on its first read.
 
@@ -284,7 +286,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         for row, index in zip(rows, indices, strict=True):
             first = self._checked_index(index) * self.stride
             row[:] = tokens[first : first + self._num_read]
-        # Two copies instead of two views of one array, because a collate function can mask inputs in place.
+        # Create two copies instead of two views of one array, because a collate function can mask inputs in place.
         inputs = torch.from_numpy(rows[:, : self.block_size].astype(np.int64))
         answers = torch.from_numpy(rows[:, -self.block_size :].astype(np.int64))
         key = "targets" if self.labels == "shifted" else "labels"

@@ -1,9 +1,9 @@
-"""Evaluation on several ranks, which take turns with the batches that a single rank would see.
+"""Evaluation on several ranks, which take turns with the batches that a single rank would read.
 
 [Note: turns]
 Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks all-gather the parameters of a sharded model
-together, so every rank runs the same number of forwards. In the last round, some ranks may have no batch left. These
-ranks run the last of all batches again, and the result is not counted.
+together, so every rank runs the same number of forwards. In the last round, there may be no batch left for some ranks.
+These ranks evaluate the last of all batches again, and the repeated result is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
     Attributes:
         batch: host batch.
         number: number of the batch among the batches of all ranks.
-        counts: True if the batch belongs to this rank. Otherwise the forward runs only because other ranks require it.
+        counts: True if the batch belongs to this rank. If False, the forward runs only because other ranks require it.
     """
 
     batch: Any
@@ -53,7 +53,7 @@ class TurnSampler(Sampler[Any]):
     Attributes:
         inner: the argument ``inner``.
         limit: maximum number of batches of all ranks.
-        order: ``(number, counts)`` of each batch that was yielded and not yet evaluated.
+        order: ``(number, counts)`` of each batch that has been yielded but not yet evaluated.
     """
 
     def __init__(self, inner: Iterable[Any], world: World, draws: CommonDraws) -> None:
@@ -89,7 +89,7 @@ def in_rounds(batches: Iterator[Any], world: World, limit: float) -> Iterator[Tu
 
 
 class Turns:
-    """Turns of this rank with the batches of one loader. Every rank must iterate them to the end.
+    """Turns of this rank with the batches of one loader. Every rank must iterate over all of its turns.
 
     Args:
         loader: loader as a single rank would read it.
@@ -98,7 +98,7 @@ class Turns:
         seed: seed of the loader's random draws, identical on all ranks.
 
     Attributes:
-        loader: the loader that is read. It can be a copy that loads only the batches of this rank.
+        loader: the loader that is read. This loader can be a copy that loads only the batches of this rank.
     """
 
     def __init__(self, loader: Any, *, name: str, ranks: Ranks, seed: int) -> None:
@@ -121,7 +121,7 @@ class Turns:
 
     @property
     def num_batches(self) -> int | float:
-        """Number of batches of all ranks; ``inf`` if it is unknown."""
+        """Number of batches of all ranks; ``inf`` if this number is unknown."""
         if self._sampler is not None:
             return length_of(self._sampler.inner)
         return length_of(self.loader) if self._divided_by is None else self._longest * self._ranks.world.size
@@ -149,7 +149,8 @@ class Turns:
         return self._checked(in_rounds(draws.read(iterator), world, limit))
 
     def _of_indices(self, sampler: TurnSampler, limit: float) -> Iterator[Turn]:
-        """Yield the turns of a loader whose sampler selects the batches of this rank, so that only these are loaded."""
+        """Yield the turns of a loader whose sampler selects the batches of this rank, so that only these batches are
+        loaded."""
         sampler.limit = limit
         sampler.order.clear()
         iterator = iter(self.loader)
@@ -181,7 +182,8 @@ class Turns:
             yield Turn(batch, start + rank, bool(got) and start + rank < limit)
 
     def _checked(self, stream: Iterator[Turn]) -> Iterator[Turn]:
-        """Check in each round that all ranks have a batch. Otherwise some ranks would wait for the others forever."""
+        """Check in each round that all ranks have a batch. Otherwise, some ranks would wait forever for the other
+        ranks."""
         while True:
             turn = next(stream, None)
             numbers = self._ranks.gather(None if turn is None else turn.number // self._ranks.world.size)
@@ -207,7 +209,8 @@ def _of_list(batches: Any, world: World, length: int) -> Iterator[Turn]:
 def without_padding(loader: Any, name: str, world: World) -> Any:
     """Return ``loader`` without torch's DistributedSampler.
 
-    The DistributedSampler repeats samples until all ranks have the same number, which would change the metrics.
+    The DistributedSampler repeats samples until all ranks have the same number of samples, which would change the
+    metrics.
     """
     if not isinstance(loader, DataLoader) or not can_be_rebuilt(loader):
         return loader

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Longer than a step and a save. A worker whose training process has exited exits after this time.
+# Longer than the duration of a step and a save. A worker exits after this time if its training process has exited.
 _GRACE_S = 300
 
 
@@ -25,8 +25,8 @@ def _is_running() -> Tensor:
 def workers_outlive_signals() -> Iterator[None]:
     """Keep workers alive after a SIGTERM in this context.
 
-    After the context, the loader ends its workers. If an error ends the training process, it first ends the workers and
-    waits for them.
+    After the context, the loader terminates its workers. If an error terminates the training process, the process first
+    terminates the workers and waits for them.
     """
     is_running = _is_running()
     is_running.fill_(True)
@@ -37,15 +37,16 @@ def workers_outlive_signals() -> Iterator[None]:
 
 
 def end_with_signals() -> None:
-    """Let a SIGTERM end workers from now on, even within :func:`workers_outlive_signals`."""
+    """Let a SIGTERM terminate workers from now on, even within :func:`workers_outlive_signals`."""
     _is_running().fill_(False)
 
 
 class OutlivesSignals:
-    """``worker_init_fn`` that calls ``inner`` and makes the worker ignore Ctrl-C and SIGTERM during a run.
+    """``worker_init_fn`` that calls ``inner`` and sets the worker to ignore Ctrl-C and SIGTERM during a run.
 
     A terminal, SLURM or systemd sends these signals to all processes of a job. If workers exited immediately, the
-    training process would fail before it could complete its step and save. Workers exit when the training process does.
+    training process would fail before it could complete its step and save a checkpoint. Workers exit when the training
+    process exits.
 
     Args:
         inner: the user's ``worker_init_fn``; None for none.

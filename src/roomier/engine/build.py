@@ -1,4 +1,4 @@
-"""From a Plan and a module to an engine. The order matters: the comment at each line states the reason."""
+"""Construction of an engine from a Plan and a module. The comment at each line states the reason for the order."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def build(
     """Apply the techniques of ``plan`` to ``module`` in place, and return the engine that runs it.
 
     Args:
-        configure_optimizers: called with the blocks of the network, after its parameters are final.
+        configure_optimizers: function that is called with the blocks of the network once its parameters are final.
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
-        weights: file with the initial weights. None keeps the values that the module has.
-        facts: of ``module``, if :func:`roomier.engine.facts.facts_of` was called for it.
+        weights: file with the initial weights. None preserves the values in the module.
+        facts: facts of ``module``, if :func:`roomier.engine.facts.facts_of` was called for this module.
 
     Raises:
         RoomierError: the device is not available, the optimizer cannot be created, ``weights`` does not match the
-            module, or a tensor on ``meta`` gets no values.
+            module, or a tensor on ``meta`` receives no values.
     """
     facts = facts_of(plan, module, ranks) if facts is None else facts
     network, device, precision = facts.network, facts.device, facts.precision

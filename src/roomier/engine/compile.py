@@ -2,18 +2,18 @@
 
 [Note: compiled blocks]
 The compiled function replaces the forward of a block and contains its recomputation, so that the compiler sees both and
-decides which activations to save. Hooks stay outside: ``fully_shard`` unshards before the compiled call and reshards
-after it. torch caches compiled code by the code object of the forward and takes weights as inputs. Blocks of one class
-therefore share the code: one graph for training and one for evaluation, independent of the number of blocks.
+decides which activations to save. Hooks remain outside: ``fully_shard`` unshards before the compiled call and reshards
+after it. torch caches compiled code by the code object of the forward and treats weights as inputs. Blocks of one class
+therefore share the code: one graph for training and one for evaluation, regardless of the number of blocks.
 
-The guards of torch's cache ignore which attention kernel is allowed. The cache also holds at most eight variants of one
-code, and runs further variants uncompiled. Both would affect a process that builds several models, so each build resets
-the cache.
+The guards of torch's cache do not check which attention kernel is allowed. The cache also stores at most eight variants
+of one code object, and additional variants run uncompiled. Both properties would affect a process that builds several
+models, so each build resets the cache.
 
 A key-value cache (Hugging Face's ``use_cache=True``) has a different length in each layer, which would compile one
 graph per layer. In training, empty caches are removed. In evaluation, a block that receives a cache runs uncompiled.
 
-Dropout in compiled code uses other random numbers than in uncompiled code, from the same distribution.
+Compiled dropout uses different random numbers than uncompiled dropout, from the same distribution.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from roomier.core.wrapped_forward import WrappedForward, install
 
 
 class CompiledForward(WrappedForward):
-    """Forward of a block that is compiled at its first call, and again for inputs of other kinds."""
+    """Forward of a block that is compiled at its first call, and again for inputs of different kinds."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -57,7 +57,8 @@ class CompiledForward(WrappedForward):
 
 
 def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Compile each of ``blocks`` for ``device``, in place. :func:`roomier.core.wrapped_forward.unwrap` reverts this.
+    """Compile each of ``blocks`` for ``device``, in place. :func:`roomier.core.wrapped_forward.unwrap` reverts the
+    compilation.
 
     Raises:
         RoomierError: there are no blocks, or this machine has no compiler.

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.engine import Step, StepHooks
 from roomier.core.errors import CheckpointError, TrainingError
-from roomier.core.transfer import BatchMover
+from roomier.device.transfer import BatchMover
 from roomier.engine.facts import Facts
 from roomier.engine.levers import Levers
 from roomier.engine.losses import CountTerms, complex_loss_error, loss_of, term_weights
@@ -53,10 +53,10 @@ class EagerEngine:
         facts: the network with its blocks, device, precision and ranks.
         optimizers: the optimizers of the network's parameters.
         batch_plan: settings for accumulation and clipping.
-        count_terms: returns the number of terms that the loss of a batch averages over. None if the loss is a sum.
+        count_terms: function that returns the number of terms in a batch's mean loss. None if the loss is a sum.
         parallel: wrapper that distributes the network across ranks.
         levers: memory techniques installed in the network's forward, such as recomputation.
-        updates: when the optimizers step: during backward or after it.
+        updates: object that determines when the optimizers step: during backward or after it.
     """
 
     def __init__(
@@ -151,16 +151,16 @@ class EagerEngine:
         return on_device
 
     def _micro_batch(self, window: _Window, index: int, on_device: Any) -> Tensor | None:
-        """Run forward and backward of one micro-batch. Its memory is freed when this method returns.
+        """Run forward and backward of one micro-batch. The memory of the micro-batch is freed when this method returns.
 
         Returns:
-            The weighted loss that backward ran on (0-dim, detached). None if the step returned None.
+            The weighted loss on which backward ran (0-dim, detached). None if the step returned None.
         """
         hooks = self.hooks
         for begin_micro_batch in self._moments.begin_micro_batch:
-            is_first = index == 0 and hooks.zero_grad is None  # a hook in place of zero_grad may keep gradients
+            is_first = index == 0 and hooks.zero_grad is None  # a hook in place of zero_grad may retain gradients
             begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
-        runner = self._parallel.runner  # DDP replaces it after the first step
+        runner = self._parallel.runner  # DDP replaces the runner after the first step
         with self._context():
             output = window.step(on_device, index) if runner is None else runner(window.step, on_device, index)
         if hooks.zero_grad is not None and index == 0:
@@ -205,8 +205,8 @@ class EagerEngine:
         )
 
     def _weigh_again(self, window: _Window) -> None:
-        # The step returned None for some micro-batches. The loss is the mean over the terms of the remaining ones, so
-        # their weights were too small.
+        # The step returned None for some micro-batches. The loss is the mean over the terms of the remaining
+        # micro-batches, so the weights of these micro-batches were too small.
         if window.loss is None:
             return
         factor = 1 / (1 - sum(window.left_out))
@@ -249,15 +249,15 @@ class EagerEngine:
         self._parallel.release()
 
     def trained_parameters_changed(self) -> None:
-        """React to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
+        """Handle parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
         self._parallel.trained_parameters_changed()
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Enter ``context`` around the next forward of training, one time."""
+        """Enter ``context`` one time, around the next training forward."""
         self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:
-        """Restore the module's original forward. Call this after the last step of the run."""
+        """Restore the module's original forward. Call this method after the last step of the run."""
         self._updates.close()
         self._levers.undo()
 
@@ -320,14 +320,14 @@ class EagerEngine:
             if scaler.is_on:
                 scaler.step(each, closure)
                 self._unscaled.discard(id(each))
-            elif closure is None:  # the step of some optimizers takes no argument
+            elif closure is None:  # the step of some optimizers accepts no argument
                 each.step()
             else:
                 each.step(closure)
         for end_update in moments.end_update:
             end_update()
-        # GradScaler.update() forgets which optimizers were unscaled. It therefore waits until every optimizer that was
-        # unscaled for clipping has stepped.
+        # GradScaler.update() clears the record of the optimizers that were unscaled. It is therefore called only after
+        # every optimizer that was unscaled for clipping has stepped.
         if scaler.is_on and not self._unscaled:
             scaler.update()
         if not self.hooks.keeps_gradients:

@@ -10,8 +10,8 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
-from roomier.core.device import resolve_device
 from roomier.core.ranks import Ranks
+from roomier.device.capability import usable_device
 from roomier.plan import Plan
 from roomier.precision.policy import Precision, precision_of
 
@@ -22,7 +22,7 @@ class Facts:
 
     Attributes:
         network: the module whose parameters are trained and saved.
-        blocks: its blocks, see :func:`roomier.api.blocks.find_blocks`. Empty if no layer repeats.
+        blocks: blocks of the network, see :func:`roomier.api.blocks.find_blocks`. Empty if no layer repeats.
         device: the device of this rank.
         precision: the dtypes of weights and computation.
         ranks: the ranks that train the network together.
@@ -40,13 +40,13 @@ class Facts:
 def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
     """Return the facts of the network in ``module`` under ``plan``.
 
-    Techniques replace the parameters and forwards of the network, but its blocks stay the same modules.
+    Techniques replace the parameters and forwards of the network, but its blocks remain the same modules.
 
     Raises:
         RoomierError: the device is not available or does not support the precision, or ``model_blocks()`` returns a
             module that is not part of the network.
     """
-    device = resolve_device(plan.parallel.accelerator)
+    device = usable_device(plan.parallel.accelerator, plan.precision.mode)
     precision = precision_of(plan.precision.mode, device)
     network = network_of(module)
     is_manual = not module.automatic_optimization

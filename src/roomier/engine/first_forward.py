@@ -13,13 +13,14 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class FirstForward:
-    """Creates the context of each forward by ``make``, and enters ``watches`` around the first one with gradients.
+    """Creates the context of each forward with ``make``, and enters ``watches`` around the first forward that computes
+    gradients.
 
     Args:
-        make: creates the context of a forward.
+        make: function that creates the context of a forward.
 
     Attributes:
-        watches: contexts for the next forward with gradients, which enters each of them one time.
+        watches: contexts that the next forward with gradients enters, one time each.
     """
 
     def __init__(self, make: MakeContext) -> None:

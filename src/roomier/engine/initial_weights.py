@@ -1,9 +1,10 @@
 """Initial values of a model that was built on the meta device.
 
 [Note: initial values of a meta model]
-A constructor that runs on the meta device samples no values. They are sampled afterwards: each module's
-``reset_parameters()`` (Hugging Face: ``initialize_weights()``) is called, children before parents, which is the order
-in which constructors call it. Other operations of a constructor are lost. ``configure_model`` keeps them.
+A constructor that runs on the meta device samples no values. The values are sampled afterwards: each module's
+``reset_parameters()`` (Hugging Face: ``initialize_weights()``) is called. Children are initialized before parents,
+which is the order in which constructors call these methods. The effects of other operations of a constructor are lost.
+``configure_model`` keeps them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.rng import of_devices, rng_state, set_rng_state
 from roomier.parallel.pages import PagedTensor
 
 
@@ -31,7 +32,7 @@ def same_random_numbers(ranks: Ranks) -> Iterator[None]:
     of_zero = ranks.from_zero(own["torch"])
     differs = ranks.any(not torch.equal(own["torch"], of_zero))
     if differs:
-        set_rng_state({**ranks.from_zero(own), "cuda": own.get("cuda", {})})
+        set_rng_state({**ranks.from_zero(own), **of_devices(own)})
     yield
     if differs and not ranks.is_zero:
         set_rng_state(own)
@@ -56,7 +57,7 @@ class EmptyBuffer:
     version: int
 
     def is_written(self) -> bool:
-        """Return whether the buffer has values now: it was replaced or written, and contains no NaN."""
+        """Return whether the buffer has values: it was replaced or written, and contains no NaN."""
         now = getattr(self.owner, self.attribute)
         if now is self.tensor and torch_private.version_of(now) == self.version:
             return False
@@ -88,7 +89,8 @@ def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
     Args:
         network: model with paged parameters and allocated buffers.
         meta_tensors: names of the parameters and buffers that were on the meta device. A module is initialized if all
-            of its parameters were. A module without parameters is initialized if all of its buffers were.
+            of its parameters were on the meta device. A module without parameters is initialized if all of its buffers
+            were on the meta device.
     """
     done: set[nn.Module] = set()
     for name, module in _children_first(network, ""):
@@ -161,7 +163,8 @@ def _is_new(name: str, module: nn.Module, meta_tensors: set[str]) -> bool:
 
 
 def _without_initializer(module: nn.Module, path: str) -> str | None:
-    # Constructors of torch's classes initialize as their reset_parameters does. Other classes may do more.
+    # Constructors of torch's classes initialize parameters in the same way as their reset_parameters method. Other
+    # classes may do more.
     if type(module).__module__.split(".")[0] == "torch":
         found = (_without_initializer(child, type(child).__name__) for child in module.children())
         return next((each for each in found if each is not None), None)

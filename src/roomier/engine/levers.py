@@ -1,4 +1,4 @@
-"""Memory techniques that act inside a forward. The order in which they are installed matters."""
+"""Memory techniques that act inside a forward. The order in which these techniques are installed matters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Levers:
     """Techniques that are installed in the forward of a network.
 
     Attributes:
-        network: the network that they are installed in.
-        forward_context: creates the context of a forward.
-        backward_context: creates the context of a backward, in which blocks may be recomputed.
-        recompute: recomputation of blocks. It has no blocks if no activations are recomputed or offloaded.
+        network: the network in which the techniques are installed.
+        forward_context: object that creates the context of a forward pass.
+        backward_context: function that creates the context of a backward, in which blocks may be recomputed.
+        recompute: recomputation of blocks. There are no such blocks if no activations are recomputed or offloaded.
         output_layer: the layer whose logits are computed in chunks. None without a chunked loss.
     """
 

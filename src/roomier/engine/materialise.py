@@ -1,7 +1,7 @@
 """Models without memory for their weights: on the meta device, or built and sharded in ``configure_model``.
 
 The weights are removed, the model is sharded on the meta device, each rank allocates its shards, and the values are
-copied into them. A rank never holds more of a model than its shards and one or two full tensors.
+copied into these shards. A rank never stores more of a model than its shards and one or two full tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from roomier.plan import Plan
 
 @contextmanager
 def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> Iterator[None]:
-    """Keep only this rank's shard of each parameter that is created inside, if the strategy of ``plan`` shards them.
+    """Keep only this rank's shard of each parameter that is created inside this context, if the strategy of ``plan``
+    shards parameters.
 
-    The values are bit for bit the values of a single process that starts from the random state of rank 0, independent
-    of the code that initializes them.
+    The values are bit-identical to the values of a single process that starts from the random state of rank 0,
+    regardless of the code that initializes them.
 
     Args:
         has_weights: whether a file provides all values. No values are sampled in this case.
@@ -59,11 +60,11 @@ def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> It
 
 
 class TakenWeights:
-    """Weights of a network that is on the meta device while it is sharded.
+    """Weights of a network that is on the meta device while the network is sharded.
 
     Args:
         pages: the weights by name.
-        has_weights: whether a file provides the values, so that the pages have none.
+        has_weights: whether a file provides the values, in which case the pages contain no values.
     """
 
     def __init__(self, pages: dict[str, Page], *, has_weights: bool) -> None:
@@ -76,7 +77,7 @@ class TakenWeights:
 
         Args:
             root: the module that wraps ``network``, or ``network`` itself.
-            network: the network whose weights were taken.
+            network: the network whose weights were removed.
             device: the device of this rank.
         """
         pages = {id(each): self._pages.pop(name) for name, each in network.named_parameters() if name in self._pages}
@@ -104,7 +105,7 @@ class TakenWeights:
 def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str] | None = None) -> TakenWeights | None:
     """Replace the parameters of ``network`` by parameters on the meta device.
 
-    Tensors that are on the meta device already are initialized first, see [Note: initial values of a meta model].
+    Tensors that are already on the meta device are initialized first, see [Note: initial values of a meta model].
 
     Args:
         given: names of the tensors that will be read from a file, which include all parameters. None without a file.
@@ -113,7 +114,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         The weights. None if the whole network is on a device and was not changed.
 
     Raises:
-        RoomierError: a parameter or buffer gets no values.
+        RoomierError: a parameter or buffer receives no values.
     """
     parameters = list(network.named_parameters(remove_duplicate=False))
     meta_tensors = {name for name, each in parameters if each.is_meta}
@@ -122,7 +123,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         return None
     cut = _shard_of(plan, ranks) if shards_parameters(plan, ranks) else Cut()
     pages = Pages(cut, discards=given is not None)
-    small = {each for name, each in parameters if is_adapter(name)}  # they have values, and no file contains them
+    small = {each for name, each in parameters if is_adapter(name)}  # adapters have values, and no file contains them
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
     if meta_tensors:
         if given is None:
@@ -142,7 +143,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
 
 
 def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
-    # Parameters outside the model would stay paged, and each operation would gather them.
+    # Parameters outside the model would remain paged, and each operation would gather them.
     known = {each.page for each in network.parameters() if isinstance(each, PagedTensor)}
 
     def strays() -> list[Page]:
@@ -150,7 +151,7 @@ def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
 
     if not strays():
         return
-    gc.collect()  # parameters that were created and dropped may be waiting for the collector
+    gc.collect()  # parameters that were created and dropped may be waiting for the garbage collector
     found = [tuple(page.shape) for page in strays()]
     if found:
         problem = f"created {len(found)} parameters (with these shapes) that are not parameters of the module"

@@ -1,9 +1,9 @@
-"""Moments of a step: the methods that the techniques of an engine provide for each of them.
+"""Moments of a step: the methods that the techniques of an engine provide for each moment.
 
 [Note: moments]
 An object with empty methods can replace ``None`` for a technique that is not used, but calling the empty methods in
-every step takes time. Instead, the engine asks one time which techniques act, and collects their methods in one tuple
-per moment. Most tuples are empty. A new technique adds its methods in :func:`moments_of`.
+every step takes time. Instead, the engine determines one time which techniques are active, and collects their methods
+in one tuple per moment. Most tuples are empty. A new technique adds its methods in :func:`moments_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Calls = tuple[Callable[..., Any], ...]
 
 @dataclass(frozen=True)
 class Moments:
-    """Functions to call at each moment of a step, in their order.
+    """Functions to call at each moment of a step, in the order of the calls.
 
     Attributes:
         begin_step: before the first micro-batch. Arguments: the optimizers and the micro-batches.
@@ -29,7 +29,7 @@ class Moments:
         begin_backward: before each backward.
         end_backward: after each backward.
         end_gradients: after the last backward of a step.
-        abandon: called in place of ``end_gradients`` if an error ended the step.
+        abandon: called in place of ``end_gradients`` if an error interrupted the step.
         begin_update: before the optimizers step. Argument: the closure or None.
         end_update: after the optimizers stepped.
     """
@@ -45,7 +45,7 @@ class Moments:
 
 
 def moments_of(parallel: Parallel, levers: Levers, updates: Updates) -> Moments:
-    """Collect the methods of the techniques that act."""
+    """Collect the methods of the active techniques."""
     recompute = levers.recompute
     divides, recomputes, chunks = parallel.runner is not None, bool(recompute.blocks), levers.output_layer is not None
     return Moments(

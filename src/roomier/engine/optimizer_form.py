@@ -1,8 +1,8 @@
 """Checks of the stored values of an optimizer, before they are loaded.
 
 For the optimizers of torch and roomier, a temporary optimizer of the same class takes one step on a parameter without
-memory, with the stored settings. It accepts or rejects the settings, and shows which states the class requires. For
-other optimizers, only the structure of the values is checked.
+memory, with the stored settings. This step accepts or rejects the settings, and shows which states the class requires.
+For other optimizers, only the structure of the values is checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ States = dict[str, Any]
 
 
 def check_values(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str], place: str) -> None:
-    """Check the settings and the states in ``saved``. The tensors need not be read yet.
+    """Check the settings and the states in ``saved``. The tensors may still be unread.
 
     Args:
         optimizer: the optimizer of this run.
@@ -62,10 +62,11 @@ def _check_settings(group: Mapping[str, Any], stored: Mapping[str, Any], place: 
 def _states_needed(
     optimizer: Optimizer, group: Mapping[str, Any], stored: Mapping[str, Any], parameter: nn.Parameter, place: str
 ) -> States | None:
-    """Return the states that ``optimizer`` has for ``parameter`` after a step, or None if it cannot be determined.
+    """Return the states that ``optimizer`` has for ``parameter`` after a step, or None if these states cannot be
+    determined.
 
     Raises:
-        FormError: the optimizer takes a step with the settings of ``group``, but not with those of ``stored``.
+        FormError: the optimizer takes a step with the settings of ``group``, but not with the settings of ``stored``.
     """
     make = type(optimizer)
     if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):  # states that change during training

@@ -1,4 +1,4 @@
-"""Optimizer states by parameter name, independent of the order and the sharding of the parameters."""
+"""Optimizer states by parameter name, regardless of the order and the sharding of the parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -19,22 +19,25 @@ class PlacesStates(Protocol):
     """Optimizer whose states are sharded differently than its parameters."""
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return an empty tensor for the state ``name`` of a parameter, or None if this rank does not need it."""
+        """Return an empty tensor for the state ``name`` of a parameter, or None if this rank does not need this
+        state."""
         ...
 
 
 @runtime_checkable
 class HasRowStates(Protocol):
-    """Optimizer with states that are sharded by the rows of their parameter and have a different shape."""
+    """Optimizer with states that are sharded by the rows of their parameter but have a different shape than the
+    parameter."""
 
     @property
     def row_states(self) -> Sequence[str]:
-        """Names of these states. Their first dimension is the first dimension of the parameter."""
+        """Names of these states. The first dimension of each of these states is the first dimension of the
+        parameter."""
         ...
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the fully qualified name of each parameter. A tied parameter has the first of its names."""
+    """Return the fully qualified name of each parameter. A tied parameter is listed under the first of its names."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
@@ -58,11 +61,12 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappi
     """Check that ``saved`` is a state of ``optimizer``. The tensors of ``saved`` need not be read yet.
 
     Raises:
-        CheckpointError: ``saved`` belongs to another class of optimizer, or to other parameters or groups.
+        CheckpointError: ``saved`` belongs to a different optimizer class, or to different parameters or groups.
     """
     action = "Create the optimizer as in the saved run, or load only the weights"
     if saved["type"] != type(optimizer).__name__:
-        # States of another class could be accepted: the states of Adam have the names of AdamW's, but do not decay.
+        # States of a different class could be accepted: the states of Adam and AdamW have the same names, but only
+        # AdamW applies decoupled weight decay.
         raise CheckpointError(
             "optimizer", type(optimizer).__name__, f"the checkpoint contains the states of {saved['type']}", action
         )
@@ -92,7 +96,7 @@ def state_places(
 
     States with the shape or the rows of their parameter are sharded like the parameter, so that no rank allocates more
     than its shards. Other states are on the device of the parameter, on every rank. States without dimensions, such as
-    step counts, are on the CPU, and the engine moves them to the device that the optimizer requires.
+    step counts, are on the CPU. The engine moves these states to the device that the optimizer requires.
 
     Args:
         saved: the state with specifications in place of tensors.
@@ -183,7 +187,7 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
     optimizer.state.clear()
     for index, state in packed["state"].items():
         parameter = parameters[index]
-        # torch keeps step counts on the host unless the kernel reads them on the device.
+        # torch stores step counts on the host unless the kernel reads the counts on the device.
         count_device = parameter.device if id(parameter) in on_device else torch.device("cpu")
         optimizer.state[parameter] = {
             key: _owned(
@@ -197,7 +201,7 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
 
 def _owned(value: Any, parameter: nn.Parameter, *, by_rows: bool) -> Any:
     cut = shard_like(parameter, value, by_rows=by_rows)
-    # A view of a shard would keep the full tensor in memory.
+    # A view of a shard would prevent the full tensor from being freed.
     return value if cut is value else cut.clone()
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of a run: from the module or from the Plan, and whether they fit the model."""
+"""Optimizers of a run, from the module or from the Plan, and checks that they fit the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from roomier.plan import Plan
 from roomier.plan.lever_rules import rounding_in_force
 
 ConfigureOptimizers = Callable[[Sequence[nn.Module]], Configured]
-"""Takes the blocks of the network and returns optimizers and schedulers."""
+"""Function that receives the blocks of the network and returns optimizers and schedulers."""
 
 
 def configure(
@@ -37,7 +37,8 @@ def configure(
     """Return the optimizers of ``module``, or the optimizer that the Plan names.
 
     Args:
-        num_steps: returns the number of optimizer steps of the run, infinite if unknown. Only schedules call it.
+        num_steps: function that returns the number of optimizer steps of the run, infinite if unknown. Only schedules
+            call it.
         blocks: the blocks of the network. None searches them.
 
     Raises:
@@ -94,10 +95,10 @@ def configure_by_name(
 
 
 def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None:
-    """Check that ``configured`` can update the parameters of ``module``, and report if it loses small updates.
+    """Check that ``configured`` can update the parameters of ``module``, and print a notice if it loses small updates.
 
     Raises:
-        RoomierError: an optimizer has parameters of another module, or does not support sharded parameters.
+        RoomierError: an optimizer has parameters of a different module, or does not support sharded parameters.
     """
     check_ownership(configured, module.parameters())
     check_sharded_parameters(configured.optimizers)
@@ -111,7 +112,7 @@ def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None
 
 
 def report_waiting_steps(facts: Facts, optimizers: Sequence[Optimizer]) -> None:
-    """Report the optimizers whose step waits for the device, because of the loss scale."""
+    """Print a notice for each optimizer whose step waits for the device because of the loss scale."""
     if facts.device.type == "cpu" or not facts.precision.scales_loss:
         return
     for optimizer in optimizers:

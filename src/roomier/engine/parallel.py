@@ -14,10 +14,10 @@ class Parallel(Protocol):
     """Wrapper that distributes a module across ranks, with the methods that the engine calls in each step.
 
     Attributes:
-        loss_factor: factor of each loss. With it, the reduced gradients are the sum over the ranks.
+        loss_factor: factor of each loss. With this factor, the reduced gradients are the sum over the ranks.
         allows_inference_mode: whether parameters unsharded in ``torch.inference_mode`` can be trained afterwards.
-        trace: hash of the units of the model that ran so far, in their order. It must be equal on all ranks.
-            Otherwise a rank received parameters of the wrong unit.
+        trace: hash of the units of the model that ran so far, in execution order. The hash must be equal on all ranks.
+            If the hashes differ, a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
         root_parameters: parameters of blocks whose gradients are reduced after the gradients of all blocks.
     """
@@ -41,7 +41,7 @@ class Parallel(Protocol):
         ...
 
     def begin_backward(self) -> None:
-        """Prepare a backward, which adds to the gradients that exist."""
+        """Prepare a backward, which adds to the existing gradients."""
         ...
 
     def end_backward(self) -> None:
@@ -49,7 +49,7 @@ class Parallel(Protocol):
         ...
 
     def end_update(self) -> None:
-        """React to an update of the parameters."""
+        """Handle an update of the parameters."""
         ...
 
     def release(self) -> None:
@@ -57,11 +57,12 @@ class Parallel(Protocol):
         ...
 
     def trained_parameters_changed(self) -> None:
-        """React to parameters that were frozen or unfrozen since the last step. Every rank calls this method."""
+        """Handle parameters that were frozen or unfrozen since the last step. Every rank calls this method."""
         ...
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Scale the gradients to at most ``max_norm``. Return their norm before clipping, over all ranks (0-dim)."""
+        """Scale the gradients to at most ``max_norm``. Return the norm of the gradients before clipping, over all ranks
+        (0-dim)."""
         ...
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from roomier.api.adapt import as_module
 from roomier.api.engine import StepHooks
 from roomier.api.wrapped import network_of
-from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, TrainingError
+from roomier.device.resolve import resolve_device
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure_by_name
@@ -24,7 +24,8 @@ from roomier.precision.policy import set_matmul_precision
 
 
 class PreparedEngine(EagerEngine):
-    """An :class:`EagerEngine` whose ``step`` clips as the Plan says, unless ``clip`` was called before it."""
+    """An :class:`EagerEngine` whose ``step`` clips the gradients according to the Plan, unless ``clip`` was called
+    before the step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +37,7 @@ class PreparedEngine(EagerEngine):
         self, step: Callable[[Any], Any], batches: Sequence[Any]
     ) -> Tensor | None:
         loss = super().forward_backward(lambda batch, _: step(batch), batches)
-        self._is_before_any_backward = False  # also if every step returned None, which runs no backward
+        self._is_before_any_backward = False  # even if every step returned None, which runs no backward
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +52,7 @@ class PreparedEngine(EagerEngine):
         return super().clip(max_norm, algorithm, optimizer=optimizer)
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
-        """Update the parameters. Clip the gradients first as the Plan says, if :meth:`clip` was not called.
+        """Update the parameters. Clip the gradients according to the Plan first, if :meth:`clip` was not called.
 
         Raises:
             TrainingError: there are no gradients, because no backward has run yet.
@@ -90,18 +91,19 @@ def prepare(
 ) -> PreparedEngine:
     """Return the engine that the Trainer uses, for a custom training loop.
 
-    ``engine.step()`` clips the gradients as ``plan`` says. If you call ``engine.clip(...)`` before it, your call
-    replaces this clipping, for example to use another limit or to read the norm that it returns.
+    ``engine.step()`` clips the gradients according to ``plan``. If you call ``engine.clip(...)`` before
+    ``engine.step()``, your call replaces this clipping. For example, you can set a different limit or read the norm
+    that ``engine.clip`` returns.
 
     Args:
-        module: any ``nn.Module``. It is moved and converted in place.
+        module: any ``nn.Module``. The module is moved and converted in place.
         optimizer: one or several optimizers of the module's parameters. None creates the optimizer that ``plan`` names.
         plan: a Plan, a mapping, or the path of a YAML or JSON file. None is ``Plan()``.
         max_steps: number of optimizer steps, for a schedule that ``plan`` names. Call ``engine.scheduler.step()`` after
-            each of them.
+            each optimizer step.
 
     Raises:
-        PlanError: there is no optimizer, both arguments define one, or ``plan`` is invalid.
+        PlanError: there is no optimizer, both ``optimizer`` and ``plan`` define one, or ``plan`` is invalid.
 
     Example:
         >>> engine = roomier.prepare(model, optimizer, plan=roomier.Plan())

@@ -1,24 +1,25 @@
 """Optimizer updates during backward: each parameter is updated when its gradient is complete, and the gradient is
 freed.
 
-The gradients of one block exist at a time, instead of the gradients of the model. The optimizer's own step computes the
-update, with its groups restricted to some of the parameters. The update of a parameter must therefore depend on this
-parameter only, as in all optimizers of ``torch.optim`` except LBFGS. An optimizer that counts its calls in a group
-would count each block as a step. The first update detects this.
+At any time, only the gradients of one block are in memory, instead of the gradients of the full model. The optimizer's
+own step computes the update, with its groups restricted to some of the parameters. The update of a parameter must
+therefore depend on this parameter only, as in all optimizers of ``torch.optim`` except LBFGS. An optimizer that counts
+its calls in a parameter group would count the update of each block as a step. The first update detects this.
 
 [Note: weights that change during backward]
 A weight is written while backward runs. Its gradient is complete after all operations that used the weight have run
-their backward, so no later operation reads it. An operation that used the weight detached is the exception: autograd
-counts writes and raises an error. Under activation recomputation, a block is recomputed before the first of its
-operations with saved tensors runs its backward. Its weights are updated after all of them have their gradients, or
-later.
+their backward, so no later operation reads the weight. An operation that used the detached weight is the exception:
+autograd counts writes and raises an error. Under activation recomputation, a block is recomputed before the first of
+its operations with saved tensors runs its backward. The weights of the block are updated after all of these weights
+have their gradients, or later.
 
 [Note: clipping by norm]
-The factor depends on all gradients. ``"exact"`` runs two backwards of one forward. The first computes the norm of each
-gradient and frees the gradient, the second scales and updates. No forward runs twice, except that each backward
-recomputes blocks from the same random state. Both backwards give the same gradients if all kernels sum in a fixed
-order. The norm is equal to the norm of ``torch.nn.utils.clip_grad_norm_``, bit for bit. ``"stale_norm"`` runs one
-backward and clips by the norm of the previous step. The first step of a run has no previous norm and is exact.
+The factor depends on all gradients. ``"exact"`` runs two backwards of one forward. The first backward computes the norm
+of each gradient and frees the gradient. The second backward scales the gradients and updates the parameters. No forward
+runs twice, except that each backward recomputes blocks from the same random state. Both backwards produce the same
+gradients if all kernels sum in a fixed order. The norm is bit-identical to the norm of
+``torch.nn.utils.clip_grad_norm_``. ``"stale_norm"`` runs one backward and clips by the norm of the previous step. The
+first step of a run has no previous norm and is exact.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FIELD = "optimizer.step_in_backward"
 
 
 def updates_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel) -> Updates:
-    """Return when the optimizers step: during backward, or after it.
+    """Return the object that determines when the optimizers step: during backward, or after it.
 
     Raises:
         PlanError: step_in_backward is not supported with manual optimization or with one of the optimizers.
@@ -78,12 +79,13 @@ class StepInBackward(Updates):
         blocks: the blocks of ``network``. The parameters of a block are updated together.
         way: ``"exact"`` or ``"stale_norm"``, see [Note: clipping by norm].
         batch_plan: settings for clipping.
-        join_norms: returns the norm over all ranks, from the norm of this rank's shard of each gradient, by parameter.
+        join_norms: function that returns the norm over all ranks, from the norm of this rank's shard of each gradient,
+            by parameter.
         late: parameters whose gradients are complete only after backward.
         separate: parameters of blocks that are not updated together with their block.
 
     Attributes:
-        acts: whether the engine calls the methods during a step.
+        acts: whether the engine calls the methods of this object during a step.
         norm: norm of the gradients of the last step before clipping (0-dim). None if no norm is computed.
         may_be_stale: whether gradients are clipped by the norm of the previous step.
 
@@ -135,7 +137,8 @@ class StepInBackward(Updates):
         self._watch_parameters()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
-        """Prepare the forward of a step. Parameters may have been unfrozen or added to an optimizer since the last one.
+        """Prepare the forward of a step. Parameters may have been unfrozen or added to an optimizer since the last
+        step.
 
         Raises:
             TrainingError: the step has several micro-batches.
@@ -170,7 +173,7 @@ class StepInBackward(Updates):
             run: runs backward. It takes ``retain_graph``.
 
         Raises:
-            TrainingError: it is the second backward of a step, or a parameter has a gradient already.
+            TrainingError: this is the second backward of the step, or a parameter already has a gradient.
         """
         self._check_begins_step()
         self._is_step_open = True
@@ -200,7 +203,7 @@ class StepInBackward(Updates):
         self._is_step_open = False
 
     def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Return :attr:`norm`. The gradients were clipped as the Plan says.
+        """Return :attr:`norm`. The gradients were clipped according to the Plan.
 
         Raises:
             TrainingError: the arguments request another limit.
@@ -212,7 +215,7 @@ class StepInBackward(Updates):
         raise TrainingError("clip", max_norm, problem, action)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the next step in addition to weights and optimizers."""
+        """Return the state that the next step requires in addition to weights and optimizer states."""
         return {"stale_norm": self.norm} if self.may_be_stale else {}
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -258,7 +261,8 @@ class StepInBackward(Updates):
         self._norms[parameter] = torch_private.norm_of(_own_gradient(parameter))
 
     def _collect(self, parameter: Tensor) -> None:
-        """Update the parameters of a block together, after the last one is complete or a parameter of another block."""
+        """Update the parameters of a block together, after its last gradient or a gradient of another block is
+        complete."""
         if parameter in self._updated:
             raise self._came_in_parts(parameter)
         block = self._block_of.get(parameter)
@@ -318,7 +322,7 @@ class StepInBackward(Updates):
 
 
 class _Hook:
-    """Hook of a parameter. Its weak reference does not keep the engine alive."""
+    """Hook of a parameter. The weak reference in the hook does not keep the engine alive."""
 
     def __init__(self, steps: weakref.ref[StepInBackward]) -> None:
         self._steps = steps
@@ -333,7 +337,7 @@ class _Hook:
 def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
     """Restrict ``optimizer`` to the parameters of ``groups``.
 
-    Otherwise each update of a block would loop over all parameters, which takes quadratic time.
+    Otherwise, each update of a block would loop over all parameters, so a step would require quadratic time.
     """
     all_groups = optimizer.param_groups
     all_parameters = [group["params"] for group, _ in groups]
@@ -375,7 +379,7 @@ def _factor(max_norm: float, norm: Tensor) -> Tensor:
 
 
 def _own_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter, or this rank's shard of it."""
+    """Return the gradient of a parameter, or this rank's shard of the gradient."""
     gradient = parameter.grad
     assert gradient is not None
     to_local = getattr(gradient, "to_local", None)

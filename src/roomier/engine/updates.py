@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 class Updates:
     """Updates after backward (the default): the optimizers step when all gradients are complete.
 
-    A subclass updates parameters at other times.
+    A subclass updates parameters at different times.
 
     Attributes:
-        acts: whether the engine calls the methods during a step, and leaves clipping to them.
+        acts: whether the engine calls the methods of this object during a step, and delegates clipping to them.
     """
 
     acts = False
@@ -36,11 +36,11 @@ class Updates:
         """End a step, before the optimizers step."""
 
     def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Return the norm of the gradients before clipping, if the updates clip them."""
+        """Return the norm of the gradients before clipping, if this object clips the gradients."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the next step in addition to weights and optimizers."""
+        """Return the state that the next step requires in addition to weights and optimizer states."""
         return {}
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:

@@ -43,7 +43,7 @@ class WeightsFile:
             either of them under Hugging Face's file name (``model.safetensors``).
 
     Raises:
-        RoomierError: ``path`` is none of these, a file of an index is missing, or a file is damaged.
+        RoomierError: ``path`` is not a supported file or folder, a file of an index is missing, or a file is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,14 +58,14 @@ class WeightsFile:
                     self._shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def check(self, network: nn.Module) -> set[str]:
-        """Compare names and shapes with ``network``. Adapters may be missing in the file.
+        """Compare names and shapes with ``network``. Adapters may be missing from the file.
 
-        If all names of the file are names in one child of ``network`` (``model.`` and the name), the child is read. If
-        they are not names of ``network``, and it is or contains a Hugging Face model, the tensors are converted by the
-        rules of its ``from_pretrained``.
+        If all names in the file match names in one child of ``network`` (``model.`` and the name), this child is read.
+        If the names in the file do not match ``network``, and ``network`` is or contains a Hugging Face model, the
+        tensors are converted by the rules of its ``from_pretrained``.
 
         Returns:
-            The names of the tensors that will be read, including all names of tied ones.
+            The names of the tensors that will be read, including all names of tied tensors.
 
         Raises:
             RoomierError: a name or shape of the file does not match ``network``.
@@ -157,7 +157,7 @@ class WeightsFile:
 
 
 def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    # All parameters, tied ones under each of their names, and the persistent buffers.
+    # All parameters, including each name of a tied parameter, and the persistent buffers.
     tensors = {name: each for name, each in network.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     return {**dict(network.named_parameters(remove_duplicate=False)), **tensors}
 

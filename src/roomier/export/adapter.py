@@ -24,7 +24,7 @@ _PREFIX = "base_model.model."
 def export_adapter(network: nn.Module, output: str | Path) -> Path:
     """Write the adapters of ``network`` to the folder ``output``, atomically.
 
-    ``peft.PeftModel.from_pretrained(model, output)`` loads the folder (tested with peft 0.21). It contains
+    ``peft.PeftModel.from_pretrained(model, output)`` loads the folder (tested with peft 0.21). The folder contains
     ``adapter_model.safetensors`` and ``adapter_config.json``.
 
     Args:
@@ -62,13 +62,14 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
 def export_adapter_of(
     path: str | Path, output: Path, adapter: AdapterPlan, *, prefix: str = "", dtype: str | None = None
 ) -> int:
-    """Write the adapters in the checkpoint ``path`` like :func:`export_adapter`, without loading the rest of the model.
+    """Write the adapters in the checkpoint ``path`` as :func:`export_adapter` does, without loading the rest of the
+    model.
 
     Args:
         output: new folder.
         adapter: adapter settings of the Plan of the trained run.
         prefix: prefix, within the module, of the model that peft adapts.
-        dtype: dtype of the written tensors; None keeps the stored dtypes.
+        dtype: dtype of the written tensors; None preserves the stored dtypes.
 
     Returns:
         The size of the tensors in bytes.

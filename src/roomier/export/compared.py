@@ -14,7 +14,8 @@ from roomier.core.torch_private import iter_leaves
 from roomier.export.examples import Example
 
 MAX_DIFFERENCE = 1e-4
-"""Maximum difference of an output, relative to its largest value (or 1). Kernels sum in different orders."""
+"""Maximum difference of an output, relative to its largest value, or to 1 if this value is smaller. Kernels sum in
+different orders."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Compared:
     """Result of a comparison.
 
     Attributes:
-        max_difference: largest difference of all outputs, each relative to its largest value, or to 1.
+        max_difference: largest difference of an output, relative to the largest value of this output, or to 1 if this
+            value is smaller.
         num_calls: number of compared inputs.
         batch_sizes: batch size of each input.
     """
@@ -46,14 +48,14 @@ def check_same(
     to: str,
     hints: Sequence[str] = (),
 ) -> Compared:
-    """Compare both models with ``example``, with other values, and with another batch size.
+    """Compare both models with ``example``, with different values, and with a different batch size.
 
     Args:
-        exported: calls the exported model and returns its output tensors in order.
+        exported: function that calls the exported model and returns its output tensors in order.
         fixed_shapes: do not change the batch size.
-        max_difference: maximum difference of an output, relative to its largest value.
+        max_difference: largest difference in any output, relative to the largest value of that output.
         to: name of the format, for messages.
-        hints: messages of the exporter, for the error.
+        hints: messages of the exporter, which are added to the error.
 
     Raises:
         RoomierError: an output differs by more than ``max_difference``, or the exported model fails.

@@ -1,4 +1,4 @@
-"""Inputs of a model for an export, and further inputs to compare the result with the model."""
+"""Inputs of a model for an export, and additional inputs to compare the result with the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Example:
         return [each for each in iter_leaves((self.args, self.kwargs)) if isinstance(each, Tensor)]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """Return a copy with ``change(tensor)`` in place of each tensor."""
+        """Return a copy in which each tensor is replaced by ``change(tensor)``."""
         args, kwargs = map_leaves(
             lambda each: change(each) if isinstance(each, Tensor) else each, (self.args, self.kwargs)
         )
@@ -71,7 +71,7 @@ class Example:
         return found
 
     def others(self) -> list[Example]:
-        """Return an example with other values, and an example that also has another batch size."""
+        """Return an example with different values, and an example that also has a different batch size."""
         changed = self.mapped(_other_values)
         return [changed, changed.repeated(3)]
 
@@ -84,7 +84,7 @@ def example_of(model: nn.Module, sample: Any, field: str) -> Example:
         field: name of the argument that contains ``sample``, for messages.
 
     Raises:
-        RoomierError: there is no sample, or the model cannot be called with it.
+        RoomierError: there is no sample, or the model cannot be called with the sample.
     """
     given = getattr(model, "example_input_array", None) if sample is None else sample
     if given is None:
@@ -101,7 +101,7 @@ def example_of(model: nn.Module, sample: Any, field: str) -> Example:
 
 
 def _check_call(model: nn.Module, example: Example, field: str) -> None:
-    # Checked here, because the error of an exporter would not refer to the arguments.
+    # This check runs here, because the error of an exporter would not refer to the arguments.
     try:
         example.call(model)
     except Exception as error:
@@ -110,7 +110,7 @@ def _check_call(model: nn.Module, example: Example, field: str) -> None:
         text = " ".join(str(error).split())[:200]
         problem = f"cannot be passed to forward ({type(error).__name__}: {text})"
         taken = ", ".join(inspect.signature(model.forward).parameters)
-        action = f"Pass the arguments of forward({taken}), with the shapes and dtypes of the training"
+        action = f"Pass the arguments of forward({taken}), with the shapes and dtypes used in training"
         raise RoomierError(field, f"{', '.join(shown)}{names}", problem, action) from error
 
 
@@ -119,7 +119,7 @@ def _copied(each: Any) -> Any:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    # Token ids must stay in range. For numbers, branches depend most often on the sign.
+    # Token ids must stay in range. Branches on numbers depend most often on the sign.
     moved = tensor.roll(1, dims=-1) if tensor.dim() else tensor.clone()
     if not tensor.is_floating_point():
         return moved

@@ -42,15 +42,16 @@ def export_hugging_face(
     """Write the Hugging Face model in the checkpoint ``path`` to the folder ``output``, atomically.
 
     The folder contains the files that ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` for
-    generative models, and the weights under their names on the hub. (``roomier.export.safetensors`` uses their names in
-    memory.) Tensors are read, converted and written one by one, so the export supports models of any size and
-    checkpoints of any number of ranks. If tensors are fused in memory, one group is held at a time.
+    generative models, and the weights under their names on the hub. (``roomier.export.safetensors`` writes the weights
+    under their names in memory.) Tensors are read, converted and written one by one, so the export supports models of
+    any size and checkpoints of any number of ranks. If the model fuses tensors in memory, one group of these tensors is
+    in memory at a time.
 
     Args:
         path: checkpoint folder.
         output: new folder.
         max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
-        dtype: dtype of all floating-point tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None keeps their dtypes.
+        dtype: dtype of all floating-point tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None preserves their dtypes.
         processor: folder whose tokenizer or processor files are copied, or an object with ``save_pretrained``.
         adapters: for a model trained with ``lora``: ``"merged"`` adds the adapters to the weights, ``"alone"`` writes
             only the adapters, as a folder for the package peft.
@@ -106,7 +107,8 @@ def _tensors(stored: MergedTensors, found: Mapping[str, Any], dtype: str | None)
 
 @dataclass
 class _Group:
-    """Tensors of files that one conversion creates. The tensors are kept in memory from the first read to the last."""
+    """Tensors of files that one conversion creates. The tensors remain in memory from the first read to the last
+    read."""
 
     stored: MergedTensors
     keys: Mapping[str, str]
@@ -128,7 +130,7 @@ class _Group:
 
 
 def _without_memory(config: Mapping[str, Any]) -> Any:
-    """Return the model of ``config`` on ``meta``, for the names of its weights in files.
+    """Return the model of ``config`` on ``meta``, which provides the names of its weights in files.
 
     Returns None if transformers does not have the class of the model.
     """

@@ -27,7 +27,8 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
     """Write the checkpoint ``path`` to the file ``output``, atomically.
 
     The file contains weights, hyperparameters and progress. If the module configured its optimizers, the file also
-    contains the states of optimizers, schedulers, loss scale and callbacks. The content is held in CPU memory.
+    contains the states of optimizers, schedulers, loss scale and callbacks. The full content is in CPU memory during
+    the export.
 
     The following states are omitted, and a notice explains why:
 
@@ -69,7 +70,7 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
 
 
 def _can_resume(path: str | Path, described: Mapping[str, Any]) -> bool:
-    """Return True if Lightning can use the states of training. Otherwise, print a notice."""
+    """Return True if Lightning can use the training states. Otherwise, print a notice."""
     why = None
     if "optimizers" not in described:
         why = "the checkpoint was saved with weights only"
@@ -123,7 +124,8 @@ def _validates(described: Mapping[str, Any]) -> bool:
 
 
 def _place(progress: Mapping[str, Any], is_validated: bool) -> dict[str, Any]:
-    """Return the state of Lightning's loops, either at the end of an epoch, as after a fit, or after a batch."""
+    """Return the state of Lightning's loops at the end of an epoch, as after a fit, or after a batch within an
+    epoch."""
     epoch, step = progress.get("epoch", 0), progress.get("global_step", 0)
     num_done, num_batches = progress.get("batch_idx", 0), progress.get("num_batches", 0)
     is_in_epoch = num_done > 0

@@ -20,7 +20,7 @@ _OF_AN_ADAPTER = ("lora_A", "lora_B", "weight_codes", "weight_scales")
 
 
 class MergedTensors:
-    """Like :class:`StoredTensors`, but a frozen weight and its adapter are read as one merged weight.
+    """Reader like :class:`StoredTensors` that reads a frozen weight and its adapter as one merged weight.
 
     Args:
         path: checkpoint folder.
@@ -33,8 +33,9 @@ class MergedTensors:
         others: see :class:`StoredTensors`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no such section.
-        RoomierError: a weight with an adapter is tied to another layer, or the scale of the adapters is unknown.
+        CheckpointError: the checkpoint is damaged or does not contain this section.
+        RoomierError: a weight with an adapter is tied to a weight of another layer, or the scale of the adapters is
+            unknown.
     """
 
     def __init__(self, path: str | Path, section: str, adapter: AdapterPlan) -> None:

@@ -1,4 +1,5 @@
-"""Exports a model to ONNX with torch's dynamo exporter, and compares the result in onnxruntime with the model."""
+"""Exports a model to ONNX with torch's dynamo exporter, and compares its outputs in onnxruntime with the outputs of the
+model."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def export_onnx(
     """Write ``model`` to the ONNX file ``output``, atomically.
 
     Weights of more than 1.5 GiB are written to ``<output>.data``. The batch size is dynamic. onnxruntime runs the
-    exported model on the CPU with the example, with other values and with another batch size, and its outputs must
+    exported model on the CPU with the example, with different values and with a different batch size. The outputs must
     equal the outputs of the model.
 
     Args:
@@ -45,7 +46,7 @@ def export_onnx(
         sample: arguments of forward, see :func:`roomier.export.examples.example_of`.
         max_difference: maximum difference of an output, relative to its largest value.
         may_exist: replace an existing file.
-        options: arguments of ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all), ``input_names``,
+        options: arguments of ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all sizes), ``input_names``,
             ``opset_version``, ...
 
     Returns:

@@ -31,8 +31,8 @@ def new_file(output: str | Path) -> Path:
 def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[Path]:
     """Yield a path to write to, in a temporary folder and with the name of ``output``.
 
-    At the end of the block, all files of the temporary folder are moved to the folder of ``output``; ``output`` itself
-    is moved last.
+    At the end of the block, all files of the temporary folder are moved to the folder of ``output``. The file
+    ``output`` itself is moved last.
 
     Raises:
         RoomierError: ``output`` already exists and ``may_exist`` is False.
@@ -88,7 +88,8 @@ class _FailsLate(io.RawIOBase):
 def for_torch(path: Path) -> Iterator[Any]:
     """Open the new file ``path`` for torch's writer, and raise write errors at the end of the block.
 
-    torch's writer terminates the process if a write raises. So the errors are held back until it has finished.
+    torch's writer terminates the process if a write raises. The errors are therefore raised only after the writer has
+    finished.
 
     Raises:
         OSError: a write failed.

@@ -28,11 +28,11 @@ def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, 
     Args:
         path: checkpoint folder, or a Lightning ``.ckpt`` file.
         cls: class of the model.
-        arguments: arguments of ``cls``; they replace stored hyperparameters.
+        arguments: arguments of ``cls``, which replace stored hyperparameters.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, ``cls`` cannot be created from the stored hyperparameters, or its
-            weights do not match.
+        CheckpointError: the checkpoint is damaged, ``cls`` cannot be created from the stored hyperparameters, or the
+            weights do not match the model.
     """
     file = LightningFile(path) if is_lightning_file(path) else None
     described = peek_run(path) if file is None else file.described
@@ -53,7 +53,7 @@ def fill(model: nn.Module, path: str | Path, file: LightningFile | None = None) 
     """Load the weights of ``path`` into ``model``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or belongs to another model.
+        CheckpointError: the checkpoint is damaged or belongs to a different model.
     """
     weights = weights_of(path) if file is None else _of_lightning(model, file)
     try:

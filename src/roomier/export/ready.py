@@ -1,4 +1,4 @@
-"""Prepares a model for an export and restores it afterwards."""
+"""Prepares a model for an export and restores the model after the export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
     """Yield the module to export for ``model``, in evaluation mode, without gradients and without compilation.
 
     If ``model`` has adapters, the module is a copy with the adapters merged into its weights. The mode of each
-    submodule is restored at the end.
+    submodule is restored at the end of the block.
 
     Raises:
         RoomierError: the model is sharded or has no ``forward``.

@@ -62,18 +62,19 @@ def export_safetensors(
     """Write the weights of the checkpoint ``path`` to the folder ``output``, atomically.
 
     A single file is ``model.safetensors``. Several files are ``model-00001-of-0000N.safetensors`` with
-    ``model.safetensors.index.json``. If weights are tied, only the first one is written, as Hugging Face expects. The
-    names of the others are in the metadata of the file, where ``safetensors.torch.load_model`` reads them. The
-    ``config.json`` of a Hugging Face model is included. Adapters are merged into their weights, which have the names of
-    the plain model.
+    ``model.safetensors.index.json``. If weights are tied, only the first of these weights is written, as Hugging Face
+    expects. The names of the other tied weights are in the metadata of the file, from which
+    ``safetensors.torch.load_model`` reads them. The ``config.json`` of a Hugging Face model is included. Adapters are
+    merged into their weights, which have the names of the plain model.
 
     Args:
         path: checkpoint folder.
         output: new folder.
         max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
-        dtype: dtype of all floating-point tensors, a key of ``DTYPES``; None keeps their dtypes.
-        prefix: name of a submodule, or start of names. Only tensors with this prefix are written, without the prefix.
-            None selects the Hugging Face model in the module, if there is one. ``""`` writes all tensors.
+        dtype: dtype of all floating-point tensors, a key of ``DTYPES``; None preserves their dtypes.
+        prefix: name of a submodule, or start of names. Only tensors whose names begin with this prefix are written, and
+            the prefix is removed from the names. None selects the Hugging Face model in the module, if there is one.
+            ``""`` writes all tensors.
 
     Raises:
         RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` already exists.
@@ -137,8 +138,8 @@ def new_folder(output: str | Path, dtype: str | None) -> Path:
 
 
 def names_in_files(stored: MergedTensors, prefix: str) -> dict[str, str]:
-    """Return the name in the files for each key in the checkpoint. If tensors are tied, only the first one is
-    included."""
+    """Return the name in the files for each key in the checkpoint. If tensors are tied, only the first of these tensors
+    is included."""
     under = [key for key in stored.specs if key.startswith(prefix)]
     if not under:
         nearest = did_you_mean(prefix, {key.partition(".")[0] + "." for key in stored.specs})

@@ -25,7 +25,7 @@ class ToWrite:
         name: name in the file.
         dtype: dtype in the file.
         shape: shape of the tensor.
-        read: yields its elements in row-major order, in pieces, in any dtype.
+        read: function that yields the elements of the tensor in row-major order, in pieces, in any dtype.
         other_names: names of tied tensors, which are not written.
     """
 

@@ -35,7 +35,7 @@ def export_torch(
 ) -> Compared:
     """Write ``model`` to the file ``output`` (``.pt2``) for ``torch.export.load``, atomically.
 
-    The exported model is compared with the model on the example, on other values, and on another batch size.
+    The exported model is compared with the model on the example, on different values, and on a different batch size.
 
     Args:
         output: new file.

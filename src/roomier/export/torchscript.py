@@ -37,10 +37,10 @@ def export_torchscript(
 
     Args:
         output: new file; None writes no file.
-        method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records its operations for one input and
-            compares the result with the model on other values and another batch size.
-        example_inputs: arguments of forward. They are optional with ``"script"``; if given, the result is compared with
-            the model as well.
+        method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for one
+            input and compares the result with the model on different values and a different batch size.
+        example_inputs: arguments of forward. The arguments are optional with ``"script"``. If they are given, the
+            result is also compared with the model.
         max_difference: maximum difference of an output, relative to its largest value.
         may_exist: replace an existing file.
         options: arguments of ``torch.jit.script`` or ``torch.jit.trace``.

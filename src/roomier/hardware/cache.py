@@ -1,7 +1,7 @@
 """Storage for measurements of this machine: one JSON file in the user's cache folder.
 
 A write replaces one section. The file is replaced atomically, so a reader never sees a partial file. If two processes
-write at the same time, the later write wins.
+write at the same time, the file contains the data of the later write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def cache_file() -> Path:
 
 
 def read(section: str) -> Any:
-    """Return the stored value of ``section``, or None. A file that cannot be read is reported and ignored."""
+    """Return the stored value of ``section``, or None. If the file cannot be read, roomier prints a notice and ignores
+    the file."""
     return _read_all().get(section)
 
 

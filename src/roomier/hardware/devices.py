@@ -2,39 +2,39 @@
 
 [Note: sources of the values]
 *Rates* are dense peaks (without structured sparsity) in FLOP/s. 16-bit and tf32 products accumulate in fp32. If a data
-sheet only contains the rate with sparsity, the table contains half of it. NVIDIA's data sheets: Tesla P100 (2016), V100
-(January 2020), T4 (2019), A100 (June 2021, and "A100 80GB PCIe" of the same month), A10 and A30 (2021), A10G (AWS
-edition, February 2022), A40 and RTX A6000 (2021), L4 and L40S (2023), RTX 6000 Ada (2022), H100 (2023: SXM, PCIe, NVL),
-H200 (November 2024), HGX B200 and HGX B300 (2025, an eighth of the platform's value). GeForce: white papers "NVIDIA
-Ampere GA102" (2021), "NVIDIA Ada" (2022), "NVIDIA RTX Blackwell" (2025), rates with fp32 accumulation. AMD: data sheets
-of the Instinct MI250X (2021, half of the module, because torch sees each of its two dies as a device), MI300X (2023)
-and MI325X (2024). H20: values from resellers, because no public data sheet exists. The values of H100 SXM, H200, B200,
-MI325X, RTX 4090 and RTX 5090 were compared with public copies (bandwidth of B200: bus width and clock as reported by
-its driver, pytorch/ao#4002). The other values were entered from memory and not compared with the data sheets. Public
-copies for B300 disagree with each other.
+sheet contains only the rate with sparsity, the table contains half of this rate. NVIDIA's data sheets: Tesla P100
+(2016), V100 (January 2020), T4 (2019), A100 (June 2021, and "A100 80GB PCIe" of the same month), A10 and A30 (2021),
+A10G (AWS edition, February 2022), A40 and RTX A6000 (2021), L4 and L40S (2023), RTX 6000 Ada (2022), H100 (2023: SXM,
+PCIe, NVL), H200 (November 2024), HGX B200 and HGX B300 (2025, an eighth of the platform's value). GeForce: white papers
+"NVIDIA Ampere GA102" (2021), "NVIDIA Ada" (2022), "NVIDIA RTX Blackwell" (2025), rates with fp32 accumulation. AMD:
+data sheets of the Instinct MI250X (2021, half of the module, because torch sees each of its two dies as a device),
+MI300X (2023) and MI325X (2024). H20: values from resellers, because no public data sheet exists. The values of H100
+SXM, H200, B200, MI325X, RTX 4090 and RTX 5090 were compared with public copies (bandwidth of B200: bus width and clock
+as reported by its driver, pytorch/ao#4002). The other values were entered from memory and were not compared with the
+data sheets. Public copies for B300 disagree with each other.
 
-*Memory* is the total that CUDA reports, which is the maximum for a run. It is 1 to 4 % less than the GiB in the name,
-because the driver and error correction reserve some of it. If drivers differ, the table contains the smallest total.
-Sources: public out-of-memory messages ("GPU 0 has a total capacity of ...") for A100, H100, H100 NVL, H200, B300, A10G,
-A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The
-other totals were entered without a source.
+*Memory* is the total that CUDA reports, which is the maximum for a run. This total is 1 to 4 % less than the GiB in the
+name of the device, because the driver and error correction reserve some memory. If the totals of different drivers
+differ, the table contains the smallest total. Sources: public out-of-memory messages ("GPU 0 has a total capacity of
+...") for A100, H100, H100 NVL, H200, B300, A10G, A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and
+unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The other totals were entered without a source.
 
 *Share* is the fraction of the peak that matrix products of a model reach. Published values for large products: A100
 0.74, V100 0.76, A6000 0.63, RTX 3090 Ti 0.5 (github.com/fanghostt/transformers-benchmarks). The other values are
-assumptions based on these, lower for cards that reduce their clock to limit power (T4, L4) and for AMD. Full steps
-reach less: 52 to 58 % of the peak of 64 A100 (torchtitan, docs/performance.md of 2024, Llama 3 8B and 70B), 38 to 43 %
-of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4), 46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1).
-roomier's forecasts count other operations and collectives separately.
+assumptions based on these published values, and are lower for cards that reduce their clock to limit power (T4, L4) and
+for AMD. Full steps reach a smaller share: 52 to 58 % of the peak of 64 A100 (torchtitan, docs/performance.md of 2024,
+Llama 3 8B and 70B), 38 to 43 % of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4), 46 % of TPU v4 (PaLM, arXiv
+2204.02311, section 4.1). roomier's forecasts count other operations and collectives separately.
 
-*Links* are in one direction. Data sheets list both directions together without overhead, so the table contains
-``LINK_EFFICIENCY`` times half of their values: NCCL's maintainers report 350 GB/s for H100 (data sheet: 900), and 12
-GB/s for PCIe 3.0 (16) (NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring in RCCL's table
-(``hwLat``, protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
+*Links* are in one direction. Data sheets list the sum of both directions without overhead, so the table contains
+``LINK_EFFICIENCY`` times half of their values. For example, NCCL's maintainers report 350 GB/s for H100 (data sheet:
+900), and 12 GB/s for PCIe 3.0 (data sheet: 16) (NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring
+in RCCL's table (``hwLat``, protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
-with one network card per device unless the comment above the table states otherwise. For workstation cards the table
-assumes a node with eight cards on PCIe 4.0 or 5.0, 512 GiB of memory, and one shared network card of 100 Gbit/s. Disks
-are assumed to be one NVMe drive of PCIe 4.0 per node, with 6 GB/s for reads and 4 GB/s for writes.
+with one network card per device unless the comment above the table states otherwise. For workstation cards, the table
+assumes a node with eight cards on PCIe 4.0 or 5.0, 512 GiB of memory, and one shared network card of 100 Gbit/s. Each
+node is assumed to have one PCIe 4.0 NVMe drive, with 6 GB/s for reads and 4 GB/s for writes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from functools import cache
 
 import torch
 
+from roomier.device.resolve import device_name
 from roomier.hardware.machine import Device, Link, Machine
 
 LINK_EFFICIENCY = 0.78
 OPERATION_S = 7e-6
-"""Time that eager PyTorch takes on the host to start one operation on a GPU. Assumed; 5 to 10 us are typical."""
+"""Host time that eager PyTorch requires to start one operation on a GPU. Assumed; 5 to 10 us are typical."""
 
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.6e-6, 5.7e-6, 19.8e-6
 _DISK_READ, _DISK_WRITE = Link(6e9, 1e-4), Link(4e9, 1e-4)
@@ -63,7 +64,7 @@ class Sheet:
 
     Attributes:
         device: the device of the row.
-        aliases: additional names used by people and ``torch.cuda.get_device_name``; see :func:`plain_name`.
+        aliases: additional names used by people and by CUDA; see :func:`plain_name`.
         capability: major version of CUDA's compute capability; 0 for devices of other vendors.
         num_links: NVLinks per device; 0 if the devices of a node are connected by PCIe.
         in_node, host, network: rate of each link in one direction in bytes/s, from the data sheet.
@@ -102,8 +103,8 @@ class Sheet:
 
 # Rates in TFLOP/s, bandwidth in TB/s, links in GB/s in one direction, network in Gbit/s per device; "-" means absent.
 # cc: compute capability, major. MI250X is one die of two. H100 PCIe and NVL: NVLink bridges only join pairs of cards.
-# The devices of an AWS node (a10g, l4, v100, t4) share its card of 100 Gbit/s. MI300X, MI325X: 7 links of 64 GB/s.
-# MI250X: 50 GB/s between the slowest pairs, 36 to the host, half a card of 200 Gbit/s, as in Frontier.
+# The devices of an AWS node (a10g, l4, v100, t4) share its network card of 100 Gbit/s. MI300X, MI325X: 7 links of 64
+# GB/s. MI250X: 50 GB/s between the slowest pairs, 36 to the host, half a card of 200 Gbit/s, as in Frontier.
 _TABLE = """
 name            GiB     TB/s   fp32   tf32    bf16    fp16    fp8     cc  link  links  host  network  node_GiB  share
 b300            267.69  8.0    75     1125    2250    2250    4500    10  900   18     64    800      2048      0.65
@@ -139,7 +140,7 @@ mi300x          191.69  5.3    163.4  653.7   1307.4  1307.4  2614.9  0   448   
 mi250x          63.98   1.638  47.9   -       191.5   191.5   -       0   50    0      36    100      512       0.5
 """
 
-# A name that several devices share (a100, v100) means the device with the least memory.
+# A name that several devices share (a100, v100) refers to the device with the least memory.
 _ALIASES = {
     "b300": ("NVIDIA B300 SXM6 AC", "HGX B300", "b300-sxm"),
     "b200": ("HGX B200", "b200-sxm"),
@@ -226,9 +227,9 @@ def known_names() -> dict[str, Sheet]:
 def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
     """Return the peak rate of matrix products in FLOP/s for ``precision`` (``"16"``, ``"tf32"`` or ``"32"``).
 
-    Returns None if the table does not contain the device. It contains no CPUs, because their peak depends on clocks
-    under load.
+    Returns None if the table does not contain the device. The table contains no CPUs, because the peak rate of a CPU
+    depends on its clock under load.
     """
-    sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     dtype = {"16": "fp16", "tf32": "tf32", "32": "fp32"}[precision]
     return None if sheet is None else sheet.device.flops_per_s.get(dtype)

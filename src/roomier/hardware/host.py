@@ -32,7 +32,8 @@ def num_cores() -> int:
 
 
 def load() -> float:
-    """Return the average number of busy or requested cores in the last minute; 0 if the system does not report it."""
+    """Return the average number of busy or requested cores in the last minute; 0 if the system does not report this
+    number."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
@@ -44,7 +45,7 @@ def threads_of_rank(num_ranks: int) -> int:
 
 
 def total_memory_bytes() -> int:
-    """Return the memory of the host in bytes, or the limit of the container if it is smaller."""
+    """Return the memory of the host in bytes, or the limit of the container if this limit is smaller."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in container_limits())])
 
 
@@ -67,7 +68,7 @@ def container_limits(
     except OSError:
         return
     group = root / lines[0].removeprefix("0::").lstrip("/") if lines else root
-    # In a container, its control group is often mounted as the root.
+    # In a container, the control group of the container is often mounted as the root.
     for folder in dict.fromkeys([group, *group.parents, root]):
         if root not in (folder, *folder.parents):
             continue

@@ -29,14 +29,14 @@ class Device:
 
     Attributes:
         name: name such as ``"a100-40gb"``; for the CPU of this machine, its model name.
-        kind: ``"cuda"``, ``"mps"`` or ``"cpu"``.
+        kind: device type, such as ``"cuda"``, ``"mps"`` or ``"cpu"``.
         memory_bytes: memory of the device; for a CPU, memory of the host.
         flops_per_s: rates of matrix products, by ``"fp64"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``.
         memory_bytes_per_s: bandwidth of the device's memory, reads plus writes.
         product_efficiency: fraction of ``flops_per_s`` that matrix products of a model reach; 1 for measured rates.
-        operation_s: seconds that the host takes to start one operation.
+        operation_s: seconds that the host requires to start one operation.
         update_bytes_per_s: bytes that a fused AdamW reads and writes per second (4 numbers read and 3 written per
-            parameter); None if it was not measured, in which case ``memory_bytes_per_s`` applies.
+            parameter); None if this rate was not measured, in which case ``memory_bytes_per_s`` applies.
     """
 
     name: str
@@ -48,6 +48,11 @@ class Device:
     operation_s: float = 0.0
     update_bytes_per_s: float | None = None
 
+    @property
+    def has_own_memory(self) -> bool:
+        """True if the memory of the device is separate from the memory of the host. Apple's GPUs share it."""
+        return self.kind not in ("cpu", "mps")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -57,13 +62,14 @@ class Machine:
         device: the device of each rank.
         devices_per_node: number of devices in a node.
         num_nodes: number of nodes.
-        in_node: link from one device to the others in its node while all of them send, as in an all-gather.
+        in_node: link from one device to the other devices in its node while all devices send, as in an all-gather.
         between_nodes: link between two nodes, per device.
         to_host: link between a device and the memory of its host, in each direction at the same time.
         disk_read, disk_write: links between the host and its disk, shared by all devices of the node.
         host_memory_bytes: host memory of one node.
         source: origin of the values: ``"data sheets"``, or time and method of the measurement.
-        in_node_reduce: as ``in_node``, for a reduce-scatter including the sum; None if it is not known separately.
+        in_node_reduce: link like ``in_node``, but for a reduce-scatter including the sum; None if this link is not
+            known separately.
     """
 
     device: Device

@@ -1,7 +1,7 @@
 """Measurements of this machine in one process: matrix products, memory, copies, disk, operations, updates.
 
-Each measurement takes about the given number of seconds and returns the second best of its repetitions, because other
-programs slow down some repetitions, and a clock change can make a repetition appear too fast.
+Each measurement takes about the given number of seconds and returns the second best of its repetitions. Other programs
+slow down some repetitions, and a clock change can make a repetition appear too fast.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import psutil
 import torch
 
 from roomier.core.errors import RoomierError
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import synchronize
 
 DTYPES = {
     "fp64": torch.float64,
@@ -62,9 +64,9 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
 def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = None) -> float:
     """Return the bytes per second that a copy of ``num_bytes`` reads and writes together.
 
-    By default, a copy has 128 MiB, or 16 MiB on a CPU. The data of models that train on a CPU is mostly in its caches
-    (a core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB), and on busy cores a long
-    copy is interrupted.
+    By default, a copy has a size of 128 MiB, or 16 MiB on a CPU. The data of a model that trains on a CPU is mostly in
+    the caches of the CPU (a core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB). On
+    busy cores, a long copy is interrupted.
     """
     if num_bytes is None:
         num_bytes = 2**24 if device.type == "cpu" else 2**27
@@ -74,14 +76,14 @@ def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = No
 
 
 def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27) -> float:
-    """Return the bytes per second from pinned host memory to a CUDA device."""
+    """Return the bytes per second from pinned host memory to ``device``."""
     source = torch.ones(num_bytes // 4, pin_memory=True)
     target = torch.ones(num_bytes // 4, device=device)
     return source.nbytes / _typical_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds)
 
 
 def operation_seconds(device: torch.device, seconds: float, num_operations: int = 500) -> float:
-    """Return the seconds that the host takes to start one trivial operation with autograd."""
+    """Return the seconds that the host requires to start one trivial operation with autograd."""
     small = torch.zeros(8, device=device, requires_grad=True)
 
     def run() -> None:
@@ -93,11 +95,15 @@ def operation_seconds(device: torch.device, seconds: float, num_operations: int 
 
 
 def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**24) -> float:
-    """Return the bytes per second of a fused AdamW, which reads 4 numbers and writes 3 per parameter."""
+    """Return the bytes per second of a fused AdamW, which reads 4 numbers and writes 3 per parameter.
+
+    A device without fused optimizers runs separate kernels, so its rate is lower than its memory bandwidth.
+    """
     parameters = [torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    is_fused = "adamw" in capabilities_of(device).fused_optimizers
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=is_fused)
     num_bytes = 7 * sum(parameter.nbytes for parameter in parameters)
     return num_bytes / _typical_seconds(optimizer.step, device, seconds)
 
@@ -105,9 +111,9 @@ def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**2
 def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[float, float]:
     """Return the bytes per second written to and read from a temporary file in ``folder``.
 
-    Written data is flushed to the disk (``fsync``) before the clock stops, and dropped from the page cache
-    (``posix_fadvise``, if the system supports it) before it is read, so that the read is from the disk, not from
-    memory. A folder in memory (tmpfs) has the rate of memory, as in a run.
+    Written data is flushed to the disk (``fsync``) before the clock stops. The data is then dropped from the page cache
+    (``posix_fadvise``, if the system supports it), so that it is read from the disk, not from memory. A folder in
+    memory (tmpfs) has the rate of memory, as in a run.
 
     Raises:
         RoomierError: the folder is not writable.
@@ -125,7 +131,7 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[fl
 
 
 def _write_rate(file: int, num_bytes: int, seconds: float) -> float:
-    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # zeros would be too fast on drives that compress
+    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # zeros would be too fast on drives that compress data
     start, written = time.perf_counter(), 0
     while written < num_bytes and (written == 0 or time.perf_counter() - start < seconds):
         written += os.write(file, chunk)
@@ -146,16 +152,9 @@ def _read_rate(file: int, seconds: float) -> float:
     return num_read / (time.perf_counter() - start)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished all submitted work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the second best time of ``run`` over ``seconds`` or three repetitions. The first run is a warm-up."""
+    """Return the second best time of ``run``, which is repeated for ``seconds`` or at least three times. The first run
+    is a warm-up."""
     start = time.perf_counter()
     first = seconds_of(run, device)
     if first > seconds:
@@ -167,7 +166,7 @@ def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: f
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one ``run``, until ``device`` has finished it."""
+    """Return the seconds from the start of one ``run`` until ``device`` has finished its work."""
     synchronize(device)
     start = time.perf_counter()
     run()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from roomier.core.log import notice
+from roomier.device.resolve import device_name
 from roomier.hardware import cache
 from roomier.hardware.host import cpu_model, host_name, threads_of_rank
 
@@ -18,13 +19,13 @@ _SECTION = "measured"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Conditions of a measurement. The measurement is valid for equal conditions only.
+    """Conditions of a measurement. The measurement is valid only under the same conditions.
 
     Attributes:
         host: network name of the machine.
         cpu: model name of the processor.
         torch: version of torch.
-        device: name of the device; for a CPU its model name.
+        device: name of the device; for a CPU, or if a driver reports no name, the model name of the processor.
         kind: type of the device, such as ``"cuda"``.
         num_ranks: number of processes that computed at the same time.
         num_threads: threads of each process.
@@ -50,8 +51,10 @@ class Measured:
         flops_per_s: rates of matrix products by dtype, in FLOP/s.
         memory_bytes_per_s: memory bandwidth, reads plus writes.
         operation_s: seconds to start one operation.
-        update_bytes_per_s, host_bytes_per_s: bandwidth of an update, and from host to device; None if not measured.
-        gather, reduce: bytes per second that one rank sends, and seconds before the first byte; None for one rank.
+        update_bytes_per_s, host_bytes_per_s: bandwidth of an optimizer update and of transfers from host to device;
+            None if not measured.
+        gather, reduce: bandwidth of the collective, in bytes per second that one rank sends, and its latency in
+            seconds; None for one rank.
         disk_read, disk_write: bytes per second; None if not measured.
     """
 
@@ -76,7 +79,7 @@ def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
         host=host_name(),
         cpu=model,
         torch=torch.__version__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else model,
+        device=device_name(device) or model,
         kind=device.type,
         num_ranks=num_ranks,
         num_threads=threads_of_rank(num_ranks),
@@ -101,7 +104,8 @@ def stored() -> list[Measured]:
 
 
 def store(measured: Sequence[Measured]) -> bool:
-    """Store ``measured`` and replace measurements with the same conditions. Returns whether the file was written."""
+    """Store ``measured`` and replace stored measurements that were taken under the same conditions. Returns whether the
+    file was written."""
     replaced = [each.circumstances for each in measured]
     kept = [each for each in stored() if each.circumstances not in replaced]
     return cache.write(_SECTION, [asdict(each) for each in (*kept, *measured)])

@@ -21,14 +21,14 @@ from roomier.hardware.host import num_cores
 from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.hardware.measured import Measured, circumstances_of, now
 
-_PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine, they take a twentieth of this time
+_PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine, the ranks need one twentieth of this time
 
 
 def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
     """Measure this machine with ``num_ranks`` processes at the same time, and the disk.
 
     Args:
-        device: device of the ranks; each rank uses its own CUDA device.
+        device: device of the ranks; each rank uses a different accelerator of this type.
         num_ranks: number of processes.
         seconds: time for the measurements without communication. Startup and collectives take about 5 s more.
         folder: folder for the measurement of the disk; None skips this measurement.
@@ -50,7 +50,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
         memory_bytes_per_s=statistics.median(rank["memory_bytes_per_s"] for rank in ranks),
         operation_s=statistics.median(rank["operation_s"] for rank in ranks),
         update_bytes_per_s=statistics.median(rank["update_bytes_per_s"] for rank in ranks),
-        host_bytes_per_s=None if device.type != "cuda" else statistics.median(r["host_bytes_per_s"] for r in ranks),
+        host_bytes_per_s=_median([rank["host_bytes_per_s"] for rank in ranks]),
         gather=_link("gather", ranks),
         reduce=_link("reduce", ranks),
         disk_read=disk_read,
@@ -58,11 +58,16 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
     )
 
 
+def _median(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) if known else None
+
+
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
     """Measure products, memory, operations and updates in this process, in about a second.
 
-    The share of a rank is computed, not measured: if the ranks have more threads than the machine has cores, each
-    thread gets its fraction of a core, and all ranks share the memory.
+    The share of a rank is computed, not measured. If the ranks have more threads than the machine has cores, each
+    thread gets a fraction of a core. All ranks share the memory bandwidth.
     """
     circumstances = circumstances_of(device, num_ranks)
     num_threads = circumstances.num_threads if device.type == "cpu" else 1
@@ -105,7 +110,8 @@ def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
 
 
 def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Return the bytes per second that a rank sends and the seconds of a small collective; None for one rank.
+    """Return the bandwidth of a collective (bytes per second that a rank sends) and the seconds of a small collective;
+    None for one rank.
 
     A collective ends when the slowest rank has finished. The fastest repetition counts.
     """
@@ -122,8 +128,8 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
 def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     keep_on_loopback(environ)
-    # If other programs run as well, spinning threads take cores from the threads that they wait for. A matrix product
-    # then took a hundred times as long.
+    # If other programs run as well, spinning threads take cores from the threads that they wait for. In such a test, a
+    # matrix product took a hundred times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")
     common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
     results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]
@@ -153,7 +159,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
     """Wait until all processes have ended.
 
     Raises:
-        RoomierError: a process failed, or did not end in time.
+        RoomierError: a process failed, or did not finish in time.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while any(process.poll() is None for process in processes):

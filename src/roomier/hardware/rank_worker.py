@@ -1,7 +1,7 @@
 """Process of one rank in a measurement of several ranks: ``python -m roomier.hardware.rank_worker SETTINGS``.
 
-The settings are JSON on the command line, and the result is a JSON file. All ranks measure the same value at the same
-time, so each rank has the same share of the machine as in a run.
+The settings are JSON on the command line, and the result is a JSON file. All ranks take the same measurement at the
+same time, so each rank has the same share of the machine as in a run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roomier.core.exchange import Exchange
+from roomier.device.capability import capabilities_of
+from roomier.device.resolve import resolve_device
+from roomier.device.streams import synchronize
 from roomier.hardware.measure import (
     DTYPES,
     host_copy_rate,
     memory_rate,
     operation_seconds,
     product_rate,
-    synchronize,
     update_rate,
 )
 
@@ -38,12 +40,13 @@ _REPETITIONS = 8
 def main(settings: dict[str, Any]) -> None:
     """Measure, and write the result to the file ``settings["result"]``."""
     rank, num_ranks = settings["rank"], settings["num_ranks"]
-    device = torch.device("cuda", rank) if settings["kind"] == "cuda" else torch.device(settings["kind"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = resolve_device(settings["kind"])
+    if device.type != "cpu":
+        device = torch.device(device.type, rank)
+        torch.accelerator.set_device_index(device)
     if num_ranks > 1:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            dist.get_default_backend_for_device(device),
             init_method=Path(settings["store"]).as_uri(),
             rank=rank,
             world_size=num_ranks,
@@ -56,7 +59,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure the rates of one rank without communication, in about ``seconds`` altogether."""
+    """Measure the rates of one rank without communication, in about ``seconds`` in total."""
     rates = {}
     for dtype in DTYPES:
         _meet()
@@ -69,13 +72,15 @@ def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
     _meet()
     result["update_bytes_per_s"] = update_rate(device, seconds / 8)
     _meet()
-    result["host_bytes_per_s"] = host_copy_rate(device, seconds / 8) if device.type == "cuda" else None
+    result["host_bytes_per_s"] = None
+    if capabilities_of(device).copies_asynchronously:
+        result["host_bytes_per_s"] = host_copy_rate(device, seconds / 8)
     return result
 
 
 def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Measure large and small collectives: seconds of each repetition, and the bytes that a rank sends in one
-    collective."""
+    """Measure large and small collectives. The result contains the seconds of each repetition, and the bytes that a
+    rank sends in one collective."""
     exchange = Exchange()
     result: dict[str, Any] = {}
     for size, num_bytes in (("large", _WHOLE_BYTES), ("small", _SMALL_BYTES)):
@@ -87,8 +92,8 @@ def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Return the sum over the ranks of the row with this rank's index, computed as in the engine."""
-    if rows.is_cuda:
+    """Return the row of this rank, summed over all ranks as in the engine."""
+    if rows.device.type != "cpu":
         result = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(result, rows)
         return result

@@ -14,6 +14,7 @@ import yaml
 from roomier.core.errors import RoomierError, did_you_mean, nearest
 from roomier.core.units import parse_bytes
 from roomier.core.yaml_text import BoundedLoader
+from roomier.device.names import is_known_to_torch
 from roomier.hardware.devices import MOST_PER_NODE, SHEETS, known_names, plain_name, sheet_of
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.this_machine import this_machine
@@ -22,15 +23,15 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 _AFTER = re.compile(r"(?P<name>.*?)\s*:\s*(?P<count>[^:]*)")
 _BEFORE = re.compile(r"(?P<count>\d+)\s*x\s*(?P<name>.+)", re.IGNORECASE)
 _HERE = {"this": "auto", "here": "auto", "cpu": "cpu"}
-_KINDS = ("cuda", "mps", "cpu")
+_KINDS = ("cuda", "mps", "cpu", "xpu", "npu", "tpu")
 
 
 def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
     """Return the machine that ``spec`` describes.
 
     Args:
-        spec: name of a GPU in the table (``devices.py``) or as ``torch.cuda`` reports it, case-insensitive. The number
-            of devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
+        spec: name of a GPU in the table (``devices.py``) or as CUDA reports it, case-insensitive. The number of devices
+            per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
             ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
             ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`, see :func:`machine_of_dict`.
         num_nodes: number of nodes; None uses the value of the file, or 1.
@@ -138,7 +139,7 @@ def _device(given: dict[str, Any]) -> Device:
     made["flops_per_s"] = {str(dtype): _number(f"device.flops_per_s.{dtype}", rate) for dtype, rate in rates.items()}
     if "fp32" not in made["flops_per_s"]:
         raise RoomierError("device.flops_per_s", rates, "must contain 'fp32'", "Add this rate, in FLOP/s")
-    if made["kind"] not in _KINDS:
+    if made["kind"] not in _KINDS and not is_known_to_torch(made["kind"]):
         raise RoomierError("device.kind", made["kind"], "is not a known kind", did_you_mean(made["kind"], _KINDS))
     if made["product_efficiency"] > 1:
         problem = "is a fraction of the peak and must be at most 1"

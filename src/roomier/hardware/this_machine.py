@@ -7,7 +7,9 @@ from functools import cache
 
 import torch
 
-from roomier.core.device import resolve_device
+from roomier.core.errors import RoomierError
+from roomier.device.memory import total_bytes
+from roomier.device.resolve import device_name, resolve_device
 from roomier.hardware import measured as measurements
 from roomier.hardware.devices import sheet_of
 from roomier.hardware.host import available_memory_bytes, total_memory_bytes
@@ -15,7 +17,8 @@ from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.measured import Circumstances, Measured, circumstances_of
 from roomier.hardware.measuring import measure_quickly
 
-# Assumed values without a measurement: loopback between processes of one host, and one drive of a typical server.
+# Values that are assumed without a measurement: loopback between processes of one host, and one drive of a typical
+# server.
 _EXCHANGE = Link(2e9, 2e-4)
 _NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; links between machines are never measured
 _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
@@ -24,10 +27,11 @@ _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto") -> Machine:
     """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
-    The rates are stored measurements of ``roomier hardware`` for this host with the same processor, version of torch,
-    number of ranks and threads per rank. Otherwise, the rates of GPUs in the table come from their data sheets, and
-    other values come from a quick measurement of about a second, one time per process. ``source`` states the origin.
-    The memory is the currently available memory.
+    The rates come from stored measurements of ``roomier hardware`` for this host, if the processor, the torch version,
+    the number of ranks and the number of threads per rank are the same. Without a stored measurement, the rates of GPUs
+    in the table come from their data sheets. Other values come from a quick measurement, which takes about one second
+    and runs one time per process. ``source`` states the origin. The memory size is the memory that is currently
+    available.
 
     Args:
         devices: ranks per node.
@@ -54,14 +58,13 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
     known = _with_rates(device, measured, gpu)
     exchange, reduce = _link(measured.gather), _link(measured.reduce)
     memory = Link(measured.memory_bytes_per_s)
-    is_in_memory = device.type != "cuda"
     return Machine(
         device=replace(known, memory_bytes=_memory_bytes(device, devices)),
         devices_per_node=devices,
         num_nodes=num_nodes,
         in_node=exchange or (gpu.in_node if gpu else _EXCHANGE),
         between_nodes=gpu.between_nodes if gpu else _NETWORK,
-        to_host=memory if is_in_memory else Link(measured.host_bytes_per_s or 12e9, 1e-5),
+        to_host=Link(measured.host_bytes_per_s or 12e9, 1e-5) if known.has_own_memory else memory,
         disk_read=_DISK_READ if measured.disk_read is None else Link(measured.disk_read, _DISK_READ.latency_s),
         disk_write=_DISK_WRITE if measured.disk_write is None else Link(measured.disk_write, _DISK_WRITE.latency_s),
         host_memory_bytes=total_memory_bytes(),
@@ -73,7 +76,8 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
 def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
     """Return the stored measurement for ``num_ranks``, otherwise a quick one; None if a data sheet is used instead.
 
-    Disk and collectives of a quick measurement come from another measurement of this host if one exists.
+    The disk and collective rates of a quick measurement come from another stored measurement of this host, if one
+    exists.
     """
     circumstances = circumstances_of(device, num_ranks)
     kept = measurements.stored()
@@ -125,8 +129,8 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """Return the machine of the data sheet with the actual memory; None without a data sheet."""
-    sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    """Return the machine as its data sheet describes it, with the actual memory size; None without a data sheet."""
+    sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     if sheet is None:
         return None
     machine = sheet.machine(devices, num_nodes)
@@ -139,13 +143,18 @@ def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
 
 
 def _memory_bytes(device: torch.device, devices: int) -> int:
-    """Return the memory of one rank: the memory of a GPU, or its share of the available host memory on a CPU."""
-    if device.type == "cuda":
-        # mem_get_info returns the same total, but creates a context of 400 MiB (unslothai/unsloth-zoo#1053).
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory())
-    return available_memory_bytes() // devices
+    """Return the memory of one rank: the memory of an accelerator, or its share of the available host memory on a CPU.
+
+    Raises:
+        RoomierError: the driver of the accelerator does not report its memory.
+    """
+    if device.type == "cpu":
+        return available_memory_bytes() // devices
+    found = total_bytes(device)
+    if found is None:
+        action = "Pass memory_budget, or describe the machine in a file: see `roomier hardware --json`"
+        raise RoomierError("accelerator", device.type, "does not report its memory", action)
+    return found
 
 
 def _link(measured: tuple[float, float] | None) -> Link | None:

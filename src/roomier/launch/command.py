@@ -8,8 +8,8 @@ ranks.
 
 [Note: Hydra]
 ``@hydra.main`` derives the name of an output folder from the current time, and can change into this folder. Each rank
-would get a different folder, so the other ranks are started with the output folder of rank 0. They do not write Hydra's
-record of the configuration again.
+would get a different folder, so the other ranks are started with the output folder of rank 0. The other ranks do not
+write Hydra's record of the configuration again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def command_again() -> Command:
 
 
 def _can_be_read_again(file: str) -> bool:
-    """Return whether ``file`` can be read again. Standard input, pipes and devices cannot be read again."""
+    """Return whether ``file`` can be read more than one time. Standard input, pipes and devices cannot be read
+    again."""
     if file.startswith(("<", "/dev/", "/proc/")):
         return False
     is_in_archive_or_removed = not os.path.exists(file)
@@ -137,7 +138,8 @@ def _same_output_folder(hydra: Any) -> list[str]:
 
 
 def _with_overrides(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Insert ``overrides`` after the last override in ``words``, because Hydra cannot parse two groups of overrides."""
+    """Insert ``overrides`` after the last override in ``words``, because Hydra cannot parse two separate groups of
+    overrides."""
     first = len(words) - len(sys.argv) + 1  # earlier words belong to the interpreter
     places = [place for place in range(first, len(words)) if "=" in words[place] and not words[place].startswith("-")]
     end = places[-1] + 1 if places else len(words)

@@ -71,7 +71,8 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 
 def export(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Write ``launch`` to ``environ`` under the names of torchrun. An existing address and port are kept."""
+    """Write ``launch`` to ``environ`` under the names of torchrun. Existing values of the address and port variables
+    are preserved."""
     world = launch.world
     environ.update(
         RANK=str(world.rank),
@@ -90,7 +91,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     rank, size = number_in(environ, "RANK"), number_in(environ, "WORLD_SIZE")
-    # Some schedulers (such as PyTorchJob of Kubernetes) start one process per machine and set only its rank.
+    # Some schedulers (such as PyTorchJob of Kubernetes) start one process per machine and set only the rank of this
+    # process.
     local_rank = number_in(environ, "LOCAL_RANK", 0)
     local_size = number_in(environ, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" in environ else 1)
     node_rank = number_in(environ, "GROUP_RANK", rank // local_size)

@@ -1,6 +1,6 @@
 """Exit of ranks after a failure. The failed rank reports its error first, and other ranks exit without further output.
 
-When a rank ends, all other ranks fail in their current collective. Their tracebacks ("connection closed by peer") do
+If one rank exits, all other ranks fail in their current collective. Their tracebacks ("connection closed by peer") do
 not show the cause and are often printed last. Therefore, a rank waits for a moment before it prints an error that only
 reports a lost peer. The error is printed only if no other rank reports a failure and the launcher does not end this
 rank.
@@ -36,16 +36,16 @@ class FailureNews:
     """Exchange of failures between the ranks of a run.
 
     Args:
-        ended_rank: function that returns a rank that this process started and that has ended, and how it ended;
-            otherwise None.
+        ended_rank: function that returns an ended rank that this process started, and a description of its end; None if
+            no rank has ended.
 
     Attributes:
-        has_error: True if an uncaught exception ends this rank. The cause can be a lost peer.
-        is_failing: True if an error in this rank ends it.
-        has_lost_peer: True if this rank ends because it could not reach another rank.
-        where: function that returns the place in the run, for messages.
-        store: store of all ranks, after the rendezvous. Its connection is not shared with other threads, because the
-            store is also used while other threads hang.
+        has_error: True if an uncaught exception terminates this rank. The cause of the exception can be a lost peer.
+        is_failing: True if an error in this rank terminates it.
+        has_lost_peer: True if this rank terminates because it could not reach another rank.
+        where: function that returns the current position in the run, for messages.
+        store: store of all ranks, after the rendezvous. The connection to the store is not shared with other threads,
+            because the store is also used while other threads hang.
     """
 
     def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
@@ -67,13 +67,14 @@ class FailureNews:
         self.is_failing = True
         first = f"{self.world.rank}\n{text}"
         if self.store is not None:
-            with suppress(DistError, RuntimeError):  # rank 0 has ended, and so has the store
+            with suppress(DistError, RuntimeError):  # rank 0 and its store have ended
                 first = self.store.compare_set(_FIRST, "", first).decode()
         rank, _, reported = first.partition("\n")
         return int(rank) == self.world.rank or reported != text
 
     def wait_for_peer(self) -> str | None:
-        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe it. Return None if no rank failed."""
+        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe this failure. Return None if no rank
+        failed."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if (ended := self._ended_rank()) is not None:
@@ -160,7 +161,7 @@ class FailureNews:
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
-    """Return whether ``error``, or an error in its chain, only reports that a rank cannot be reached."""
+    """Return whether ``error``, or an error in its chain, only reports that a rank is unreachable."""
     return any(
         isinstance(each, DistError)
         or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _GLOO_SIGNS))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from roomier.core.errors import TrainingError
 from roomier.core.world import World
+from roomier.device.resolve import group_backend, resolve_device
 from roomier.launch import heartbeat
 from roomier.launch.environment import launch_of
 from roomier.launch.failure import FailureNews
@@ -26,20 +26,20 @@ from roomier.launch.start import start_ranks
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 """Environment variable: maximum number of seconds for which the ranks wait for each other at the start (600)."""
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# Longer than an operation that only rank 0 runs, such as a download or writing a large file.
+# This limit is longer than an operation that only rank 0 runs, such as a download or a write of a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _news: FailureNews | None = None
 
 
 def should_report(error: BaseException) -> bool:
-    """Return whether this rank must report ``error``, which ends it, because no other rank has reported the error."""
+    """Return whether this rank must report the error ``error``, which terminates the rank, because no other rank has
+    reported this error."""
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
 
 def failure_is_reported(within_s: float) -> bool:
-    """Return whether a rank reports an error that ends it, up to ``within_s`` from now."""
+    """Wait up to ``within_s`` and return whether a rank reports an error that terminates it."""
     return _news is not None and _news.is_reported(within_s)
 
 
@@ -77,12 +77,12 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
     timer.start()
     try:
         dist.init_process_group(
-            _BACKENDS[device_type],
+            group_backend(device_type),
             store=store,
             rank=world.rank,
             world_size=world.size,
             timeout=_COLLECTIVE_TIMEOUT,
-            device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
+            device_id=None if device_type == "cpu" else resolve_device(device_type),
         )
     finally:
         timer.cancel()
@@ -90,13 +90,13 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
 
 @contextmanager
 def exits_together(where: Callable[[], str]) -> Iterator[None]:
-    """Reject an exit of this rank with code 0 inside the context if the other ranks do not exit, too.
+    """Raise an error if this rank exits with code 0 inside the context while other ranks continue.
 
     Args:
-        where: function that returns the place in the run, for messages.
+        where: function that returns the current position in the run, for messages.
 
     Raises:
-        TrainingError: this rank exits with code 0, and other ranks do not.
+        TrainingError: this rank exits with code 0, but other ranks do not exit.
     """
     if _news is None:  # the user initialized the process group
         yield
@@ -118,8 +118,9 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
 
 
 def _leave() -> None:
-    # If a process group exists when the interpreter ends, its threads can abort the process. The threads are joined
-    # when the last reference to the group is deleted, and sharded models hold references in cycles.
+    # If a process group still exists when the interpreter exits, threads of the group can abort the process. These
+    # threads are joined when the last reference to the process group is deleted, and sharded models have references in
+    # cycles.
     heartbeat.close()
     if dist.is_initialized():
         gc.collect()

@@ -1,9 +1,9 @@
 """Heartbeat: threads in each rank that detect a hanging rank, without collectives.
 
 At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
-records of all ranks, and publishes its own record with a verdict. The other ranks read this message. They also have a
-second thread that judges only rank 0. It is necessary because the store usually stops together with rank 0, and calls
-to the store then block.
+records of all ranks, and publishes its own record with a verdict. The other ranks read this message. Ranks other than 0
+also have a second thread that judges only rank 0. The second thread is necessary because the store usually stops
+together with rank 0, and calls to the store then block.
 
 The training thread does no work for the heartbeat. Other threads read its position from its stack and from the counters
 of the run.
@@ -56,14 +56,14 @@ class WatchedRun:
 
 
 def prepare(world: World, connect: Callable[[], Store], news: FailureNews) -> None:
-    """Create the heartbeat of this process. Its threads start with the first watched run."""
+    """Create the heartbeat of this process. The threads of the heartbeat start with the first watched run."""
     global _heartbeat
     close()
     _heartbeat = Heartbeat(world, connect, news)
 
 
 def close() -> None:
-    """Stop the heartbeat of this process. Call this before the process leaves the process group."""
+    """Stop the heartbeat of this process. Call this method before the process leaves the process group."""
     global _heartbeat
     heartbeat, _heartbeat = _heartbeat, None
     if heartbeat is not None:
@@ -85,7 +85,7 @@ def watched(run: WatchedRun) -> Iterator[None]:
         heartbeat.watch(before)
 
 
-def _forget() -> None:  # a forked process does not have the threads
+def _forget() -> None:  # a forked process does not have the threads of the heartbeat
     global _heartbeat
     _heartbeat = None
 
@@ -97,10 +97,10 @@ class Heartbeat:
     """Publishes the records of this rank and acts on verdicts.
 
     Args:
-        world: rank of this process and number of ranks.
+        world: rank of this process and the number of ranks.
         connect: function that returns a connection to the store that no other thread uses.
         news: failures of the ranks.
-        end_process: function that ends this process with an exit code.
+        end_process: function that terminates this process with an exit code.
 
     Attributes:
         run: the watched run; None outside of runs.
@@ -169,7 +169,7 @@ class Heartbeat:
                     exchange(store)
                     self._stop.wait(self._tick_s)
             finally:
-                self._leave(store)  # also after an error, because a rank without records would appear to hang
+                self._leave(store)  # this also runs after an error, because a rank without records would appear to hang
 
     def _exchange_as_zero(self, store: Store) -> None:
         judge = self._judge
@@ -210,7 +210,8 @@ class Heartbeat:
             self._stop.set()
             return
         self._publish_as_zero(store)
-        # If one process started all ranks, or with torchrun, the process that serves the store ends after all ranks.
+        # If roomier or torchrun started all ranks from one process, the process that serves the store ends after all
+        # ranks.
         is_parent = STARTED_BY_ROOMIER in os.environ and self._world.local_size == self._world.size
         if is_parent or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
@@ -223,7 +224,8 @@ class Heartbeat:
     # Late ranks ----------------------------------------------------------------------------------------------------
 
     def _next_verdict(self, late: Sequence[Late], end_s: float) -> Verdict | None:
-        """Return the verdict of rank 0: the last verdict if no other rank became late, or None if no rank is late."""
+        """Return the verdict of rank 0: the last verdict if no additional rank became late, or None if no rank is
+        late."""
         for each in late:
             self._note(each)
         hung = [each for each in late if each.left_s is not None]
@@ -238,7 +240,8 @@ class Heartbeat:
         return Verdict(self._last_number + 1, ends, end_s, hung)
 
     def _judge_zero(self) -> None:
-        """Judge rank 0 on another rank. Only a silent rank 0 is detected. The verdicts apply to this rank only."""
+        """Judge rank 0 on another rank. Only a silent rank 0 is detected. The verdicts of this thread apply only to
+        this rank."""
         run, judge, beat, is_reported = None, None, 0, False
         while not self._stop.wait(self._tick_s):
             if self.run is not run:
@@ -290,7 +293,7 @@ class Heartbeat:
         self._news.is_failing = True
         report_to_torchrun(error, None)
         if rank == 0:
-            self._news.claim(f"{type(error).__name__}: {error}")  # so that other ranks do not report a lost connection
+            self._news.claim(f"{type(error).__name__}: {error}")  # prevents reports of a lost connection by other ranks
         if self._world.local_rank == 0 or not is_from_zero:
             say(f"the run ends: {error}")
         # The other ranks read the verdict from rank 0, which may serve the store. torchrun reports the first failure.
@@ -313,7 +316,8 @@ def _ranks(late: Sequence[Late]) -> set[int]:
 
 
 def _process_of(record: Record) -> psutil.Process | None:
-    """Return the process that published ``record`` if it runs the command of this process on this machine, or None."""
+    """Return the process that published ``record``, or None if that process runs on a different machine or with a
+    different command."""
     if record.host != socket.gethostname():
         return None
     try:

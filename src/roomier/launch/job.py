@@ -10,7 +10,7 @@ import psutil
 
 
 def job_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names by which restarted ranks recognize this job; empty if no launcher restarts the job.
+    """Return the names that identify this job to restarted ranks; empty if no launcher restarts the job.
 
     Different runs can have the same run id in torchrun, so the name contains the agent that started this process. The
     agent outlives the ranks. A job that SLURM requeues keeps its job id and step ids.

@@ -1,4 +1,5 @@
-"""Process group of a run. A process joins it when its first run begins, and leaves it when the process ends."""
+"""Process group of a run. A process joins the process group when its first run begins, and leaves the process group
+when the process ends."""
 
 from __future__ import annotations
 
@@ -12,29 +13,31 @@ import torch.distributed as dist
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.device.names import visible_devices_variable
+from roomier.device.resolve import group_backend
 
 
 def join(world: World, device_type: str) -> Ranks:
     """Return the ranks of ``world`` after the rendezvous. An initialized process group is reused.
 
-    If no launcher started the other ranks of this machine, this function starts them.
+    If no launcher started the other ranks of this machine, this function starts these ranks.
 
     Args:
-        device_type: device type of the tensors that the ranks exchange, ``"cpu"`` or ``"cuda"``.
+        device_type: device type of the tensors that the ranks exchange, such as ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group has different
-            ranks.
+        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group does not match
+            the requested ranks.
     """
     if world.size == 1:
         return Ranks(world)
-    if device_type not in ("cpu", "cuda"):
+    if group_backend(device_type) is None:
         action = "Use accelerator='cpu' or strategy='single'"
         raise RoomierError("accelerator", device_type, "does not support several ranks", action)
-    if device_type == "cuda":
-        torch.cuda.set_device(_device_index(world))
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(_device_index(world, device_type))
     if not dist.is_initialized():
-        from roomier.launch.group import initialize  # late: one rank does not require this import
+        from roomier.launch.group import initialize  # late: a run with one rank does not require this import
 
         initialize(world, device_type)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:
@@ -54,17 +57,18 @@ def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextMan
     return group.exits_together(where)
 
 
-def _device_index(world: World) -> int:
-    """Return the index of the CUDA device of this rank. It is 0 if the launcher makes one device visible to each rank.
+def _device_index(world: World, device_type: str) -> int:
+    """Return the index of the device of this rank. The index is 0 if the launcher makes one device visible to each
+    rank.
 
     Raises:
         RoomierError: the machine has fewer devices than ranks.
     """
-    count = torch.cuda.device_count()
+    count = torch.accelerator.device_count()
     if world.local_size <= count:
         return world.local_rank
-    is_chosen_by_launcher = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ and "SLURM_PROCID" in os.environ
-    if is_chosen_by_launcher:
+    is_chosen = visible_devices_variable(device_type) in os.environ
+    if count == 1 and is_chosen and "SLURM_PROCID" in os.environ:
         return 0
-    problem = f"each rank requires a CUDA device, but this machine has only {count}"
+    problem = f"each rank requires a {device_type} device, but this machine has only {count}"
     raise RoomierError("devices", world.local_size, problem, f"Use devices={count}, or accelerator='cpu'")

@@ -3,13 +3,14 @@
 [Note: late ranks]
 A rank is late if it makes no progress while another rank waits for it. There are two cases:
 
-- The rank is silent: it publishes no new records. Its process is stopped, or a native call holds the interpreter lock.
+- The rank is silent: it publishes no new records. The process of the rank is stopped, or a native call holds the
+  interpreter lock.
 - The rank is behind: it has begun fewer operations in a process group than another rank, and more operations in no
-  group. Its training thread must hang outside of a collective: a rank that waits in a collective has begun this
-  collective.
+  group. The training thread of this rank must hang outside of a collective, because a rank that waits in a collective
+  has already begun this collective.
 
 The waiting time for a late rank starts when another rank begins to wait for it. If a step is slow on all ranks, no rank
-is late. The duration of the slowest step so far is added to each bound.
+is late. The duration of the slowest step so far is added to each time limit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TICK_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds in seconds. The duration of the slowest step is added to each bound.
+    """Bounds in seconds. The duration of the slowest step is added to each time limit.
 
     Attributes:
         end_s: time after which the run ends.
@@ -59,12 +60,12 @@ class Judge:
     """Finds the late ranks in a sequence of sets of records. See [Note: late ranks].
 
     Args:
-        limits: bounds for the time for which ranks wait.
+        limits: bounds for the waiting time of ranks.
         process_state: function that returns the state of the process of a silent rank, or None.
 
     Attributes:
         slowest_s: duration of the slowest micro-batch so far, including its share of the step. Steps in which a rank
-            was in an activity that can take long are not measured.
+            had an activity that can take a long time are not measured.
     """
 
     def __init__(self, limits: Limits, process_state: Callable[[Record], str | None] = lambda _: None) -> None:
@@ -81,7 +82,7 @@ class Judge:
 
         Args:
             now_s: time of a monotonic clock. If more than two ticks have passed since the last call, two ticks are
-                counted, because this process was suspended, and possibly all other processes too.
+                counted. In this case, this process was suspended, and possibly all other processes too.
             records: last record of each rank.
         """
         if self._last_look_s is not None:
@@ -132,7 +133,7 @@ class Judge:
 
 
 def _find_behind(seen: Iterable[_Seen], now_s: float) -> None:
-    """Record the time since which each rank is behind."""
+    """Record for each rank when it fell behind."""
     ranks = list(seen)
     least: dict[str, int] = {}
     most: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Rendezvous: every rank reports to rank 0, and rank 0 answers when all ranks have reported.
 
-The rendezvous of torch cannot report which ranks are missing. Each meeting has separate keys, because the store can
-still hold keys of earlier ranks if torchrun restarts the ranks.
+The rendezvous of torch cannot report which ranks are missing. Each meeting uses separate keys, because the store can
+still contain keys of earlier ranks if torchrun restarts the ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def meet(
     """Wait until all ranks call this function.
 
     Args:
-        ended_rank: function that returns a rank that this process started and that has ended, and how it ended;
-            otherwise None.
+        ended_rank: function that returns an ended rank that this process started, and a description of its end; None if
+            no rank has ended.
 
     Returns:
         A prefix for the keys of this meeting.
@@ -51,8 +51,8 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
     """Open the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 serves the store, unless torchrun serves it.
 
     If all ranks run on this machine, rank 0 serves the store on the loopback interface, independent of ``MASTER_ADDR``.
-    If ``MASTER_ADDR`` is an IPv4 address of this machine, the store listens only on this address, otherwise on all
-    addresses.
+    If ``MASTER_ADDR`` is an IPv4 address of this machine, the store listens only on this address. Otherwise, the store
+    listens on all addresses.
 
     Raises:
         RoomierError: the store cannot be reached within ``timeout_s``, or the port is taken.
@@ -96,12 +96,12 @@ def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it, with and without libuv
+        master_listen_fd=listener.detach(),  # the store closes this socket, with and without libuv
     )
 
 
 def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
-    """Return another connection to the server of ``store``."""
+    """Open and return another connection to the server of ``store``."""
     return TCPStore(store.host, store.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 

@@ -8,14 +8,16 @@ from collections.abc import MutableMapping
 from roomier.core.loopback import interface_of, keep_on_loopback
 from roomier.core.world import World
 
-_ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so it is reached over the default route
+_ANYWHERE = "192.0.2.1"  # this address is reserved for documentation (RFC 5737), so packets to it use the default route
 
 
 def choose_interface(world: World, address: str, environ: MutableMapping[str, str]) -> None:
-    """Set the interface of gloo, and if all ranks run on one machine also of NCCL, unless the user set it.
+    """Set the network interface of gloo, and also of NCCL if all ranks run on one machine, unless the user has set an
+    interface.
 
     By default, gloo uses the interface to which the host name resolves. If the host name does not resolve, gloo has no
-    interface. On many Linux systems, it resolves to the loopback interface, over which other nodes cannot be reached.
+    interface. On many Linux systems, the host name resolves to the loopback interface, over which other nodes are
+    unreachable.
 
     Args:
         address: address of rank 0.
@@ -35,7 +37,7 @@ def _interface_towards(address: str) -> str | None:
         target = _ANYWHERE  # rank 0 resolves its own host name to the loopback
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, 1))  # sends no packet; the system only selects the route
+            probe.connect((target, 1))  # this call sends no packet; the system only selects the route
         except OSError:
             return None
         own: str = probe.getsockname()[0]

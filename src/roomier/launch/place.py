@@ -18,7 +18,8 @@ _OPTIONS = {
 
 
 def present_launch() -> Launch | None:
-    """Return the launch that started this process as a rank, or None. The launch is exported to the environment.
+    """Return the launch that started this process as a rank, or None. The launch is exported to the environment
+    variables.
 
     Raises:
         RoomierError: the variables of the launcher are inconsistent.

@@ -10,13 +10,13 @@ from typing import Any, Self
 
 
 class Activity(StrEnum):
-    """Kind of the current activity of a rank. It determines how long the other ranks wait for it.
+    """Kind of the current activity of a rank. The activity determines how long the other ranks wait for this rank.
 
     Attributes:
         STEP: a step, or loading the data of a step. A late rank is reported, and then the run ends.
-        LONG: an activity that can take long on one rank. A late rank is reported in one line.
-        OUTSIDE: the rank is outside of a run. Treated like ``LONG``, but a silent rank is ignored, because its process
-            may have ended.
+        LONG: an activity that can take a long time on one rank. A late rank is reported in one line.
+        OUTSIDE: the rank is outside of a run. This activity is treated like ``LONG``, but a silent rank is ignored,
+            because its process may have ended.
         DEBUGGED: a debugger is attached. A late rank is ignored.
     """
 
@@ -95,7 +95,7 @@ class Late:
         record: last record of the rank.
         waited_s: seconds for which other ranks have waited for the rank.
         left_s: seconds until the run ends; None if there is no limit.
-        is_silent: True if the rank publishes no records.
+        is_silent: True if the rank no longer publishes records.
         process_state: state of the process of a silent rank, in the terms of psutil; None if it is unknown, for example
             on another machine.
     """
@@ -110,7 +110,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of rank 0. Each rank acts on it one time.
+    """Decision of rank 0. Each rank acts on a verdict one time.
 
     Attributes:
         number: number of the verdict, which increases with each verdict.

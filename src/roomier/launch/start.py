@@ -57,16 +57,16 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     """Start the other ranks of this node, and make this process the first rank of the node.
 
     Returns:
-        The store of the rendezvous (None if ranks run on other machines, too), and the started ranks.
+        The store of the rendezvous (None if ranks also run on other machines), and the started ranks.
 
     Raises:
-        RoomierError: the command cannot run again, the address of rank 0 is unknown, or there are too many ranks.
+        RoomierError: the command cannot be run again, the address of rank 0 is unknown, or there are too many ranks.
     """
     _check_number(world.local_size)
     command = command_again()
     store = None
     if world.local_size == world.size:
-        # The store is served before the other ranks start, so no other process can take its port.
+        # The store starts before the other ranks, so no other process can take the port of the store.
         store = serve(LOOPBACK, _STORE_TIMEOUT_S)
         address, port = LOOPBACK, store.port
     else:
@@ -113,7 +113,7 @@ def _given_address(world: World) -> tuple[str, int]:
 
 
 def _share_cores(num_ranks: int) -> int:
-    """Return the number of threads per rank, and apply it to this process unless the user set a number."""
+    """Return the number of threads per rank, and set it in this process unless the user has set a number."""
     num_threads = max(1, _num_cores() // num_ranks)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
         torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))

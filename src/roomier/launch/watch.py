@@ -1,4 +1,5 @@
-"""Ranks end together, because the process that started the ranks watches them, and the ranks watch this process."""
+"""Ranks end together, because the process that started the ranks watches them, and the ranks watch the process that
+started them."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ class Children:
         processes: the process of each rank.
 
     Attributes:
-        have_met: True if the process group of all ranks exists. Until then, a rank that exits counts as failed, even
-            with exit code 0.
-        main_is_failing: function that returns whether an error in this process ends it.
-        main_lost_peer: function that returns whether this process ends because it could not reach another rank.
-        where: function that returns the place in the run, for messages.
+        have_met: True if the process group of all ranks exists. Before the process group exists, a rank that exits
+            counts as failed, even with exit code 0.
+        main_is_failing: function that returns whether an error in this process terminates it.
+        main_lost_peer: function that returns whether this process terminates because it could not reach another rank.
+        where: function that returns the current position in the run, for messages.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -68,7 +69,7 @@ class Children:
             self._end_badly()
 
     def _end(self) -> None:
-        """Wait until the ranks end, or kill them. Called at the exit of this process."""
+        """Wait until the ranks end, or kill them. This method is called at the exit of this process."""
         if self.main_is_failing():
             self._wait(_GRACE_S)
             self._kill()
@@ -79,7 +80,7 @@ class Children:
             _say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
             self._kill()
             _exit(1)
-        self._failed = self._failed or self._first_failed()  # the watching thread may not have found the failure yet
+        self._failed = self._failed or self._first_failed()  # the watching thread may not have detected the failure yet
         if self._failed is not None:
             self._kill()
             self._end_badly()
@@ -93,7 +94,7 @@ class Children:
         return None
 
     def _end_badly(self) -> None:
-        self._is_ending.acquire()  # never released, so that only one thread prints the last line
+        self._is_ending.acquire()  # this lock is never released, so only one thread prints the last line
         assert self._failed is not None
         if self.main_is_failing():
             _exit(1)

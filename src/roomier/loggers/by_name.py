@@ -35,13 +35,14 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
 
     - ``True`` is ``[JSONLLogger(), CSVLogger()]``.
     - ``False``, ``None`` and an empty list mean no logger.
-    - Other values also add these two files, unless they include at least one of them: ``"tensorboard"`` is TensorBoard
-      and both files, ``["tensorboard", "csv"]`` is exactly these two loggers, and ``"csv"`` is one file.
+    - Other values also add the two loggers of ``True``, unless the value includes at least one of these two.
+      ``"tensorboard"`` selects TensorBoard and both file loggers, ``["tensorboard", "csv"]`` selects exactly these two
+      loggers, and ``"csv"`` selects one file logger.
 
     Loggers written for Lightning are used unchanged.
 
     Args:
-        is_dev_run: replace all loggers by a :class:`~roomier.loggers.silent.SilentLogger`.
+        is_dev_run: replace all loggers with a :class:`~roomier.loggers.silent.SilentLogger`.
 
     Raises:
         PlanError: a name is unknown, a value is not a logger, or two loggers would write the same file.

@@ -25,8 +25,8 @@ class CometLogger(ServiceLogger):
         project: name of the project; None uses ``COMET_PROJECT_NAME``, otherwise ``"lightning_logs"``.
         experiment_key: key of an experiment to resume or to create.
         mode: ``"get_or_create"`` (default), ``"get"`` or ``"create"``.
-        online: False writes only archives, for a later ``comet upload``, to ``offline_directory`` or the run folder,
-            without network access.
+        online: if False, write only archives for a later ``comet upload``, without network access. The archives are in
+            ``offline_directory`` or the run folder.
         prefix: prefix of each metric's name, separated by ``-``.
         kwargs: arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
 
@@ -59,8 +59,8 @@ class CometLogger(ServiceLogger):
             raise RoomierError("offline", kwargs["offline"], "was replaced by online", "Use online=False")
         if mode not in _MODES:
             raise RoomierError("mode", mode, "is unknown", "Use 'get_or_create', 'get' or 'create'")
-        # comet_ml reads both variables at import. Otherwise it replaces functions of torch and requests news from its
-        # server.
+        # comet_ml reads both environment variables at import. Otherwise, comet_ml replaces functions of torch and
+        # requests news from its server.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         if online is False:
             os.environ.setdefault("COMET_DISABLE_ANNOUNCEMENT", "1")

@@ -23,7 +23,8 @@ class CSVLogger(FileLogger):
     - If a name starts with ``=``, ``+``, ``-`` or ``@``, its column starts with ``'``, so that spreadsheets do not
       interpret it as a formula.
     - The cell of a metric that was not logged in a row is empty. Non-finite numbers are ``nan``, ``inf`` and ``-inf``.
-    - Columns are in the order in which they were first logged. A new column rewrites the file atomically.
+    - Columns appear in the order in which the metrics were first logged. If a new column appears, the file is rewritten
+      atomically.
 
     Args:
         save_dir: see :class:`roomier.loggers.files.FileLogger`.

@@ -1,4 +1,4 @@
-"""Base class of the file loggers, with atomic replacement of files and the file of hyperparameters."""
+"""Base class of the file loggers, with functions that replace files atomically and write the hyperparameter file."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def replacing(path: Path) -> Iterator[TextIO]:
 def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: int | None = None) -> None:
     """Write ``hparams.json``. Values that JSON cannot represent are written as their ``repr``.
 
-    A resumed run keeps the file of the first run, because it does not use all new values: for example, the learning
-    rate comes from the checkpoint. If the values differ, they are written to ``hparams-from-step=N.json`` and a notice
-    is printed.
+    A resumed run preserves the hyperparameter file of the first run, because the resumed run does not use all new
+    values. For example, the learning rate comes from the checkpoint. If the values differ, they are written to
+    ``hparams-from-step=N.json`` and a notice is printed.
     """
     text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
@@ -46,7 +46,7 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
         if path.read_text(encoding="utf-8") == text:
             return
         path = run_dir / f"hparams-from-step={resumed_step}.json"
-        if path.is_file() and path.read_text(encoding="utf-8") == text:  # written by another logger of this run
+        if path.is_file() and path.read_text(encoding="utf-8") == text:  # another logger of this run wrote this file
             return
         notice(f"the hyperparameters differ from the first run; hparams.json is kept, the new ones are in {path.name}")
     with replacing(path) as file:
@@ -54,7 +54,7 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
 
 
 def _with_names(value: Any) -> Any:
-    """Return ``value`` with dict keys that JSON cannot represent converted to strings."""
+    """Return ``value`` after converting dict keys that JSON cannot represent to strings."""
     if isinstance(value, dict):
         return {
             key if key is None or isinstance(key, (str, int, float)) else str(key): _with_names(item)

@@ -1,4 +1,5 @@
-"""Support for loggers written for Lightning. They are recognized by their methods; Lightning is not imported."""
+"""Support for loggers written for Lightning. Loggers written for Lightning are recognized by their methods, and
+Lightning is not imported."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ def is_logger(obj: object) -> bool:
 
 
 class ForeignLogger(Logger):
-    """Adapter that calls the Lightning logger ``inner`` like Lightning does. ``trainer.logger`` returns ``inner``.
+    """Adapter that calls the Lightning logger ``inner`` in the same way as Lightning. ``trainer.logger`` returns
+    ``inner``.
 
-    ``inner`` manages its own folders and versions. After a resume, it contains the rows of repeated steps twice.
+    ``inner`` manages its own folders and versions. After a resume, ``inner`` contains the rows of repeated steps two
+    times.
 
     Args:
         inner: the logger.

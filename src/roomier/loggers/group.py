@@ -15,8 +15,8 @@ from roomier.loggers.guarded import mute
 class LoggerGroup:
     """Passes each call to all loggers in order. A failing logger does not end the run.
 
-    If a logger raises, its error is printed to standard error and the logger is not called anymore, except for
-    ``finalize``, so that it can release its resources.
+    If a logger raises, its error is printed to standard error. The logger is then no longer called, except for
+    ``finalize``, which releases its resources.
 
     Args:
         loggers: loggers of roomier, or loggers written for Lightning, see
@@ -42,7 +42,7 @@ class LoggerGroup:
 
     @property
     def muted(self) -> list[Logger]:
-        """Loggers that failed and are not called anymore."""
+        """Loggers that failed and are no longer called."""
         return [each for each in self.loggers if each.is_muted]
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
@@ -61,7 +61,7 @@ class LoggerGroup:
         self._each("log_hyperparams", lambda logger: logger.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
-        """Finalize all loggers, including those that failed."""
+        """Finalize all loggers, including loggers that failed."""
         for logger in self.muted:
             with suppress(Exception):  # the first failure was already printed
                 logger.finalize(status)
@@ -78,7 +78,8 @@ class LoggerGroup:
 
 
 def set_run_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:
-    """Set the run folder of roomier's loggers. Every rank calls this, but only the first rank starts the loggers."""
+    """Set the run folder of roomier's loggers. Every rank calls this method, but only the first rank starts the
+    loggers."""
     for logger in loggers:
         if isinstance(logger, Logger):
             logger.run_dir = run_dir

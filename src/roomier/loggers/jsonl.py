@@ -1,4 +1,4 @@
-"""JSONLLogger: writes ``metrics.jsonl``, one JSON object per row, readable during the run."""
+"""JSONLLogger: writes ``metrics.jsonl``, which contains one JSON object per row and can be read during the run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class JSONLLogger(FileLogger):
 
     - ``step`` counts optimizer steps. ``time`` is the wall clock in seconds since 1970 (UTC).
     - A metric named ``step`` or ``time`` is written as ``metric/step`` or ``metric/time``.
-    - JSON does not support non-finite numbers. They are written as the strings ``"NaN"``, ``"Infinity"`` and
-      ``"-Infinity"`` (as in Protocol Buffers), which ``float()`` and JavaScript's ``Number()`` parse.
+    - JSON does not support non-finite numbers. Non-finite numbers are written as the strings ``"NaN"``, ``"Infinity"``
+      and ``"-Infinity"`` (as in Protocol Buffers), which ``float()`` and JavaScript's ``Number()`` parse.
     - Each row is passed to the operating system before ``log_metrics`` returns, so a killed run loses no row.
 
     Args:

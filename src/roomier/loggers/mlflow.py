@@ -62,7 +62,7 @@ class MLFlowLogger(ServiceLogger):
     ) -> None:
         refuse_log_model(log_model)
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"file:{Path(save_dir or './mlruns').absolute()}"
-        if uri.startswith("file:"):  # the file store is intended, and this run must not use the network
+        if uri.startswith("file:"):  # the user selected the file store, and this run must not use the network
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:
@@ -115,7 +115,8 @@ class MLFlowLogger(ServiceLogger):
         self.experiment.log_batch(self.run_id, metrics=metrics, **self._how)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Log new hyperparameters. MLflow does not allow changes, so a notice lists values that differ."""
+        """Log new hyperparameters. MLflow does not allow changes of logged hyperparameters, so a notice lists the
+        values that differ."""
         client = self.experiment
         texts = {_NOT_IN_A_NAME.sub("_", name): str(value)[:_MAX_CHARACTERS] for name, value in flat(params)}
         known = client.get_run(self.run_id).data.params

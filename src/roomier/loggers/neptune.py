@@ -10,7 +10,7 @@ _ACTION = "Use one of: comet, csv, jsonl, mlflow, tensorboard, trackio, wandb"
 
 
 def service_closed() -> PlanError:
-    """Return the error that lists the other loggers."""
+    """Return the error that lists the available loggers."""
     return PlanError("logger", "neptune", "the service was closed in March 2026", _ACTION)
 
 
@@ -18,7 +18,7 @@ class NeptuneLogger:
     """Placeholder for a Neptune logger. The Neptune service was shut down.
 
     Raises:
-        PlanError: always, with a list of the other loggers.
+        PlanError: always raised, with a list of the available loggers.
 
     Example:
         >>> NeptuneLogger()  # raises PlanError

@@ -1,4 +1,4 @@
-"""Ids and folders of a run's logs, stored in ``loggers.json`` in the run folder, where a resumed run finds them."""
+"""Ids and folders of a run's logs, stored in ``loggers.json`` in the run folder for a resumed run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class OwnFolder:
         kind: name of the logger.
         save_dir: parent folder.
         name: folder within ``save_dir``; None uses ``save_dir`` itself.
-        version: folder within ``name``; a number N means ``version_N``, and None the first free ``version_N``.
+        version: folder within ``name``; a number N selects ``version_N``, and None selects the first free
+            ``version_N``.
     """
 
     kind: str

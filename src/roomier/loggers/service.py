@@ -17,7 +17,7 @@ class ServiceLogger(GuardedLogger):
 
     The first rank opens a run when a fit starts or when ``experiment`` is first read. The id is stored in the run
     folder, so a resumed run continues the same run of the service. The service then contains the rows of repeated steps
-    twice, because services do not delete rows.
+    two times, because services do not delete rows.
 
     Args:
         project: project that contains the run.
@@ -55,7 +55,8 @@ class ServiceLogger(GuardedLogger):
         return self._project
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open the run with the given id, otherwise with the stored id, otherwise the current run or a new run."""
+        """Open the run with the given id. Without a given id, open the run with the stored id, the current run, or a
+        new run, in this order."""
         key = f"{self.name} {self._project}"
         kept = read_id(run_dir, key)
         if self._given_id is None and kept is not None and kept != self._id:
@@ -74,7 +75,7 @@ class ServiceLogger(GuardedLogger):
 
     @abstractmethod
     def _open(self, run_id: str | None, *, is_known: bool) -> tuple[Any, str]:
-        """Open the run ``run_id``, or a new one, and return it with its id.
+        """Open the run ``run_id``, or a new run, and return the run with its id.
 
         Args:
             is_known: True if the run may already exist.

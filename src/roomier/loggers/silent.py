@@ -1,4 +1,4 @@
-"""SilentLogger: the ``self.logger`` of a module in a run without files."""
+"""SilentLogger: the ``self.logger`` of a module in a run that writes no files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roomier.api.logger import Logger, Nothing
 
 
 class SilentLogger(Logger):
-    """Logger that accepts all calls without an effect, for fast_dev_run and for trials of the tuner."""
+    """Logger that accepts all calls but has no effect, for fast_dev_run and for trials of the tuner."""
 
     name = "silent"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,8 +32,9 @@ class TensorBoardLogger(GuardedLogger):
         kwargs: arguments of ``SummaryWriter``, such as ``flush_secs``.
 
     Attributes:
-        experiment: the ``SummaryWriter``, for example for images and histograms. It is available from the start of a
-            fit on, and earlier if ``save_dir`` is set. On ranks other than the first, its methods have no effect.
+        experiment: the ``SummaryWriter``, for example for images and histograms. The writer is available after a fit
+            starts, and earlier if ``save_dir`` is set. On ranks other than the first, the methods of the writer have no
+            effect.
 
     Raises:
         RoomierError: the package ``tensorboard`` is not installed, or ``log_graph`` is set.
@@ -55,8 +57,8 @@ class TensorBoardLogger(GuardedLogger):
         log_graph: bool = False,
         **kwargs: Any,
     ) -> None:
-        # Imported here, so that a missing package raises before the run starts and other runs do not wait for the
-        # import.
+        # This import is inside the function, so that a missing package raises before the run starts and runs without
+        # this logger do not wait for the import.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -94,7 +96,7 @@ class TensorBoardLogger(GuardedLogger):
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open a new event file. Points after ``resumed_step`` in older files are marked as hidden."""
-        if self._writer is not None and self._place is not None:  # opened before the run, so it belongs to this run
+        if self._writer is not None and self._place is not None:  # opened before the run, so the writer belongs to it
             self._place.keep(run_dir, cast("Path", self._folder))
             return
         self.finalize("success")  # the logger may have been used after the previous run
@@ -103,8 +105,9 @@ class TensorBoardLogger(GuardedLogger):
 
     def _open(self, folder: Path, purge_step: int | None = None) -> None:
         self._folder = folder
-        where = str(folder / self._sub_dir)
-        self._writer = self._make_writer(log_dir=where, purge_step=purge_step, **self._writer_options)
+        where = folder / self._sub_dir
+        _wait_for_later_name(where)
+        self._writer = self._make_writer(log_dir=str(where), purge_step=purge_step, **self._writer_options)
 
     @property
     def log_dir(self) -> str | None:
@@ -119,7 +122,7 @@ class TensorBoardLogger(GuardedLogger):
         as text."""
         from torch.utils.tensorboard.summary import hparams
 
-        # SummaryWriter.add_hparams would create another run in a separate folder.
+        # SummaryWriter.add_hparams would create a separate run in a separate folder.
         writer = self.experiment
         file_writer = writer.file_writer
         assert file_writer is not None, "SummaryWriter opens it at construction"
@@ -147,3 +150,15 @@ class TensorBoardLogger(GuardedLogger):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait until a new event file sorts after the existing files, which takes at most one second.
+
+    TensorBoard reads the files of a folder in the order of their names. A file name contains the second of its creation
+    and then a counter without leading zeros, so two files from the same second can be read in the wrong order.
+    """
+    seconds = [float(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.[0-9]*")]
+    wait = max(seconds, default=0.0) + 1 - time.time()
+    if 0 < wait <= 1:
+        time.sleep(wait)

@@ -1,4 +1,4 @@
-"""TrackioLogger: logs to a run of trackio, which stores it on this machine or in a Space."""
+"""TrackioLogger: logs to a run of trackio, which stores the run on this machine or in a Space."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _STEP = "trainer/global_step"
 class WandbLogger(ServiceLogger):
     """Logs to Weights & Biases, with ``trainer/global_step`` as the x-axis. The arguments are the same as in Lightning.
 
-    After a fit, the run stays open, for example for ``wandb.log`` or ``logger.experiment``. It ends when the process
-    ends, when ``wandb.finish()`` is called, or when another WandbLogger opens a run.
+    After a fit, the run stays open, for example for ``wandb.log`` or ``logger.experiment``. The run ends when the
+    process ends, when ``wandb.finish()`` is called, or when another WandbLogger opens a run.
 
     Args:
         name: name of the run.
@@ -28,7 +28,7 @@ class WandbLogger(ServiceLogger):
         offline: write only files, for a later ``wandb sync``, without network access.
         dir: same as ``save_dir``.
         id: same as ``version``.
-        anonymous: must be None, because wandb removed it.
+        anonymous: must be None, because wandb removed this argument.
         project: name of the project; None uses ``WANDB_PROJECT``, otherwise ``"lightning_logs"``.
         log_model: must be False, because checkpoints are not uploaded.
         experiment: a run returned by ``wandb.init``.
@@ -88,7 +88,8 @@ class WandbLogger(ServiceLogger):
     ) -> None:
         """Call ``wandb.watch``, which logs histograms of gradients and waits for the device every ``log_freq`` steps.
 
-        ``wandb.watch`` registers hooks on the current parameters, which ``zero1`` and higher strategies replace.
+        ``wandb.watch`` registers hooks on the current parameters, but ``zero1`` and higher strategies replace these
+        parameters.
         """
         self._guard("watch", lambda: self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph))
 
@@ -128,7 +129,7 @@ class WandbLogger(ServiceLogger):
         super()._close(status)
 
 
-_owners: dict[str, WandbLogger] = {}  # loggers by the id of the run that they opened
+_owners: dict[str, WandbLogger] = {}  # loggers, with the id of the run that each logger opened as the key
 
 
 def _plain(value: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Losses of language models that are computed in chunks of logits."""
+"""Language-model losses that are computed in chunks of logits."""

@@ -1,4 +1,4 @@
-"""Chunked loss, which never holds all logits in memory and requires no change to the model."""
+"""Chunked loss, which never stores all logits in memory and requires no change to the model."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
     Args:
         network: the model.
-        blocks: its blocks, which do not contain the output layer.
-        chunk_tokens: rows of logits in a chunk. None uses as many as fit into 64 MiB in float32.
+        blocks: blocks of the model, which do not contain the output layer.
+        chunk_tokens: rows of logits in a chunk. None uses as many rows as fit into 64 MiB in float32.
 
     Returns:
         The output layer.

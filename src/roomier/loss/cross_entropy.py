@@ -26,7 +26,7 @@ from roomier.core.errors import TrainingError
 
 CHUNK_BYTES = 64 * 2**20
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # their product is half of the largest float16
+_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # the product of these constants is half of the largest float16
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LossOfLinear:
 
     Attributes:
         dtypes: dtype of the matmul, and then the dtypes that the logits are converted to, in order.
-        chunk_tokens: rows of logits in a chunk. None uses as many as fit into :data:`CHUNK_BYTES` in float32.
+        chunk_tokens: rows of logits in a chunk. None uses as many rows as fit into :data:`CHUNK_BYTES` in float32.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         ignore_index: target without a loss.
         label_smoothing: as in ``F.cross_entropy``.
@@ -99,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         inputs = (hidden_ND, weight_VD, bias_V)
         ctx.how, ctx.needs = how, tuple(ctx.needs_input_grad[:3])
-        if how.reduction == "none":  # each loss has its own factor, which only the backward receives
+        if how.reduction == "none":  # each loss has a separate factor, which only the backward receives
             losses_N, _ = _in_chunks(*inputs, targets_N, how, needs=(False, False, False))
             ctx.save_for_backward(*inputs, targets_N)
             return losses_N.to(how.dtypes[-1])
@@ -108,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_terms = None
         if how.reduction == "mean":
             num_terms = (targets_N != how.ignore_index).sum()
-            loss = loss / num_terms  # 0/0 if all targets are ignored, as in torch; the gradients are then zero
+            loss = loss / num_terms  # 0/0 if all targets are ignored, as in torch; the gradients are zero in this case
         ctx.save_for_backward(*gradients, num_terms)
         return loss.to(how.dtypes[-1])
 
@@ -146,7 +146,7 @@ def _in_chunks(
     needs: tuple[bool, ...],
     factors_N: Tensor | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """Return the losses (0 for ignored targets) and the gradients of their sum.
+    """Return the losses (0 for ignored targets) and the gradients of the sum of the losses.
 
     Args:
         needs: which of the gradients to compute.
@@ -169,7 +169,7 @@ def _in_chunks(
             continue
         if factors_N is not None:
             slope_CV.mul_(factors_N[rows, None])
-        # The loss scale is not known in the forward. Slopes are in [-1, 1], and many are close to 0.
+        # The loss scale is unknown in the forward. Slopes are in [-1, 1], and many are close to 0.
         scale = _fp16_scale(hidden_CD) if dtype is torch.float16 and factors_N is None else None
         if grad_bias is not None:
             grad_bias += slope_CV.sum(0)
@@ -188,7 +188,7 @@ def _in_chunks(
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return logits in new memory, in float32 or float64."""
+    """Return logits in newly allocated memory, in float32 or float64."""
     logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
     for dtype in dtypes:
         logits_CV = logits_CV.to(dtype)
@@ -218,7 +218,7 @@ def _loss_and_slope(
 
 
 def _fp16_scale(hidden_CD: Tensor) -> Tensor:
-    """Return the largest factor of the slopes for which no sum over the chunk overflows float16.
+    """Return the largest scale factor of the slopes for which no sum over the chunk overflows float16.
 
     Returns:
         float32, 0-dim, on the device.

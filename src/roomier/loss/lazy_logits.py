@@ -1,12 +1,12 @@
 """Logits that are computed only when an operation reads their values. Cross-entropy computes them in chunks.
 
 [Note: lazy logits]
-The output layer returns a tensor that has a shape, a dtype and a device, but no memory. It stores the layer's input and
-weights. Between the layer and the loss, most models only apply operations that keep each row intact (``view(-1, V)``,
-``[:, :-1]``, ``float()``). These operations are applied to the layer's input, or postponed. ``F.cross_entropy`` then
-computes in chunks. Any other operation on the tensor computes the full logits, and later operations reuse them. The
-result is then still correct, but the memory is the same as without a chunked loss. If rows were selected, only these
-rows are computed.
+The output layer returns a tensor that has a shape, a dtype and a device, but no memory. The tensor stores references to
+the layer's input and weights. Between the layer and the loss, most models apply only operations that preserve the rows
+(``view(-1, V)``, ``[:, :-1]``, ``float()``). These operations are applied to the layer's input, or postponed.
+``F.cross_entropy`` then computes the logits in chunks. Any other operation on the tensor computes the full logits, and
+later operations reuse the full logits. The result is still correct if the full logits are computed, but the memory use
+is the same as without a chunked loss. If rows were selected, only these rows are computed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Output:
         return [0 if each.is_inference() else torch_private.version_of(each) for each in inputs]
 
     def check(self) -> None:
-        """Check that the layer's weights still have the values of the call.
+        """Check that the layer's weights have not changed since the call of the layer.
 
         Raises:
             TrainingError: the weight was updated, or is no longer unsharded.
@@ -88,7 +88,7 @@ class Output:
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of ``hidden``, as the layer would compute them."""
+        """Return the logits that the layer would compute for ``hidden``."""
         self.check()
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.set_grad_enabled(self.is_grad_enabled), torch.autocast(hidden.device.type, enabled=False):
@@ -115,7 +115,7 @@ class Rows:
         hidden: the inputs of these rows, in the shape of the rows.
         dtypes: dtype of the layer's result, and then the dtypes that it is converted to, in order.
         replays: the operations that compute these rows from the full logits, in order.
-        is_selection: whether rows were dropped or repeated.
+        is_selection: whether rows were skipped or repeated.
         is_detached: whether the rows are detached from the graph.
     """
 
@@ -137,7 +137,7 @@ class Rows:
         return (*self.hidden.shape[:-1], self.num_classes)
 
     def then(self, replay: Replay, **changes: Any) -> Rows:
-        """Return the rows after the operation ``replay``, with other values of some attributes."""
+        """Return the rows after the operation ``replay``, with ``changes`` to their attributes."""
         is_detached = self.is_detached or not torch.is_grad_enabled()
         return replace(self, **{"replays": (*self.replays, replay), "is_detached": is_detached, **changes})
 
@@ -256,7 +256,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def _check_hook(hook: Any = None) -> None:
     if hook is _refuse_gradient or getattr(hook, "__module__", "").startswith("torch.distributed."):
-        return  # fully_shard registers a hook before each backward; the weights of this layer stay unsharded until then
+        return  # fully_shard registers a hook before each backward; this layer's weights stay unsharded until it runs
     problem = "does not support hooks on logits, because they are not computed and receive no gradient"
     raise TrainingError("chunked_loss", True, problem, "Register the hook on logits.clone(), or set chunked_loss=False")
 
@@ -294,7 +294,8 @@ def _chunked_loss(
 
 
 def _reshaped(rows: Rows, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
-    """Return the rows after an operation that keeps all elements in order, or None if it changes the last dimension."""
+    """Return the rows after an operation that preserves all elements and their order, or None if the operation changes
+    the last dimension."""
     shape = func(torch.empty(rows.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != rows.num_classes:
         return None
@@ -324,7 +325,7 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
         if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
             num_taken += each.dim()
         elif isinstance(each, (bool, list)):
-            return False  # rare, and would require reading the values
+            return False  # such an index is rare, and its support would require reading the values
         elif each is not None and each is not Ellipsis:
             num_taken += 1
     ends_whole = isinstance(index[-1], slice) and index[-1] == slice(None) if index else True

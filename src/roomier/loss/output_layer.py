@@ -13,9 +13,9 @@ _ACTION = "Define get_output_embeddings(self) on the model, which returns the la
 
 
 def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Linear:
-    """Return the linear layer of ``network`` from the hidden states to the logits.
+    """Return the linear layer of ``network`` that maps the hidden states to the logits.
 
-    The function returns the first layer in this list that exists:
+    The function checks this list in order and returns the first layer that exists:
 
     - the layer that ``get_output_embeddings()`` of the network or of a submodule returns, as in Hugging Face's models;
     - the linear layer outside the blocks whose weight is tied to an embedding;
@@ -27,7 +27,7 @@ def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Lin
         blocks: its blocks.
 
     Raises:
-        RoomierError: no layer or several layers are found, or the layer is not a plain ``nn.Linear``.
+        RoomierError: no layer was found, several layers match, or the layer is not a plain ``nn.Linear``.
     """
     names = {module: name for name, module in network.named_modules()}
     for found in (_declared(network), *_guesses(network, blocks)):

@@ -1,4 +1,4 @@
-"""Memory of a rank by kind: predicted by formula before a run, and measured during a run."""
+"""Memory of a rank by kind, predicted by a formula before a run and measured during a run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def anatomy(trainer: TrainerView) -> Anatomy:
-    """Return the memory of the run of ``trainer`` by kind, on all ranks.
+    """Return the memory of all ranks by kind for the run of ``trainer``.
 
-    The result contains the bytes that exist now and the prediction of the Plan's formula. If the callback
-    :class:`roomier.callbacks.MemoryAnatomy` tracked a step, it also contains the peak of that step.
+    The result contains the current bytes and the prediction of the Plan's formula. If the callback
+    :class:`roomier.callbacks.MemoryAnatomy` tracked a step, the result also contains the peak of that step.
 
     Call this function between two steps (``on_train_batch_end``, ``on_save_point``) or after ``fit``. With several
-    ranks, every rank must call it, and each rank receives the results of all ranks.
+    ranks, every rank must call this function, and each rank receives the results of all ranks.
 
     Raises:
-        RoomierError: the Trainer has not run anything yet.
+        RoomierError: the Trainer has not started a run yet.
 
     Example:
         >>> trainer.fit(model, loader)

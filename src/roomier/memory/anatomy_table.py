@@ -40,7 +40,7 @@ class StepPeak:
         phase: phase of the step at the peak: ``"forward"``, ``"backward"``, ``"update"``.
         whole: bytes by row, at the moment when the sum of all tensors is largest.
         states: bytes by row, at the moment when the sum of weights, gradients and optimizer states is largest.
-        allocator_bytes: maximum bytes that the CUDA allocator allocated; None on other devices.
+        allocator_bytes: maximum bytes that the device's allocator allocated; None if it reports none.
     """
 
     step: int
@@ -66,10 +66,11 @@ class RankAnatomy:
 
     Attributes:
         rank: the rank.
-        now: current weights, gradients and optimizer states. Other tensors are known only in a tracked step.
+        now: current weights, gradients and optimizer states. Memory of other tensors is only measured in a tracked
+            step.
         rule: prediction of these rows at the peak of their sum; None if the states of the optimizer are unknown.
         peak: peak of a tracked step; None if no step was tracked.
-        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the CUDA allocator; None on other devices.
+        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the device's allocator; None if it reports none.
     """
 
     rank: int
@@ -80,7 +81,7 @@ class RankAnatomy:
 
     @property
     def worst_bytes(self) -> int:
-        """Highest known memory of this rank, in bytes."""
+        """Highest measured memory of this rank, in bytes."""
         known = [sum(self.now.values())]
         if self.peak is not None:
             known.append(sum(self.peak.whole.values()))
@@ -113,13 +114,15 @@ class Anatomy:
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Return the bytes per parameter of the worst rank by row, at the peak of a tracked step if there is one."""
+        """Return the bytes per parameter of the worst rank by row. The values are from the peak of a tracked step if a
+        step was tracked."""
         worst = self.worst
         num_bytes = worst.now if worst.peak is None else worst.peak.states
         return {row: num_bytes[row] / self.num_parameters for row in STATE_ROWS}
 
     def rule_per_parameter(self) -> dict[str, float] | None:
-        """Return the predicted bytes per parameter by row, for example 4, 4 and 8 for fp32 AdamW on one rank."""
+        """Return the predicted bytes per parameter by row. For example, the values for fp32 AdamW on one rank are 4, 4
+        and 8."""
         rule = self.worst.rule
         return None if rule is None else {row: rule[row] / self.num_parameters for row in STATE_ROWS}
 
@@ -169,7 +172,7 @@ class Anatomy:
         )
         if worst.allocator is not None:
             given = worst.allocator
-            table.add_row("CUDA allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
+            table.add_row("allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
             table.add_row("reserved", "", format_bytes(given["reserved"]))
         return table
 

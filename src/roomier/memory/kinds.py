@@ -7,13 +7,13 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """Purpose of a tensor's memory. The value is the name in reports.
+    """Purpose of a tensor's memory. The value of a kind is its name in reports.
 
     Attributes:
-        PARAMETER: parameters that this rank holds between steps (all weights, or its shard), buffers, and the weight
-            averages of callbacks.
+        PARAMETER: parameters that this rank stores between steps (all weights, or the shard of this rank), buffers, and
+            the weight averages of callbacks.
         GATHERED: unsharded copies of weights, in the dtype of the computation.
-        GRADIENT: gradients of unsharded parameters during a backward, and of this rank's shard.
+        GRADIENT: gradients of unsharded parameters during a backward, and gradients of this rank's shard.
         OPTIMIZER_STATE: states of the optimizer.
         ACTIVATION: batches, tensors saved for backward, and autocast's 16-bit copies of weights.
         COMMUNICATION: buffers that are sent to or received from other ranks.
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 MODEL_STATES = (Kind.PARAMETER, Kind.GATHERED, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
-"""Kinds that the strategies shard across ranks. They do not depend on the batch."""
+"""Kinds that the strategies shard across ranks. The sizes of model states do not depend on the batch."""
 
 BytesByKind = Mapping[Kind, int]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from roomier.core.errors import RoomierError
+from roomier.device import memory
+from roomier.device.capability import capabilities_of
 from roomier.memory.anatomy_table import Anatomy, KeepsPeak, NumBytes, RankAnatomy, StepPeak, by_row
 from roomier.memory.kinds import MODEL_STATES
 from roomier.memory.predict import predict_built
@@ -25,7 +27,7 @@ def anatomy_of(trainer: TrainerView) -> Anatomy:
         action = "Call it in a hook of a callback, or after trainer.fit(model, data)"
         raise RoomierError("anatomy", trainer, "has not run anything yet", action)
     engine, plan, rank = run.engine, run.plan, run.ranks.world.rank
-    engine.settle()  # parameters that an evaluation unsharded do not belong to a step
+    engine.settle()  # parameters that an evaluation has unsharded are not part of a step
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)
@@ -59,13 +61,13 @@ def _rule(engine: Engine, plan: Plan, rank: int) -> tuple[NumBytes | None, str |
 
 
 def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
-    if device.type != "cuda":
+    if not capabilities_of(device).has_memory_statistics:
         return None
     tracked_bytes = (peak and peak.allocator_bytes) or 0  # tracking resets the peak of the allocator
     return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "peak": max(torch.cuda.max_memory_allocated(device), tracked_bytes),
-        "reserved": torch.cuda.memory_reserved(device),
+        "allocated": memory.allocated_bytes(device),
+        "peak": max(memory.peak_allocated_bytes(device), tracked_bytes),
+        "reserved": memory.reserved_bytes(device),
     }
 
 

@@ -1,9 +1,9 @@
-"""Predicts the bytes of model states over a step by formula, for each strategy, from shapes only.
+"""Predicts the bytes of model states over a step with formulas for each strategy, which require only shapes.
 
 [Note: bytes per parameter and rank]
-A parameter takes ``w`` bytes (4 in float32). Its unsharded copy for the computation takes ``c`` bytes (2 for matrix
-products under autocast, otherwise ``w``). AdamW has two states of ``w`` bytes. With ``N`` ranks, the bytes per
-parameter are:
+A parameter occupies ``w`` bytes (4 in float32). The unsharded copy of a parameter for the computation occupies ``c``
+bytes (2 for matrix products under autocast, otherwise ``w``). AdamW has two states of ``w`` bytes. With ``N`` ranks,
+the bytes per parameter are:
 
     strategy     parameter   unsharded         gradient                              optimizer state
     single       w           0                 w                                     2w
@@ -13,13 +13,13 @@ parameter are:
     zero2        w/N         c, for the step   c, one unit; w/N after each unit      2w/N
     zero3, hsdp  w/N         c, two units      c, one unit; w/N after each unit      2w/N
 
-Gradients are freed after the update, so no gradients exist between steps, except in the buckets of DDP or if a hook
-reads them later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
+Gradients are freed after the update. Gradients exist between steps only in the buckets of DDP, or if a hook reads them
+later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
 
-The peak is smaller than the sum of a row, because a backward frees the unsharded parameters unit by unit while
-gradients are computed. So the peak is computed by simulating the units of a step. Dimension 0 is sharded into chunks
-with equal numbers of rows, as in ``torch.chunk``. If it is not divisible by ``N``, unsharded parameters and
-communication buffers are padded to full chunks, and the last ranks hold fewer rows.
+The peak is smaller than the sum of a row of the table, because a backward frees the unsharded parameters unit by unit
+while gradients are computed. Therefore, the peak is computed by simulating the units of a step. Dimension 0 of a tensor
+is sharded into chunks with equal numbers of rows, as in ``torch.chunk``. If the size of dimension 0 is not divisible by
+``N``, unsharded parameters and communication buffers are padded to full chunks, and the last ranks have fewer rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from roomier.memory.walk import KINDS, Layout, Walk, gradient_bytes, in_order_of
 from roomier.memory.weights import Unit, Weight
 
 StateBytes = Callable[[Weight, tuple[int, ...]], int]
-"""Returns the optimizer's bytes for a weight, given the shape of the part that this rank updates."""
+"""Function that returns the optimizer's bytes for a weight, given the shape of the shard that this rank updates."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Model states over any step after the first one, which creates the optimizer states.
+    """Model states over any step after the first step, which creates the optimizer states.
 
     Attributes:
-        moments: moments in order; the last one is between two steps.
+        moments: moments in order; the last moment is between two steps.
     """
 
     moments: list[Moment]
@@ -81,7 +81,8 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
     """Return the model states of one rank over a step.
 
     Args:
-        units: result of :func:`roomier.memory.weights.units_with_weights`, in the order of the forward, the root first.
+        units: result of :func:`roomier.memory.weights.units_with_weights`, with the root first and the other units in
+            the order of the forward.
         layout: the settings of the Plan that determine the bytes.
         state_bytes: bytes of the optimizer's states, see :mod:`roomier.memory.optimizer_states`.
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
@@ -103,7 +104,7 @@ def kept_bytes(
 
 
 def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
-    """Return the bytes of an averaged copy of the trained weights of this rank, in float32 or a wider dtype."""
+    """Return the bytes of this rank's averaged copy of the trained weights, in float32 or a wider dtype."""
     trained = (
         weight for unit in units for weight in unit.weights if weight.is_trained and weight.dtype.is_floating_point
     )
@@ -168,7 +169,7 @@ class _ShardedStep:
             self._forward()
             is_first, is_last = index == 0, index == layout.num_micro_batches - 1
             self._backward(is_first=is_first, is_last=is_last)
-            if layout.num_backwards > 1:  # fully_shard discards the order of the forward after the first backward
+            if layout.num_backwards > 1:  # fully_shard discards the recorded forward order after the first backward
                 self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
         self.moments.append(Moment("update", self.now))
 

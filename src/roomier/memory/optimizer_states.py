@@ -18,7 +18,7 @@ from roomier.optim.muon import Muon
 _COUNTER_BYTES = 4  # a float32 step counter
 _PRIMES = (3, 5, 7, 11, 13, 17, 19)
 
-# Number of states with the size and dtype of the parameter, and number of scalars.
+# Number of states that have the size and dtype of the parameter, and number of scalars.
 _FULL_SIZE: dict[type[Optimizer], Callable[[Mapping[str, Any]], tuple[int, int]]] = {
     torch.optim.AdamW: lambda options: (2 + bool(options.get("amsgrad")), 1),
     torch.optim.Adam: lambda options: (2 + bool(options.get("amsgrad")), 1),
@@ -42,12 +42,13 @@ def state_bytes(
 
     Args:
         group: options of the parameter's group (``momentum``, ``amsgrad``, ...).
-        shape: shape of the part that this rank updates.
+        shape: shape of the shard that this rank updates.
         dtype: dtype of the weight in training.
         whole_shape: shape of the unsharded parameter; None means ``shape``.
 
     Raises:
-        RoomierError: the states of the optimizer are unknown, and it cannot take a step on a small parameter.
+        RoomierError: the states of the optimizer are unknown, and the optimizer cannot take a step on a small
+            parameter.
     """
     kind, num_elements = type(optimizer), math.prod(shape)
     if isinstance(optimizer, BlockwiseAdamW):
@@ -75,8 +76,8 @@ def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> 
 def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
     """Return the bytes of 1-bit Adam's states for a parameter after its freeze, without message buffers.
 
-    The states are the compression error of this rank, the denominator, and the error of the piece that this rank owns.
-    Before the freeze, the states are smaller, because only the two moments of that piece exist.
+    The states are the compression error of this rank, the denominator, and the error of the piece that belongs to this
+    rank. Before the freeze, the states are smaller, because only the two moments of this rank's piece exist.
     """
     piece = math.ceil(num_elements / num_ranks)
     return num_elements * (4 + (2 if rounds_variance else 4)) + piece * 4

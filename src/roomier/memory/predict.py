@@ -1,4 +1,4 @@
-"""Predicts the model states of a Plan, for a network that is not built yet or for an engine."""
+"""Predicts the model states of a Plan, for a network that is not created yet or for an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
     Args:
         plan: a plan that names the optimizer.
         device: device of the run; None means the CPU.
-        rank: rank whose memory is returned. Rank 0 needs at least as much as any other rank.
+        rank: rank whose memory is returned. Rank 0 requires at least as much memory as any other rank.
 
     Raises:
         PlanError: the plan does not name an optimizer.
@@ -57,7 +57,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
 
 
 def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
-    """Predict the model states of ``engine``, which was built from ``plan``. All units must be resharded."""
+    """Predict the model states of ``engine``, which was created from ``plan``. All units must be resharded."""
     return _model_states(engine.module, engine.blocks, plan, engine.device, rank, engine.optimizers)
 
 
@@ -67,7 +67,8 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     num_micro_batches = plan.batch.accumulate_grad_batches
     steps_in_backward = lever_that_frees_gradients(plan) is not None
     if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
-        # The model is not wrapped on one rank, or with 1-bit Adam, because its gradients differ between ranks.
+        # The model is not wrapped with one rank. It is also not wrapped with 1-bit Adam, because the gradients differ
+        # between ranks.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
     is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks
     return Layout(

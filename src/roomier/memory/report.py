@@ -28,7 +28,7 @@ class RankReport:
         formula_peak: predicted model states at their peak in a step.
         measured_peak: measured model states at their peak in a tracked step; None if no step was tracked.
         whole_peak: all tensors at the peak of their sum in a tracked step; None if no step was tracked.
-        allocator_peak_bytes: peak of the CUDA allocator in that step; None on other devices.
+        allocator_peak_bytes: peak of the device's allocator in that step; None if it reports none.
     """
 
     rank: int
@@ -95,10 +95,11 @@ class MemoryReport:
 
 
 def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker | None = None) -> MemoryReport:
-    """Return the current memory of each rank between two steps, and the prediction. Every rank must call this function.
+    """Return the current memory of each rank between two steps, and the predicted memory. Every rank must call this
+    function.
 
     Args:
-        plan: plan from which ``engine`` was built.
+        plan: plan from which ``engine`` was created.
         tracker: tracker of a completed step, for the peaks.
     """
     engine.settle()

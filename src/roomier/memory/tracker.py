@@ -3,15 +3,17 @@
 [Note: how bytes are counted]
 While a :class:`MemoryTracker` is active, it receives each operation that torch dispatches on this rank, including the
 operations of backward and of optimizers. Each storage of an argument or a result is counted one time, regardless of the
-number of tensors that share it. A result is counted from the operation that returns it. An argument that was not seen
-before is counted from the start, because it already existed. A storage is counted until Python destroys it. Sizes are
-read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
+number of tensors that share it. A result is counted from the operation that returns it onward. An argument that was not
+recorded before is counted from the start, because the argument already existed. A storage is counted until Python
+destroys it. Sizes are read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
 
 The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
-becomes a gradient. So kinds are assigned to storages instead of moments, and sums by kind are computed at the end.
+becomes a gradient. Therefore, kinds are assigned to storages instead of moments, and sums by kind are computed at the
+end.
 
 The tracker does not count memory that a kernel allocates and frees within one operation, buffers of a communication
-library, and the rounding of the allocator. On CUDA, it also records the peak of the allocator.
+library, or the rounding of the allocator. If the allocator of the device reports its bytes, the tracker also records
+the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from torch.optim import Optimizer
 from roomier.api.engine import Engine
 from roomier.core import torch_fake, torch_private
 from roomier.core.tree import tensors
+from roomier.device import memory
+from roomier.device.capability import capabilities_of
 from roomier.memory.kinds import Kind, total_bytes
 
 _COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors are sent
@@ -59,7 +63,7 @@ class Snapshot:
     Attributes:
         phase: phase of the step: ``"forward"``, ``"backward"``, ``"update"``, or another name given to ``enter``.
         num_bytes: bytes by kind.
-        place: module that runs; empty if it was not set.
+        place: module that is running; empty if no module was set.
     """
 
     phase: str
@@ -88,7 +92,7 @@ class _Change:
 
 
 class MemoryTracker:
-    """Counts the bytes of the operations that run while it is active. See [Note: how bytes are counted].
+    """Counts the bytes of the operations that run while the tracker is active. See [Note: how bytes are counted].
 
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
 
@@ -101,10 +105,12 @@ class MemoryTracker:
     Attributes:
         phase: current phase, set by :meth:`enter`.
         place: current module; set by the caller.
-        allocator_peak_bytes: on CUDA, maximum bytes allocated by the allocator since :meth:`restart`; otherwise None.
-        reserved_peak_bytes: on CUDA, maximum bytes reserved by the allocator since :meth:`restart`; otherwise None.
-        beside_bytes: on CUDA, used memory of the device outside the allocator: contexts, kernels, buffers of NCCL, and
-            memory of other programs; otherwise None.
+        allocator_peak_bytes: maximum bytes allocated by the allocator since :meth:`restart`; None if the allocator does
+            not report them.
+        reserved_peak_bytes: maximum bytes reserved by the allocator since :meth:`restart`; None if the allocator does
+            not report them.
+        beside_bytes: used memory of the device outside the allocator: contexts, kernels, buffers for collectives, and
+            memory of other programs; None if the driver does not report it.
 
     Example:
         >>> with MemoryTracker(module, [optimizer], torch.device("cpu")) as tracker:
@@ -131,6 +137,7 @@ class MemoryTracker:
         self._optimizers = optimizers
         self._kept = kept
         self._device = device
+        self._has_statistics = capabilities_of(device).has_memory_statistics
         self._is_sharded = any(isinstance(each, DTensor) for each in self._owned())
         self._owned_once: list[nn.Parameter] = []
         self._frees_gradients = False  # hooks free gradients during backward
@@ -156,21 +163,22 @@ class MemoryTracker:
         self._note_roles()
         self._owned_once = list(dict.fromkeys(self._owned()))
         self._frees_gradients = any(torch_private.has_gradient_hooks(each) for each in self._owned_once)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._has_statistics:
+            memory.reset_peaks(self._device)
         self._interception.__enter__()
 
     def pause(self) -> None:
-        """Stop recording until :meth:`resume`. Until then, only deallocations of known storages are recorded."""
+        """Stop recording until :meth:`resume`. While recording is paused, only deallocations of known storages are
+        recorded."""
         self._interception.__exit__(None, None, None)
         self._note_sizes()
         self._note_roles()
-        if self._device.type == "cuda":
+        if self._has_statistics:
             self._note_allocator()
 
     def close(self) -> None:
         """Stop recording permanently."""
-        self._storages.clear()  # so that later deallocations are not recorded
+        self._storages.clear()  # prevents the recording of later deallocations
 
     def restart(self) -> None:
         """Discard the timeline and start with the storages that exist now.
@@ -184,12 +192,13 @@ class MemoryTracker:
         self._changes = []
         for each in alive:
             each.phase = "rest"
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._has_statistics:
+            memory.reset_peaks(self._device)
             self.allocator_peak_bytes = self.reserved_peak_bytes = None
 
     def enter(self, phase: str) -> None:
-        """Start a phase. Storages that were created in ``"forward"`` and outlive it count as activations."""
+        """Start a phase. Storages that were created in ``"forward"`` and still exist after this phase count as
+        activations."""
         self._note_sizes()
         self._note_roles()
         if self.phase == "forward" and phase != "forward":
@@ -214,7 +223,8 @@ class MemoryTracker:
         return last
 
     def moments(self) -> Iterator[Snapshot]:
-        """Yield the start and the moment after each change. The snapshots share one dict; copy it to keep it."""
+        """Yield a snapshot of the start and a snapshot after each change. The snapshots share one dict, so a caller
+        must copy the dict to preserve its values."""
         num_bytes = dict.fromkeys(Kind, 0)
         for change in self._at_start:
             num_bytes[change.storage.kind] += change.num_bytes
@@ -225,14 +235,16 @@ class MemoryTracker:
 
     def _note_allocator(self) -> None:
         device = self._device
-        self.allocator_peak_bytes = max(torch.cuda.max_memory_allocated(device), self.allocator_peak_bytes or 0)
-        self.reserved_peak_bytes = max(torch.cuda.max_memory_reserved(device), self.reserved_peak_bytes or 0)
-        free_bytes, total_bytes_of_device = torch.cuda.mem_get_info(device)
-        self.beside_bytes = max(total_bytes_of_device - free_bytes - torch.cuda.memory_reserved(device), 0)
+        self.allocator_peak_bytes = max(memory.peak_allocated_bytes(device), self.allocator_peak_bytes or 0)
+        self.reserved_peak_bytes = max(memory.peak_reserved_bytes(device), self.reserved_peak_bytes or 0)
+        info = memory.free_and_total_bytes(device)
+        if info is not None:
+            free_bytes, total_bytes_of_device = info
+            self.beside_bytes = max(total_bytes_of_device - free_bytes - memory.reserved_bytes(device), 0)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # the operations on its local tensor are dispatched separately
+            return NotImplemented  # operations on the local tensor of a DTensor are dispatched separately
         self._note_sizes()
         if self._is_sharded:
             self._note_gathered()
@@ -249,7 +261,7 @@ class MemoryTracker:
         for tensor in given:
             self._record(tensor, kind, existed=True)  # a new argument belongs to a batch
         if packs:
-            for tensor in given[:-1]:  # the last one is the output buffer
+            for tensor in given[:-1]:  # the last tensor is the output buffer
                 self._record(tensor, Kind.GRADIENT)
 
     def _record(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, existed: bool = False) -> None:
@@ -299,7 +311,7 @@ class MemoryTracker:
         for each, name in found:
             parameter = getattr(each, name)
             if id(parameter) not in self._gathered:
-                self._gathered[id(parameter)] = parameter  # a reference, so that the id is not reused
+                self._gathered[id(parameter)] = parameter  # this reference prevents a reuse of the id
                 self._record(parameter, Kind.GATHERED)
         if found:
             self._not_gathered = [each for each in self._not_gathered if each not in found]
@@ -327,7 +339,7 @@ class MemoryTracker:
                     self._record(tensor, Kind.OPTIMIZER_STATE, existed=True)
 
     def _note_gradients(self) -> None:
-        # Optimizers that step in backward free the gradients before it ends.
+        # Optimizers that step in backward free the gradients before the backward ends.
         for parameter in self._owned_once:
             if parameter.grad is not None:
                 self._record(parameter.grad, Kind.GRADIENT)

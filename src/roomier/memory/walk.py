@@ -1,16 +1,16 @@
-"""Simulates the units of a model over a step and records the bytes of model states.
+"""Simulates the units of a model over a step and records the bytes of the model states.
 
 [Note: when ``fully_shard`` allocates]
-A unit is all-gathered into one buffer and copied from there into its parameters. On gloo, the buffer of the next unit
-is filled during the computation, because ``parallel/shard.py`` sets explicit prefetching. On other backends, the buffer
-of a unit in the forward exists until the next unit is copied from its own buffer (torch 2.13,
+A unit is all-gathered into one buffer and copied from this buffer into its parameters. On gloo, the buffer of the next
+unit is filled during the computation, because ``parallel/shard.py`` sets explicit prefetching. On other backends, the
+buffer of a unit in the forward exists until the next unit is copied from a separate buffer (torch 2.13,
 ``FSDPParamGroup.wait_for_unshard``). In a backward, all backends prefetch the next buffer.
 
 After the backward of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed. On
-gloo, the shards of the other ranks are received into separate buffers, and all buffers live until the reduction of the
-next unit starts. On other backends, the single buffer lives until the next unit requires one. The reduced shard of this
-rank is its gradient. For the root and for embeddings, whose inputs have no gradient, this happens at the end of the
-whole backward.
+gloo, the shards of the other ranks are received into separate buffers, and all buffers exist until the reduction of the
+next unit starts. On other backends, the single buffer exists until the next unit requires a buffer. The reduced shard
+of this rank is its gradient. The inputs of the root and of embeddings have no gradient, so the gradients of these units
+are reduced at the end of the whole backward.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Layout:
     Attributes:
         strategy: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` or ``"hsdp"``.
         num_shards: number of ranks across which one replica is sharded; 1 means no sharding.
-        shard: index of this rank's shard. Shard 0 is at least as large as any other.
+        shard: index of this rank's shard. Shard 0 is at least as large as any other shard.
         num_micro_batches: number of micro-batches per optimizer step.
-        wire_dtype: dtype in which gradients are sent; None uses their dtype.
+        wire_dtype: dtype in which gradients are sent; None uses the dtype of the gradients.
         on_gloo: True if the ranks exchange their shards point to point.
         steps_in_backward: True if gradients are used and freed during backward.
-        num_backwards: number of backwards per micro-batch; with 2, the first one computes the norm.
-        holds_all_batches: True if all batches of a step are on the device, which is the case on the CPU. Otherwise
-            batches are moved to the device one by one.
+        num_backwards: number of backwards per micro-batch; with 2, the first backward computes the norm.
+        holds_all_batches: True if all batches of a step are on the device. This is the case on the CPU. On other
+            devices, batches are moved to the device one by one.
     """
 
     strategy: str
@@ -92,18 +92,18 @@ class UnitBytes:
     """Bytes of one unit under one layout.
 
     Attributes:
-        stored: this rank's shard between steps, padded.
-        gathered: the unsharded unit, padded, in the dtype of the computation.
-        cast: this rank's shard in the dtype of the computation, if it differs.
+        stored: this rank's padded shard between steps.
+        gathered: the padded unsharded unit, in the dtype of the computation.
+        cast: this rank's shard in the dtype of the computation, if this dtype differs from the stored dtype.
         gradient: gradients of the unsharded weights, as backward computes them.
         kept_gradient: gradients of unsharded scalars, from a backward to the update.
         summed: gradients of the unsharded weights in the dtype of the reduction.
-        last_share: fraction of the gradients that belongs to the last weight. ``fully_shard`` holds the gradient of
+        last_share: fraction of the gradients that belongs to the last weight. ``fully_shard`` retains the gradient of
             this weight until the reduction ends.
         sent: buffer from which gradients are sent.
         received: on gloo, buffers that receive the shards of the other ranks.
         part: gradient of this rank's shard.
-        output: output of the reduction, if it is a separate tensor from the gradient.
+        output: output of the reduction, if the output and the gradient are separate tensors.
         comes_late: True if the reduction may stay pending until the next reduction starts.
     """
 
@@ -189,8 +189,8 @@ class Note(NamedTuple):
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
         unit: index of the unit.
-        event: ``"sent"`` (its buffer is being filled), ``"gathered"``, ``"computes"``, ``"packed"``, ``"reduced"``, or
-            ``"cast"`` (to a dtype other than the dtype of the reduction).
+        event: ``"sent"`` (the buffer is being filled), ``"gathered"``, ``"computes"``, ``"packed"``, ``"reduced"``, or
+            ``"cast"`` (to a dtype that differs from the reduction dtype).
         num_bytes: bytes by kind.
     """
 
@@ -203,7 +203,7 @@ class Note(NamedTuple):
 class Walk:
     """Simulates the units of a sharded step and records the bytes at each moment.
 
-    The caller determines when a unit is needed, when its gradients are computed, and when its backward ends.
+    The caller determines when a unit is required, when its gradients are computed, and when its backward ends.
 
     Args:
         units: units in the order of the forward.
@@ -212,7 +212,7 @@ class Walk:
 
     Attributes:
         now: current bytes by kind.
-        notes: recorded moments since the last :meth:`take_notes`.
+        notes: moments recorded since the last :meth:`take_notes`.
         sizes: bytes of each unit.
     """
 
@@ -242,7 +242,7 @@ class Walk:
         return notes
 
     def enter(self, unit: int, following: Sequence[int], phase: str) -> None:
-        """Unshard ``unit``. The units in ``following`` are prefetched during its computation."""
+        """Unshard ``unit``. The units in ``following`` are prefetched during the computation of ``unit``."""
         if unit not in self._gathered:
             is_forward = phase == "forward"
             size = self.sizes[unit]
@@ -280,7 +280,7 @@ class Walk:
 
     def take_over_gradients(self, unit: int, *, is_first: bool) -> None:
         """Count the gradients of ``unit`` after they were computed."""
-        # If unsharded gradients are accumulated in their dtype, new gradients are added in place.
+        # If unsharded gradients are accumulated in their original dtype, new gradients are added in place.
         if is_first or not self.adds_in_place(unit):
             self.now[_GRADIENT] += self.sizes[unit].gradient
         self.now[_GRADIENT] += self.sizes[unit].kept_gradient if is_first else 0
@@ -333,7 +333,8 @@ class Walk:
 
     def _reduce(self, unit: int, whole_bytes: int, *, is_new: bool) -> None:
         layout, size = self.layout, self.sizes[unit]
-        # If the result is added to gradients of an earlier micro-batch, the reduction must complete first.
+        # If the result of a reduction is added to gradients of an earlier micro-batch, this reduction must complete
+        # before the addition.
         comes_late = size.comes_late and is_new
         if not comes_late:
             self._free_sent()
@@ -356,7 +357,7 @@ class Walk:
             self.note("backward", unit, "cast")
         if layout.steps_in_backward:
             self.now[_GRADIENT] -= size.part
-        # Tensors of the reduction over replicas are held until the backward ends.
+        # Tensors of the reduction over replicas are retained until the backward ends.
         if layout.strategy == "hsdp" and size.output:
             self._summed_bytes += size.output
         else:
@@ -380,7 +381,7 @@ class Walk:
 def in_order_of_gathering(units: Sequence[Unit]) -> list[int]:
     """Return the indices of ``units`` in the order in which a backward all-gathers them.
 
-    This is the reverse order of the forward, except that a block comes before its norms.
+    The order is the reverse of the forward order, except that a block comes before its norms.
     """
     blocks: list[list[int]] = []
     for number, unit in enumerate(units):

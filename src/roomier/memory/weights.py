@@ -1,4 +1,4 @@
-"""Shapes of a network's weights, grouped into the units that are communicated together."""
+"""Shapes of a network's weights, grouped into units whose weights are communicated together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roomier.plan.parts import AdapterPlan
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """Shape of a parameter without its name, so that equal blocks have equal weights.
+    """Shape of a parameter without the parameter's name, so that equal blocks have equal weights.
 
     Attributes:
         shape: unsharded shape.
@@ -60,7 +60,7 @@ class Unit:
         gathered_dtype: dtype of the computation and of the gradients.
         sum_dtype: dtype in which gradients are reduced.
         is_root: True for the unit of all remaining weights.
-        ends_late: True if the inputs have no gradient, so that its backward ends with the whole backward.
+        ends_late: True if the inputs of the unit have no gradient, so that its backward ends with the whole backward.
         is_looked_up: True for an embedding, which is not all-gathered for backward.
         is_inner: True for the norms and embeddings of a block. The previous unit is the block.
     """
@@ -86,11 +86,11 @@ def units_with_weights(
     compute_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> list[Unit]:
-    """Return the units of ``network``, sharded or not, in the order of its modules, the root first.
+    """Return the units of ``network``, which may be sharded, in the order of its modules. The root is the first unit.
 
     Args:
         compute_dtype: dtype of autocast; None if autocast is disabled.
-        weight_dtype: dtype to which floating-point weights will be converted; None keeps their dtype.
+        weight_dtype: dtype to which floating-point weights will be converted; None preserves the dtype of each weight.
     """
     names = {module: name for name, module in network.named_modules()}
     of_parameters: dict[nn.Parameter, str] = {}
@@ -121,7 +121,7 @@ def units_with_weights(
             )
         if len(parts) == 1:
             parts = [replace(parts[0], is_inner=False)]
-        units += reversed(parts)  # the block is entered before its norms
+        units += reversed(parts)  # the step enters the block before its norms
     if rest:
         weights = tuple(_weight(parameter, name, weight_dtype) for parameter, name in rest.items())
         units.insert(0, Unit("", weights, weights[0].dtype, _sum_dtype(weights), is_root=True))
@@ -132,7 +132,7 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
     """Return the bytes of the buffers, including quantized frozen weights. Every rank holds all buffers.
 
     Args:
-        weight_dtype: dtype to which floating-point buffers will be converted; None keeps their dtype.
+        weight_dtype: dtype to which floating-point buffers will be converted; None preserves the dtype of each buffer.
     """
     return sum(
         each.numel() * (weight_dtype if weight_dtype is not None and each.is_floating_point() else each.dtype).itemsize
@@ -143,9 +143,9 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
 def with_adapters(
     network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Return a copy of ``network`` that has the adapters of ``plan`` but no parameter values, and the copied blocks.
+    """Return the copied blocks and a copy of ``network`` that has the adapters of ``plan`` but no parameter values.
 
-    Returns ``network`` itself if it has adapters already, or if the plan has none.
+    The function returns ``network`` itself if ``network`` already has adapters or the plan has no adapters.
     """
     if plan.lora_rank is None or any(is_adapter(name) for name, _ in network.named_parameters()):
         return network, blocks
@@ -172,5 +172,5 @@ def _sum_dtype(weights: tuple[Weight, ...]) -> torch.dtype:
 
 
 def _is_embedding_itself(module: nn.Module) -> bool:
-    # fully_shard adds a class in front of the original class.
+    # fully_shard inserts a class before the original class of a module.
     return type(module) is nn.Embedding or (isinstance(module, FSDPModule) and nn.Embedding in type(module).__bases__)

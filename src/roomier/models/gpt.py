@@ -1,4 +1,4 @@
-"""GPT-2 as in minGPT: learned positions, pre-LayerNorm, GELU, causal attention.
+"""GPT-2 as in minGPT, with learned positions, pre-LayerNorm, GELU and causal attention.
 
 The suffix of a tensor's name is its shape:
 
@@ -39,12 +39,13 @@ class GPTConfig:
 
     Attributes:
         vocab_size: number of different tokens.
-        context: maximum length of a sequence, in tokens, and number of learned positions.
+        context: maximum length of a sequence in tokens, and number of learned positions.
         num_layers: number of blocks.
         num_heads: number of attention heads per block.
         width: size of the hidden states.
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
-        tied_head: use the token embedding as output layer. The output layer of minGPT has separate weights.
+        tied_head: whether the output layer uses the weights of the token embedding. The output layer of minGPT has
+            separate weights.
 
     Raises:
         RoomierError: a size is not positive, ``width`` is not a multiple of ``num_heads``, or ``dropout`` is outside
@@ -71,7 +72,7 @@ class GPTConfig:
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> GPTConfig:
-        """Return the configuration ``name`` (a key of ``SIZES``), with ``changes`` to other fields.
+        """Return the configuration ``name`` (a key of ``SIZES``), with the fields in ``changes`` replaced.
 
         Raises:
             RoomierError: the name is unknown.
@@ -107,7 +108,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward network with four times the width. It uses the tanh form of GELU, like GPT-2."""
+    """Feed-forward network with four times the width. The network uses the tanh form of GELU, like GPT-2."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with normalized input and a residual connection."""
+    """Attention and MLP, each with a normalized input and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -166,8 +167,8 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize the weights like GPT-2: normal(0, 0.02), biases 0.
 
-        The standard deviation of the last layer of each residual branch is divided by ``sqrt(2 * num_layers)``, so that
-        the scale of the residual stream does not depend on the depth.
+        The standard deviation of the last layer of each residual branch is divided by ``sqrt(2 * num_layers)``, so the
+        scale of the residual stream does not depend on the depth.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm):
@@ -180,7 +181,8 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the logits ``[B, T, V]``; with targets, also the mean cross-entropy in nats per target token.
+        """Return the logits ``[B, T, V]``. If ``targets`` is given, also return the mean cross-entropy in nats per
+        target token.
 
         The argument names are the keys of the items of :class:`roomier.data.tokens.TokenDataset`.
 

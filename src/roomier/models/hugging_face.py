@@ -1,9 +1,9 @@
 """Finds a Hugging Face model in a module and converts the names of its weights between files and memory.
 
-transformers 5 stores some weights differently in memory than in files: for example, the experts of a layer are one
-tensor, or a layer has another name. transformers converts weights when it loads and saves them. This file applies the
-same rules tensor by tensor, so that the full model is never in memory. transformers is imported only if the user has
-already imported it.
+transformers 5 stores some weights differently in memory than in files. For example, the experts of a layer are one
+tensor in memory, or a layer has a different name. transformers converts weights when it loads and saves them. This file
+applies the same rules as transformers to one tensor at a time, so that the full model is never in memory. transformers
+is imported only if the user has already imported it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Conversion:
     Attributes:
         sources: names of the input tensors.
         targets: shapes of the output tensors, with their names as keys.
-        run: function from a dict of sources to a dict of targets; None if the tensor is only renamed.
+        run: function that converts a dict of sources to a dict of targets; None if the tensor is only renamed.
     """
 
     sources: tuple[str, ...]
@@ -39,7 +39,8 @@ class Conversion:
 def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored configuration without the entries that refer to code.
 
-    transformers imports the code that such entries refer to, from the hub if it is not installed.
+    transformers imports the code to which such entries refer. If this code is not installed, transformers downloads it
+    from the hub.
     """
     return {
         key: data_of_config(value) if isinstance(value, Mapping) else value
@@ -51,7 +52,7 @@ def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def find_pretrained(module: nn.Module) -> tuple[str, Any] | None:
     """Return the first Hugging Face model in ``module`` and the prefix of its weights, such as ``"model."`` or ``""``.
 
-    Returns None if there is no such model.
+    Returns None if the module contains no such model.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -70,8 +71,8 @@ def conversions_from_files(model: Any, stored: Shapes, wanted: Shapes) -> list[C
         wanted: name -> shape in the model.
 
     Returns:
-        Names without a rule are converted to themselves. Names that ``from_pretrained`` ignores are omitted. The list
-        is empty if transformers has no rules (before version 5).
+        Conversions in which names without a rule are unchanged. Names that ``from_pretrained`` ignores are omitted. The
+        list is empty if transformers has no rules (before version 5).
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -122,14 +123,15 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
         held: name -> shape of the tensors to write.
 
     Returns:
-        Without rules in transformers (before version 5), each name is converted to itself.
+        Without rules in transformers (before version 5), each name is unchanged.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, revert_weight_conversion
     except ImportError:
         return [Conversion((name,), {name: shape}, None) for name, shape in held.items()]
-    # The rules that save_pretrained uses for a model created from its configuration, computed one time for all tensors.
+    # These are the rules that save_pretrained uses for a model created from its configuration, computed one time for
+    # all tensors.
     rules = [
         each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
     ]
@@ -147,7 +149,7 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
     for name, tensor in without_memory.items():
         try:
             made = run({name: tensor})
-        except Exception:  # the rule requires all of its tensors
+        except Exception:  # the rule requires all of its source tensors
             made = {}
         shapes = {each: tuple(other.shape) for each, other in made.items()}
         if not shapes or any(all_shapes.get(each) != shape for each, shape in shapes.items()):
@@ -166,7 +168,7 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
 def _joined(
     groups: list[tuple[set[str], set[str]]], sources: set[str], targets: set[str]
 ) -> list[tuple[set[str], set[str]]]:
-    """Return ``groups`` with one more group, merging groups that share a target or have no targets."""
+    """Return ``groups`` with one additional group, after merging groups that share a target or have no targets."""
     apart = []
     for group in groups:
         if group[1] & targets or not (group[1] or targets):

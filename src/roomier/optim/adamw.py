@@ -1,8 +1,8 @@
-"""AdamW whose moments take 8, 4 or 32 bits each, for float32 or bfloat16 weights.
+"""AdamW whose moments use 8, 4 or 32 bits each, for float32 or bfloat16 weights.
 
 [Note: a step on codes]
-With ``r`` and ``q = m / (r + e')`` as in ``block_codes.py``, the gradient ``g``, the bias corrections ``c1`` and ``c2``
-of the moments, ``e = eps * sqrt(c2)``, and ``e'`` the value of ``e`` in the previous step::
+The formulas use ``r`` and ``q = m / (r + e')`` as in ``block_codes.py``, the gradient ``g``, the bias corrections
+``c1`` and ``c2`` of the moments, ``e = eps * sqrt(c2)``, and the value ``e'`` of ``e`` in the previous step::
 
     m = beta1 * q * (r + e') + (1 - beta1) * g
     r = sqrt(beta2 * r^2 + (1 - beta2) * g^2)
@@ -10,8 +10,8 @@ of the moments, ``e = eps * sqrt(c2)``, and ``e'`` the value of ``e`` in the pre
     w = w * (1 - lr * weight_decay) - lr * sqrt(c2) / c1 * q
 
 These formulas are equivalent to AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", arXiv
-1711.05101, Algorithm 2), except for the rounding when ``r`` and ``q`` are stored. On a CPU the step processes as many
-rows as fit in the cache, in place. On CUDA it is compiled to a few kernels over full parameters.
+1711.05101, Algorithm 2), except that ``r`` and ``q`` are rounded when they are stored. On a CPU, the step processes as
+many rows as fit in the cache, in place. On CUDA, the step is compiled to a few kernels over full parameters.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from torch.optim import Optimizer
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.device.capability import capabilities_of
 from roomier.optim import block_codes
 from roomier.optim.block_codes import Region
 from roomier.optim.local import first_element, is_sharded, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # for stochastic rounding: the noise does not have to differ between runs
+SEED = 0  # seed for stochastic rounding; all runs can use the same noise
 STATE_BITS = (4, 8, 32)
 _ROUNDINGS = ("split", "stochastic", "nearest")
 _CHUNK = 2**16  # elements, so that temporaries fit in the cache
@@ -48,9 +49,9 @@ UpdateBlocks = Callable[..., None]
 class BlockwiseAdamW(Optimizer):
     """AdamW with moments of ``state_bits`` bits, see [Note: a step on codes].
 
-    Parameters can be sharded by rows (``fully_shard``). Each rank updates its shard, and the result equals the result
-    of a single process. Tensors with one dimension, with fewer than 4096 elements, or with rows of fewer than 80
-    elements have 32-bit moments. With ``state_bits=32``, the results are bitwise equal to
+    Parameters can be sharded by rows (``fully_shard``). Each rank updates its shard of a parameter, and the result
+    equals the result of a single process. Tensors with one dimension, with fewer than 4096 elements, or with rows of
+    fewer than 80 elements have 32-bit moments. With ``state_bits=32``, the results are bitwise equal to
     ``torch.optim.AdamW(foreach=False)``, and bfloat16 weights with ``weight_rounding="split"`` behave like float32
     weights.
 
@@ -63,13 +64,15 @@ class BlockwiseAdamW(Optimizer):
         state_bits: 4, 8 or 32 bits per moment.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
-        compiled: whether to compile the update of codes, which takes seconds in the first step and makes the update 4
-            times as fast. None compiles if this saves time and a compiler is available. Both paths round identically
-            except for the last bit of float32, which occasionally selects the adjacent code.
+        compiled: whether to compile the update of codes. The compilation takes seconds in the first step and makes the
+            update 4 times as fast. None selects compilation if it saves time and a compiler is available. The compiled
+            and the uncompiled update round identically except for the last bit of float32, which occasionally selects
+            the adjacent code.
 
     Raises:
-        PlanError: an option is invalid; ``compiled=True`` is set but there is no compiler; or moments of 4 or 8 bits
-            are requested for weights that are neither float32 nor bfloat16, or that are not sharded by rows.
+        PlanError: an option is invalid, or ``compiled=True`` is set but no compiler is available. The error is also
+            raised if moments of 4 or 8 bits are requested for weights that are neither float32 nor bfloat16, or that
+            are not sharded by rows.
 
     Example:
         >>> optimizer = BlockwiseAdamW(model.parameters(), lr=3e-4, state_bits=8)
@@ -100,13 +103,13 @@ class BlockwiseAdamW(Optimizer):
         super().__init__(params, {**defaults, "weight_rounding": weight_rounding})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises PlanError if its options are invalid."""
+        """Add a group. Raises PlanError if the options of the group are invalid."""
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
         self._count(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy only has the attributes that torch stores
+        super().__setstate__(state)  # a copy has only the attributes that torch stores
         self._index, self._coded = {}, []
         for group in self.param_groups:
             self._count(group)
@@ -138,11 +141,11 @@ class BlockwiseAdamW(Optimizer):
         return loss
 
     def update_as(self, other: BlockwiseAdamW) -> None:
-        """Compile the update of codes if ``other`` does, independent of the size of these parameters."""
+        """Compile the update of codes if ``other`` compiles its update, regardless of the size of these parameters."""
         self._update_codes = other._update_codes or other._choose_update()
 
     def _choose_update(self) -> UpdateBlocks:
-        # Use unsharded sizes, so that the decision does not depend on the number of ranks.
+        # Unsharded sizes are used, so the decision does not depend on the number of ranks.
         pays = sum(parameter.numel() for parameter in self._coded) >= _WORTH_COMPILING
         self._update_codes = update_blocks
         if self._coded and (pays if self.compiled is None else self.compiled):
@@ -220,7 +223,8 @@ class StepValues:
         moves = -self.lr * self.root_correction2 / self.correction1
         factors = (root_beta2, self.beta1 / root_beta2, 1 - self.beta1, 1 - self.beta2)
         found = torch.tensor([*factors, eps_before, self.eps * self.root_correction2, self.shrinks, moves])
-        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+        copies_asynchronously = capabilities_of(device).copies_asynchronously
+        return found.pin_memory().to(device, non_blocking=True) if copies_asynchronously else found.to(device)
 
 
 # ---- 32-bit moments --------------------------------------------------------------------------------------------------
@@ -258,9 +262,9 @@ def _update_rows(
     first: int,
     update: UpdateBlocks,
 ) -> None:
-    """Update some rows at a time. A block never spans rows, and each weight is read and written one time."""
+    """Update some rows at a time. A block never spans several rows, and each weight is read and written one time."""
     names = ("root_codes", "ratio_codes") if "root_codes" in state else ("codes",)
-    # If the memory order of a tensor differs, its rows are a copy.
+    # If the memory order of a tensor differs, the rows are copied.
     weights, gradients, low_bits = _rows(weight), _rows(gradient), state.get("low_bits")
     low_rows = None if low_bits is None else _rows(low_bits)
     codes, scales = [_rows(state[name]) for name in names], [state[name] for name in BlockwiseAdamW.row_states]
@@ -318,28 +322,30 @@ def update_blocks(
 def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
-    # A dry run compiles no code and must not enter the cache. The compiled update creates no tensors.
+    # A dry run compiles no code, and its update must not be stored in the cache. The compiled update creates no
+    # tensors.
     return (_skip_update if torch_private.missing_compiler(device) is None else update_blocks), None
 
 
 def _skip_update(*arguments: Any) -> None:
-    """Do nothing, in place of a compiled update, if tensors have no memory."""
+    """Replace a compiled update and do nothing, because the tensors have no memory."""
 
 
 @cache
 def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
-    """Return :func:`update_blocks` compiled for any number and size of blocks, or uncompiled with the reason."""
+    """Return :func:`update_blocks` compiled for any number and size of blocks. If the compilation fails, return the
+    uncompiled function and the reason."""
     missing = torch_private.missing_compiler(device)
     if missing is not None:
         return update_blocks, f"torch.compile requires {missing} for {device.type}, which was not found"
     compiled = torch.compile(update_blocks, dynamic=True)
 
     def update(*arguments: Any) -> None:
-        with torch_private.without_interception():  # such as a memory tracker in the first step
+        with torch_private.without_interception():  # for example by a memory tracker in the first step
             compiled(*arguments)
 
     try:
-        for bits in (8, 4):  # compiled in advance, so that a failure leaves no partial update
+        for bits in (8, 4):  # the update is compiled in advance, so a failed compilation leaves no partial update
             update(*_example(bits, device))
     except Exception as error:  # compilers raise various errors
         return update_blocks, f"torch.compile failed: {str(error).strip().splitlines()[0]}"
@@ -348,7 +354,7 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 def _example(bits: int, device: torch.device) -> tuple[Any, ...]:
     """Create rows of zeros as arguments of :func:`update_blocks`."""
-    rows = torch.zeros(3, 1024, device=device)  # several blocks per row, because the compiler would specialize on one
+    rows = torch.zeros(3, 1024, device=device)  # several blocks per row; with one, the compiler would specialize
     *codes, root_scales, ratio_scales = block_codes.empty_codes(rows, bits).values()
     blocks = Region(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
     scales = [root_scales[..., None], ratio_scales[..., None]]
@@ -371,7 +377,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def uses_codes(shape: Sequence[int], state_bits: int) -> bool:
-    """Return True if moments of a parameter with this unsharded shape are quantized for ``state_bits``."""
+    """Return True if the moments of a parameter that has this unsharded shape are quantized with ``state_bits``."""
     return state_bits < 32 and block_codes.can_be_coded(shape)
 
 
@@ -417,7 +423,7 @@ def _as_shard_of(parameter: Tensor, rows: Tensor) -> Tensor:
     """Wrap ``rows``, which belong to this rank's shard of ``parameter``, as a DTensor with the same sharding."""
     if not is_sharded(parameter):
         return rows
-    from torch.distributed.tensor import DTensor  # slow to import, and already imported if parameters are sharded
+    from torch.distributed.tensor import DTensor  # slow import; sharded parameters already loaded it
 
     shape = torch.Size([parameter.shape[0], *rows.shape[1:]])
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -444,6 +450,6 @@ def _check(group: Mapping[str, Any]) -> None:
 
 
 def _keeps_rows(placement: Any) -> bool:
-    from torch.distributed.tensor import Replicate, Shard  # slow to import, and already imported if sharded
+    from torch.distributed.tensor import Replicate, Shard  # slow import; a sharded tensor already loaded it
 
     return isinstance(placement, Replicate) or (type(placement) is Shard and placement.dim == 0)

@@ -1,7 +1,7 @@
-"""Average weights over training steps, for ordinary tensors and for shards.
+"""Averages of weights over training steps, for ordinary tensors and for shards.
 
 Averages are elementwise, so each rank averages its shard without communication. 16-bit weights are averaged in float32,
-because an update by 0.001 of a difference is lost in bfloat16.
+because bfloat16 would lose an update by 0.001 of a difference.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from roomier.core import torch_private
 from roomier.optim.local import is_sharded, local
 
 AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(average, weight, number of averaged weights)`` -> new average, as ``avg_fn`` of
+"""A function that computes the new average from ``(average, weight, number of averaged weights)``, as ``avg_fn`` of
 ``torch.optim.swa_utils.AveragedModel``."""
 
 AverageAll = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
-"""The same function for lists, in place, as ``multi_avg_fn``."""
+"""The same function as ``avg_fn``, but for lists and in place, as ``multi_avg_fn``."""
 
 
 @torch.no_grad()
 def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: float) -> None:
     """Compute ``average += weight * (tensor - average)`` for each pair, in place.
 
-    With ``weight = 1 / (n + 1)`` for the n-th of equally weighted iterates, the result is their mean (Polyak and
-    Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"). With ``weight = 1 - decay`` it is the
-    exponential moving average ``decay * average + (1 - decay) * tensor``.
+    With ``weight = 1 / (n + 1)`` for iterate ``n`` of several equally weighted iterates, the result is their mean
+    (Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"). With ``weight = 1 - decay``,
+    the result is the exponential moving average ``decay * average + (1 - decay) * tensor``.
 
     Args:
-        averages: floating-point tensors on any device, sharded like their tensors.
+        averages: floating-point tensors on any device, with the same sharding as their tensors.
         tensors: tensors of the same shapes.
         weight: weight of the new tensor, in [0, 1].
     """
     own: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for average, tensor in zip(averages, tensors, strict=True):
         part, goal = local(average), local(tensor)
-        if goal.device != part.device or goal.dtype != part.dtype:  # one at a time, to avoid copying all tensors
+        if goal.device != part.device or goal.dtype != part.dtype:  # one tensor at a time, to avoid copying all tensors
             part.lerp_(goal.to(part), weight)
             continue
         parts, goals = own.setdefault((part.device, part.dtype), ([], []))
@@ -53,11 +53,11 @@ class WeightAverage:
 
     Args:
         tensors: parameters and buffers by name; each update reads the current values of these objects.
-        device: device of the average; None is the device of each tensor.
+        device: device of the average; None selects the device of each tensor.
 
     Attributes:
-        averages: averages by name, equal to their tensors until the first update; for sharded tensors, this rank's
-            shard of the average.
+        averages: averages by name, equal to their tensors until the first update. The average of a sharded tensor
+            contains only this rank's shard.
         num_averaged: number of updates.
         is_swapped: whether the tensors currently hold the average.
     """
@@ -78,8 +78,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors. The average of a new tensor starts with its current value. For a known name, the new object
-        replaces the previous one."""
+        """Add tensors. The average of a new tensor starts with its current value. If a name is already known, the new
+        tensor replaces the previous tensor."""
         for name, tensor in tensors.items():
             self._tensors[name] = tensor
             if name not in self.averages:
@@ -128,10 +128,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the values of the tensors and of the average, bit for bit. A second call undoes the first.
+        """Exchange the values of the tensors and of their averages bit for bit. A second call undoes the first.
 
-        Only one tensor at a time is duplicated. For 16-bit weights, whose average is wider, a copy of the weights is
-        kept.
+        Only one tensor at a time is duplicated. The averages of 16-bit weights have more bits, so a copy of these
+        weights is retained.
         """
         for name, average in self.averages.items():
             tensor = local(self._tensors[name])
@@ -179,7 +179,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of ``value``, which is unsharded or sharded like ``tensor``."""
     if is_sharded(value) or not is_sharded(tensor):
         return local(value)
-    from torch.distributed.tensor import distribute_tensor  # slow to import, and already imported if sharded
+    from torch.distributed.tensor import distribute_tensor  # slow import; a sharded tensor already loaded it
 
     placed = value.to(tensor.to_local().device)
     return local(distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None))
@@ -188,7 +188,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
 def _full_tensor_of(tensor: Tensor, part: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return part
-    from torch.distributed.tensor import DTensor  # slow to import, and already imported if sharded
+    from torch.distributed.tensor import DTensor  # slow import; a sharded tensor already loaded it
 
     placed = part.to(tensor.to_local().device)
     return DTensor.from_local(
@@ -199,6 +199,6 @@ def _full_tensor_of(tensor: Tensor, part: Tensor) -> Tensor:
 def tensors_to_average(
     parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]] = ()
 ) -> dict[str, Tensor]:
-    """Return the floating-point tensors of a model that change: trained parameters, and buffers."""
+    """Return the floating-point tensors of a model that change in training: trained parameters and buffers."""
     trained = {name: each for name, each in parameters if each.requires_grad and each.is_floating_point()}
     return {**trained, **{name: each for name, each in buffers if each.is_floating_point()}}

@@ -1,4 +1,4 @@
-"""Adam's two moments quantized to 8 or 4 bits each, block by block.
+"""Quantization of Adam's two moments to 8 or 4 bits each, block by block.
 
 [Note: meaning of the codes]
 For each element, roomier stores the root ``r`` of the second moment, and the first moment ``m`` as a *ratio* ``q = m /
@@ -8,26 +8,26 @@ In a block with the largest root ``R`` and the largest ratio ``Q``, a code of ``
     r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small roots keep precision
     q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1
 
-Both maxima are stored exactly in float32. Storing ``m`` as a ratio bounds the effect of rounding: an error of ``q`` is
-a fraction of the largest step in the block, and an error of ``r`` changes both parts of ``m / r`` equally. With
-separate codes, ``m`` rounded up and ``r`` rounded down would cause steps of many times the learning rate. In a block
-with a nonzero root no root is rounded to zero, so an element without recent gradients does not jump at its next
-gradient.
+Both maxima are stored exactly in float32. Storing ``m`` as a ratio limits the effect of rounding. An error of ``q`` is
+a fraction of the largest step in the block, and an error of ``r`` changes both parts of ``m / r`` equally. If ``m`` and
+``r`` had separate codes, rounding ``m`` up and ``r`` down would cause steps of many times the learning rate. In a block
+with a nonzero root, no root is rounded to zero. An element without recent gradients therefore does not make a large
+step at its next gradient.
 
-Rounding is arithmetic (a root and a product, without a table), so it is as fast as the rest of a step.
+Rounding is arithmetic (a root and a product, without a table), so rounding is as fast as the other parts of a step.
 
 [Note: dither]
-A second moment changes by 1 part in 1000 per step (``beta2 = 0.999``), but adjacent codes differ by 1 part in 100 (8
-bits) or in 4 (4 bits). With rounding to nearest, codes would never change. Therefore a number is rounded up with a
-frequency equal to its distance from the code below: ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over
-the steps. ``u`` consists of multiples of the golden ratio, shifted from column to column (a Kronecker sequence; see
-Niederreiter, "Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3). It depends only on step and
-column, so a resumed run and any number of ranks round identically. Numbers that equal a code, such as zero and the
-maximum of a block, do not change.
+A second moment changes by about 1/1000 per step (``beta2 = 0.999``), but adjacent codes differ by about 1/100 (8 bits)
+or 1/4 (4 bits). With rounding to nearest, codes would never change. Therefore a number is rounded up with a frequency
+equal to its distance from the code below: ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over the steps.
+``u`` consists of multiples of the golden ratio, shifted from column to column (a Kronecker sequence; see Niederreiter,
+"Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3). ``u`` depends only on step and column, so a
+resumed run and any number of ranks round identically. Numbers that equal a code, such as zero and the maximum of a
+block, do not change.
 
 [Note: blocks]
-A block is part of one row (dimension 0), with about 256 elements (8 bits) or 128 (4 bits). Parameters are sharded by
-rows, so a block never spans two ranks.
+A block is part of one row (dimension 0), and has about 256 elements (8 bits) or 128 elements (4 bits). Parameters are
+sharded by rows, so a block never spans two ranks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from roomier.device.capability import capabilities_of
 
 MIN_ELEMENTS = 4096  # smaller tensors save little
 MIN_BLOCK = 80  # elements: 8 bytes of scales for 80 elements are 0.1 bytes per parameter
@@ -72,8 +74,9 @@ def state_bytes(shape: Sequence[int], bits: int) -> int:
 def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
     """Return codes and scales of zero moments by name, for the rows of ``parameter`` (an ordinary tensor).
 
-    ``root_codes`` (uint8) and ``ratio_codes`` (int8), or with 4 bits ``codes`` (int8, the ratio in the upper half of
-    each byte), have the parameter's shape. ``root_scales`` and ``ratio_scales`` (float32) have ``[rows, blocks]``.
+    Codes have the parameter's shape. The 8-bit codes are ``root_codes`` (uint8) and ``ratio_codes`` (int8). The 4-bit
+    codes are ``codes`` (int8), with the ratio in the upper half of each byte. ``root_scales`` and ``ratio_scales``
+    (float32) have the shape ``[rows, blocks]``.
     """
     shape, device = tuple(parameter.shape), parameter.device
     dtypes = {"root_codes": torch.uint8, "ratio_codes": torch.int8} if bits == 8 else {"codes": torch.int8}
@@ -84,7 +87,7 @@ def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
 
 def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
     """Return ``u - 1`` of [Note: dither], float32 ``[num_columns]``."""
-    there = device if device.type in ("cpu", "cuda") else torch.device("cpu")  # mps does not support float64
+    there = device if torch.float64 in capabilities_of(device).dtypes else torch.device("cpu")
     column = torch.arange(num_columns, dtype=torch.float64, device=there)
     shifts = column.mul_(_COLUMN_SHIFT).add_(step * _STEP_SHIFT % 1).frac_()
     return shifts.mul_(1 - 2 * _MARGIN).add_(_MARGIN - 1).float().to(device)
@@ -92,7 +95,7 @@ def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """Blocks of one size in all rows: slices of their columns and of their scales."""
+    """Blocks of equal size in all rows, given by the slices of their columns and of their scales."""
 
     columns: slice
     scales: slice
@@ -105,7 +108,7 @@ class Region:
 
 
 def regions(num_columns: int, bits: int) -> list[Region]:
-    """Return the blocks of a row: blocks of equal size, and a shorter last block if required."""
+    """Return the blocks of a row: blocks of equal size, and a shorter last block if necessary."""
     size = block_size(num_columns, bits)
     num_equal, left = divmod(num_columns, size)
     found = [Region(slice(0, num_equal * size), slice(0, num_equal), size)]
@@ -118,8 +121,8 @@ def decode(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, T
     """Return ``r`` and ``q``, float32 ``[rows, blocks, size]``.
 
     Args:
-        codes: ``[rows, blocks, size]`` for roots and for ratios; one tensor with 4 bits.
-        scales: ``[rows, blocks, 1]`` for roots and for ratios. The result is proportional to them.
+        codes: tensors ``[rows, blocks, size]``, one for roots and one for ratios; with 4 bits, one tensor for both.
+        scales: tensors ``[rows, blocks, 1]``, one for roots and one for ratios. The result is proportional to them.
     """
     bits = _bits(codes)
     number = codes[0].float()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.device.capability import capabilities_of
 from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.groups import Trait, trained_parameters
 from roomier.optim.lion import Lion
@@ -48,24 +49,24 @@ def make_optimizer(
 ) -> Optimizer:
     """Create the optimizer ``name`` for the parameters of ``network`` that require gradients.
 
-    Weights with two dimensions or more have weight decay. Biases and the scales of norms do not. AdamW, Adam and SGD
-    (SGD only for unsharded parameters) use torch's fused kernels, which read memory one time and, with a loss scale, do
-    not wait for the device. Low-bit states are used only for large matrices. Embeddings (and tied output layers),
-    biases, norms and small tensors have float32 states. ``"muon"`` updates the matrices of blocks, and AdamW updates
-    all other parameters.
+    Weight decay applies to weights with two or more dimensions. Weight decay does not apply to biases and the scales of
+    norms. AdamW, Adam and SGD (SGD only for unsharded parameters) use torch's fused kernels. These kernels read memory
+    one time and do not wait for the device if a loss scale is used. Low-bit states are used only for large matrices.
+    Embeddings (and tied output layers), biases, norms and small tensors have float32 states. ``"muon"`` updates the
+    matrices of blocks, and AdamW updates all other parameters.
 
     Args:
         name: key of ``OPTIMIZERS``.
         network: the model.
-        lr: learning rate; None is the default of the optimizer.
-        weight_decay: weight decay of the groups that decay; None is the default of the optimizer.
+        lr: learning rate; None selects the default of the optimizer.
+        weight_decay: weight decay of the groups that decay; None selects the default of the optimizer.
         options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
-        weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"``, ``"nearest"``;
-            None is ``"split"``. Optimizers other than AdamW and Lion always round to nearest.
+        weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"`` or
+            ``"nearest"``; None selects ``"split"``. Optimizers other than AdamW and Lion always round to nearest.
         blocks: the blocks of ``network``, whose matrices ``"muon"`` updates. None searches for blocks.
 
     Raises:
-        PlanError: no parameter requires a gradient, the class does not have one of ``options``, or Muon finds no
+        PlanError: no parameter requires a gradient, the class does not accept one of ``options``, or Muon finds no
             matrix.
 
     Example:
@@ -97,7 +98,8 @@ def make_optimizer(
 
 
 def keeps_updates(optimizer: Optimizer) -> bool:
-    """Return True if bfloat16 weights keep the small updates of ``optimizer``, as far as roomier can determine."""
+    """Return True if bfloat16 weights do not lose the small updates of ``optimizer``, as far as roomier can
+    determine."""
     if isinstance(optimizer, (BlockwiseAdamW, Lion)):
         return True
     return not any(each.dtype is torch.bfloat16 for group in optimizer.param_groups for each in group["params"])
@@ -112,7 +114,8 @@ def _class_of(name: str, weight_rounding: str | None) -> type[Optimizer]:
 def _groups(
     name: str, kind: type[Optimizer], trained: Sequence[tuple[nn.Parameter, Trait]], decay: float
 ) -> list[dict[str, Any]]:
-    """Return parameter groups, groups with weight decay first. The model summary prints ``"holds"`` of each group."""
+    """Return parameter groups. Groups with weight decay are first in the list. The model summary prints the entry
+    ``"holds"`` of each group."""
     groups: dict[str, dict[str, Any]] = {}
     settings: dict[str, Any]
     for parameter, trait in sorted(trained, key=lambda each: _rank(name, each[1])):
@@ -140,6 +143,6 @@ def _rank(name: str, trait: Trait) -> int:
 
 
 def _has_fused(name: str, parameter: nn.Parameter) -> bool:
-    if name == "sgd" and is_sharded(parameter):  # for sharded parameters, torch 2.13 only has Adam's kernels
+    if name == "sgd" and is_sharded(parameter):  # for sharded parameters, torch 2.13 has only Adam's fused kernels
         return False
-    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")
+    return parameter.is_floating_point() and name in capabilities_of(parameter.device).fused_optimizers

@@ -13,7 +13,7 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.optim.local import is_sharded
 
 FIELD = "configure_optimizers"
-# torch 2.13 lacks DTensor operations for these optimizers, which would fail in the first step.
+# torch 2.13 lacks the DTensor operations that these optimizers require, so their first step would fail.
 _OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 _FUSED_OF_WHOLE_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
@@ -26,7 +26,7 @@ class LRSchedulerConfig:
         scheduler: the scheduler.
         interval: ``"epoch"`` or ``"step"`` (optimizer steps).
         frequency: number of intervals per step of the scheduler.
-        reduce_on_plateau: whether ``step`` takes the value of ``monitor``.
+        reduce_on_plateau: whether ``step`` accepts the value of ``monitor``.
         monitor: name of the logged metric.
         strict: whether a missing ``monitor`` raises an error instead of printing a notice.
         name: name in LearningRateMonitor.
@@ -58,7 +58,7 @@ def read_configured(returned: Any) -> Configured:
     """Convert the value that ``configure_optimizers`` returned.
 
     Raises:
-        RoomierError: the value does not have a documented form.
+        RoomierError: the value does not have any documented form.
     """
     if returned is None:
         return Configured()
@@ -89,7 +89,8 @@ def read_configured(returned: Any) -> Configured:
 
 
 def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
-    """Reject an optimizer of other parameters and a scheduler of another optimizer. Neither would affect the model.
+    """Reject an optimizer that updates parameters of a different model, and a scheduler of a different optimizer.
+    Neither would affect the model.
 
     Args:
         configured: optimizers and schedulers of the module.
@@ -113,7 +114,8 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
             )
     for config in configured.schedulers:
         if isinstance(config.scheduler, LRScheduler):
-            # Groups are compared instead of optimizers, because a wrapper of an optimizer shares its groups.
+            # Groups are compared instead of optimizers, because a wrapper of an optimizer shares the optimizer's
+            # groups.
             steered = [id(group) for group in config.scheduler.optimizer.param_groups]
             if not any(id(group) in steered for group in groups):
                 raise RoomierError(

@@ -19,10 +19,12 @@ class Trait:
     """Classification of one parameter.
 
     Attributes:
-        decays: whether weight decay applies to the parameter. It does not apply to biases and the scales of norms.
-        is_looked_up: whether it is an embedding, or tied to one.
-        is_large_matrix: whether it is a large weight that is not looked up, for low-bit states.
-        is_hidden: whether it is a matrix of a block.
+        decays: whether weight decay applies to the parameter. Weight decay does not apply to biases and the scales of
+            norms.
+        is_looked_up: whether the parameter is an embedding, or tied to an embedding.
+        is_large_matrix: whether the parameter is a large weight that is not looked up. Such a parameter can have
+            low-bit states.
+        is_hidden: whether the parameter is a matrix of a block.
     """
 
     decays: bool
@@ -34,7 +36,7 @@ class Trait:
 def trained_parameters(
     network: nn.Module, blocks: Sequence[nn.Module] | None = None
 ) -> list[tuple[nn.Parameter, Trait]]:
-    """Return the parameters that require gradients in the order of the network. Tied parameters appear one time.
+    """Return the parameters that require gradients, in the order of the network. Tied parameters appear one time.
 
     Args:
         blocks: the blocks of ``network``. None searches for blocks.

@@ -6,8 +6,8 @@ Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06
     x = x - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * x)
     m = beta2 * m + (1 - beta2) * g
 
-Every weight moves by the same step, so the paper uses a learning rate of a third to a tenth of AdamW's, and a weight
-decay that is larger by the same factor (section 5).
+Every weight changes by the same step. Therefore, the paper uses a learning rate that is 3 to 10 times smaller than
+AdamW's, and a weight decay that is larger by the same factor (section 5).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from roomier.core.errors import RoomierError
 from roomier.optim.local import first_element, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # for stochastic rounding: the noise does not have to differ between runs
+SEED = 0  # seed for stochastic rounding; all runs can use the same noise
 
 
 class Lion(Optimizer):
-    """The Lion optimizer, see [Note: Lion]. Each rank updates its shard of sharded parameters.
+    """The Lion optimizer, see [Note: Lion]. Each rank updates its shard of each sharded parameter.
 
     Args:
-        params: as for any optimizer; float32 or bfloat16.
-        lr: size of the step of each weight.
+        params: as for any optimizer; the parameters must be float32 or bfloat16.
+        lr: step size of each weight.
         betas: decay rates of the mean whose sign is used, and of the stored momentum.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
@@ -58,7 +58,7 @@ class Lion(Optimizer):
             self._index[parameter] = len(self._index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy only has the attributes that torch stores
+        super().__setstate__(state)  # a copy has only the attributes that torch stores
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self._index = {parameter: index for index, parameter in enumerate(parameters)}
 

@@ -1,6 +1,7 @@
 """This rank's shard of a tensor, for elementwise optimizers.
 
-An elementwise update requires no communication. It runs on ordinary tensors and does not depend on the sharding.
+An elementwise update requires no communication. The optimizer runs on ordinary tensors and does not depend on the
+sharding.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     """Return True if ``tensor`` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # slow to import, and already imported if a tensor is sharded
+    from torch.distributed.tensor import DTensor  # slow import; a sharded tensor already loaded it
 
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of ``tensor`` without gradient, as a view. An ordinary tensor is returned in full."""
+    """Return this rank's shard of ``tensor``, without a gradient, as a view. An ordinary tensor is returned in full."""
     return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
 
 

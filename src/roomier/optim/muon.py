@@ -2,16 +2,18 @@
 
 [Note: Muon]
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is the momentum ``B`` of a
-matrix, transformed such that all singular values are near 1, by ``ns_steps`` rounds of a Newton-Schulz iteration in
-bfloat16. Option names and defaults (except ``adjust_lr_fn``) are the same as in ``torch.optim.Muon``, and results are
-bitwise equal. The update has singular values near 1 for any gradient, so its learning rate has a different scale than
-AdamW's. The default ``adjust_lr_fn="match_rms_adamw"`` scales updates to the size of AdamW's (Liu et al. 2025, "Muon is
-Scalable for LLM Training", section 2.2), so that both can use one learning rate and schedule.
+matrix after a transformation that sets all singular values close to 1. The transformation runs ``ns_steps`` rounds of a
+Newton-Schulz iteration in bfloat16. Option names and defaults (except ``adjust_lr_fn``) are the same as in
+``torch.optim.Muon``, and results are bitwise equal. The update has singular values near 1 for any gradient, so Muon's
+learning rate has a different scale than AdamW's learning rate. The default ``adjust_lr_fn="match_rms_adamw"`` scales
+updates to the size of AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so Muon and
+AdamW can use the same learning rate and schedule.
 
 [Note: sharded matrices]
-The iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one matrix at a time,
-in the dtype of the gradient. Every rank runs the iteration on the full update and keeps its rows. The result equals the
-result of a single rank. The iteration takes the same time as with replicas (ddp), and the traffic doubles.
+The Newton-Schulz iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one
+matrix at a time, in the dtype of the gradient. Every rank runs the iteration on the full update and applies the rows of
+its shard. The result on several ranks equals the result of a single rank. The iteration takes the same time as with
+replicas (ddp), but the communication traffic is two times as large.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from roomier.core import torch_private
+from roomier.device.capability import capabilities_of
 from roomier.optim.local import is_sharded, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -34,17 +37,19 @@ class Muon(Optimizer):
     """Muon with AdamW for the other parameters, see [Note: Muon].
 
     Args:
-        params: groups; Muon updates the matrices of groups with ``"is_hidden": True``, and AdamW updates the others.
+        params: groups; Muon updates the matrices of groups with ``"is_hidden": True``, and AdamW updates the other
+            groups.
         lr: learning rate of both.
-        weight_decay: decoupled weight decay of both, multiplied by ``lr`` in each step.
-        momentum: decay rate of Muon's mean of gradients.
+        weight_decay: decoupled weight decay of both optimizers, multiplied by ``lr`` in each step.
+        momentum: decay rate of Muon's gradient average.
         nesterov: whether the update uses Nesterov momentum.
         ns_coefficients: coefficients of the Newton-Schulz polynomial.
         ns_steps: number of iterations.
-        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the root of rows per column).
+        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the square root of the ratio of rows to
+            columns).
         betas: decay rates of AdamW.
         eps: eps of AdamW.
-        adamw_lr: separate learning rate for AdamW; None is ``lr``.
+        adamw_lr: separate learning rate for AdamW; None selects ``lr``.
     """
 
     def __init__(
@@ -69,13 +74,14 @@ class Muon(Optimizer):
         if hidden:  # runs torch's checks of settings and shapes; a sharded matrix has its unsharded shape
             torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, **settings)  # type: ignore[arg-type]
         rest = lr if adamw_lr is None else adamw_lr
-        is_fused = all(each.device.type in ("cpu", "cuda", "mps") for group in others for each in group["params"])
+        devices = {each.device for group in others for each in group["params"]}
+        is_fused = all("adamw" in capabilities_of(device).fused_optimizers for device in devices)
         self._adamw = AdamW(others, rest, betas, eps, weight_decay, fused=is_fused) if others else None
         shared = [] if self._adamw is None else self._adamw.param_groups
         super().__init__([{**settings, **group} for group in hidden] + shared, {"lr": lr, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy only has the attributes that torch stores
+        super().__setstate__(state)  # a copy has only the attributes that torch stores
         others = [dict(group) for group in self.param_groups if not group.get("is_hidden")]
         self._adamw = AdamW(others) if others else None
 
@@ -126,7 +132,7 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
 
 
 def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
-    """Return the factor of the learning rate for a matrix of this shape."""
+    """Return the learning-rate factor for a matrix of this shape."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1, shape[0] / shape[1]))

@@ -1,30 +1,30 @@
-"""1-bit Adam: Adam that communicates its momentum as signs after the variance has settled.
+"""1-bit Adam: Adam that sends its momentum as signs after the variance has stabilized.
 
 [Note: 1-bit Adam]
 Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (arXiv
-2102.02888), Algorithm 1. For ``freeze_step`` steps, the algorithm is Adam on gradients that are averaged in full
-precision. Then the variance ``v`` is frozen, and rank ``i`` with its local gradient ``g_i`` sends only the momentum, as
-signs ``C[.]``:
+2102.02888), Algorithm 1. For the first ``freeze_step`` steps, the algorithm is Adam on gradients that are averaged in
+full precision. After these steps, the variance ``v`` is frozen, and rank ``i`` with its local gradient ``g_i`` sends
+only the momentum, as signs ``C[.]``:
 
     m_i = beta1 * m + (1 - beta1) * g_i
     c_i = C[m_i + e_i];                  e_i = m_i + e_i - c_i         each rank, with its error e_i
     m = C[mean over ranks of c_i + s];   s = mean of c_i + s - m       the owner of each shard, with its error s
     x = x - lr * m / (sqrt(v) + eps)                                   each rank, with all shards of m
 
-Details that the paper leaves open or that differ: both moments have the bias correction of torch's Adam, and ``v``
-keeps the correction of the step at which it was frozen, so updates are continuous; weight decay is decoupled, as in
-AdamW; scales belong to blocks and are means of absolute values (see ``sign_code.py``); and a frozen variance is at
-least :data:`LEAST_VARIANCE` times the mean over its tensor. The code gives all elements of a block the same size, so an
-element with a variance near zero (the row of a rare token) would otherwise make large steps from the noise of its
-neighbors.
+The paper leaves some details open, and others differ here. Both moments have the bias correction of torch's Adam. ``v``
+retains the correction of the step at which it was frozen, so updates are continuous. Weight decay is decoupled, as in
+AdamW. Scales belong to blocks and are means of absolute values (see ``sign_code.py``). A frozen variance is at least
+:data:`LEAST_VARIANCE` times the mean over its tensor. The code represents all elements of a block with the same
+absolute value. Without this lower bound, an element with a variance near zero (the row of a rare token) would make
+large steps from the noise of its neighbors.
 
 [Note: bytes per rank]
-Bytes per parameter in addition to its fp32 weight (4) and gradient (4), on N ranks. Before the freeze: 8/N (both
-moments of this rank's shard; the owner updates the weights of its shard, and all ranks gather them), and one bucket of
-messages. After the freeze: 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``), 4/N for ``s``, 0.16
-for ``m``, which is stored as its code, and 0.31 for messages within a step. Each rank applies the full update, so
-weights, ``e`` and the denominator cannot be sharded: gathering weights from their owners would cost more traffic than
-the signs save.
+This note lists the bytes per parameter in addition to its fp32 weight (4) and gradient (4), on N ranks. Before the
+freeze: 8/N (both moments of this rank's shard; the owner updates the weights of its shard, and all ranks gather them),
+and one bucket of messages. After the freeze: 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``),
+4/N for ``s``, 0.16 for ``m``, which is stored as its code, and 0.31 for messages within a step. Each rank applies the
+full update, so weights, ``e`` and the denominator cannot be sharded: gathering weights from their owners would cost
+more traffic than the signs save.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class OneBitAdam(Optimizer):
         betas: decay rates of the momentum and of the variance.
         eps: added to the root of the variance.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
-        freeze_step: number of steps in full precision. The paper uses 15 to 25 % of a run, at least until the learning
-            rate has warmed up and the variance has settled.
+        freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of a run, and at least the
+            steps until the learning rate has warmed up and the variance has stabilized.
         rounds_variance: whether to store the frozen denominators in bfloat16 (zero1).
     """
 
@@ -84,7 +84,7 @@ class OneBitAdam(Optimizer):
         self._exchange = Exchange()
         self._num_steps = 0
         self._mesh: DeviceMesh | None = None
-        # Groups must not change from here on, because the momentum code is laid out for these parameters.
+        # Groups must not change after this line, because the momentum code is laid out for these parameters.
         self._entries = [(p, group) for group in self.param_groups for p in group["params"] if p.numel()]
         self._pieces = [Pieces(p.numel(), self._exchange.num_ranks) for p, _ in self._entries]
         self._code: SignCode | None = None
@@ -92,7 +92,7 @@ class OneBitAdam(Optimizer):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the variance is frozen and the momentum is sent as signs."""
+        """True if the variance is frozen and the momentum is sent as signs."""
         return self._momentum is not None
 
     @property
@@ -124,7 +124,8 @@ class OneBitAdam(Optimizer):
     # ---- in full precision ---------------------------------------------------------------------------------------
 
     def _buckets(self) -> Iterator[list[int]]:
-        """Yield indices of parameters whose gradients are averaged together: one dtype, up to a maximum size."""
+        """Yield the indices of parameters whose gradients are averaged together. The parameters have the same dtype,
+        and their total size is limited."""
         bucket: list[int] = []
         num_elements = 0
         for index, (parameter, _) in enumerate(self._entries):
@@ -138,7 +139,8 @@ class OneBitAdam(Optimizer):
             yield bucket
 
     def _step_exact(self, bucket: list[int]) -> None:
-        """Run Adam: each rank reduces and updates its shard of each parameter in ``bucket``, and all gather them."""
+        """Run Adam: each rank reduces and updates its shard of each parameter in ``bucket``, and all ranks gather the
+        updated shards."""
         sizes = [self._pieces[index].size for index in bucket]
         example = self._entries[bucket[0]][0]
         num_ranks, rank = self._exchange.num_ranks, self._exchange.rank
@@ -182,7 +184,8 @@ class OneBitAdam(Optimizer):
             variance.clamp_(min=variance.mean() * LEAST_VARIANCE)
             correction = 1 - group["betas"][1] ** self._num_steps
             self._hold_denominator(parameter, variance.div_(correction).sqrt_().add_(group["eps"]))
-            # The first compressed momentum starts from the exact one, which is stored in the error while the code is 0.
+            # The first compressed momentum starts from the exact momentum, which is stored in the error while the code
+            # is 0.
             momentum = self._gather(index, state.pop("exp_avg"))
             state["server_error"] = torch.zeros_like(self._own(index, momentum))
             state["worker_error"] = momentum.mul_(group["betas"][0])
@@ -239,7 +242,7 @@ class OneBitAdam(Optimizer):
         return flat[self._pieces[index].slice_of(self._exchange.rank)]
 
     def _gather(self, index: int, own: Tensor) -> Tensor:
-        """Return the unsharded tensor (``[numel]``, new) of which each rank holds the shard ``own``."""
+        """All-gather the shards ``own`` of all ranks and return the unsharded tensor (``[numel]``, in new memory)."""
         pieces = self._pieces[index]
         rows = own.new_zeros(self._exchange.num_ranks, pieces.size)
         rows[self._exchange.rank, : len(own)] = own
@@ -251,9 +254,9 @@ class OneBitAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return states by parameter index, as DTensors sharded across ranks (ordinary tensors on one rank).
 
-        Before the freeze: ``exp_avg`` and ``exp_avg_sq``. After it: ``exp_avg``, ``denominator``, ``server_error``,
-        each ``[numel]``, and ``worker_error``, ``[num_ranks, numel]``, one row per rank. Existing tensors are not
-        copied.
+        Before the freeze: ``exp_avg`` and ``exp_avg_sq``. After the freeze: ``exp_avg``, ``denominator``,
+        ``server_error``, each ``[numel]``, and ``worker_error``, ``[num_ranks, numel]``, one row per rank. Existing
+        tensors are not copied.
         """
         indices = self._indices()
         states = {}
@@ -293,8 +296,9 @@ class OneBitAdam(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. Tensors can be unsharded or sharded. Every rank must call this method.
 
-        If the number of ranks differs, errors of several ranks are merged, or some ranks start with a zero error. The
-        mean of the errors, which is the part missing from the average over the ranks, does not change.
+        If the number of ranks differs from the number in the checkpoint, errors of several ranks are merged, or some
+        ranks start with a zero error. The mean of the errors does not change. This mean is the part missing from the
+        average over the ranks.
 
         Raises:
             CheckpointError: the states of a parameter are missing.
@@ -336,7 +340,8 @@ class OneBitAdam(Optimizer):
         rank, num_ranks = self._exchange.rank, self._exchange.num_ranks
         momentum, error = (saved[name].to(device, dtype) for name in ("exp_avg", "server_error"))
         self._hold_denominator(parameter, self._gather(index, saved["denominator"].to(device, dtype)))
-        # If the shards differ, blocks no longer have one size. The rounding of the code is added to the error.
+        # If the shards differ, the elements of a block no longer have the same absolute value. The rounding error of
+        # the code is added to the error.
         row = self._momentum[rank]
         coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=num_ranks == num_ranks_then)
         error = error.add(momentum - coded, alpha=beta1)
@@ -353,7 +358,7 @@ class OneBitAdam(Optimizer):
     def _as_shard(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
         if self._exchange.num_ranks == 1:
             return local
-        from torch.distributed.device_mesh import init_device_mesh  # slow to import, and not needed by one process
+        from torch.distributed.device_mesh import init_device_mesh  # slow import that one process does not need
         from torch.distributed.tensor import DTensor, Shard
 
         if self._mesh is None:
@@ -381,7 +386,7 @@ def onebit_options(
 
     Args:
         options: options of the user.
-        num_steps: returns the optimizer steps of the run, infinite if unknown.
+        num_steps: function that returns the optimizer steps of the run, infinite if unknown.
         lr_warmup_steps: steps of the learning rate warm-up.
         cuts: whether the strategy is zero1.
 

@@ -1,21 +1,21 @@
 """Storage of bfloat16 weights for an optimizer that computes in float32.
 
 A bfloat16 number is the upper half of a float32 number. An update below 2^-9 of a weight is lost if the sum is rounded
-to nearest. Two methods avoid this, exactly or on average:
+to nearest. Two methods prevent this loss, exactly or on average:
 
 [Note: split]
 The 16 low bits of each weight are stored separately, as a signed integer tensor of the same shape. The weight is
-rounded to nearest, with ties *away* from zero: the bits of the weight are ``(bits + 0x8000) >> 16``, and the remainder
-is in ``[-0x8000, 0x7fff]``. Weight and remainder together restore every float32 number exactly. With ties to even, as
-in a cast, a remainder of half a step would represent two numbers. NaN is restored as one of its codes, and a number
-that rounds beyond the largest bfloat16 number is infinite only in the weight.
+rounded to nearest, with ties *away* from zero. The bits of the weight are ``(bits + 0x8000) >> 16``, and the remainder
+is in ``[-0x8000, 0x7fff]``. Weight and remainder together restore every float32 number exactly. If ties were rounded to
+even, as in a cast, a remainder of half a step would represent two numbers. NaN is restored as one of its bit patterns,
+and a number that rounds beyond the largest bfloat16 number is infinite only in the weight.
 
 [Note: stochastic]
 16 random bits are added to the float32 number before the lower half is truncated. A weight is rounded up with a
-probability equal to its distance from the number below, so the mean of many roundings is the number itself. The random
-bits are a hash of the element's position in the *unsharded* tensor and of a key (:func:`noise_key`) from seed, step and
-parameter index. No generator has to be saved. A resumed run draws the same bits, and so does each rank for its shard.
-Replicas of a parameter stay identical.
+probability equal to its distance from the next lower bfloat16 number, so the mean of many roundings equals the float32
+number. The random bits are a hash of the element's position in the *unsharded* tensor and of a key (:func:`noise_key`),
+which is computed from seed, step and parameter index. No generator has to be saved. A resumed run uses the same random
+bits, and so does each rank for its shard. Replicas of a parameter stay identical.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _MASK = 0xFFFFFFFF
 
 
 def chunks(num_elements: int, size: int = CHUNK) -> Iterator[slice]:
-    """Yield slices of a flat tensor with ``size`` elements each."""
+    """Yield slices of a flat tensor that have ``size`` elements each."""
     for start in range(0, num_elements, size):
         yield slice(start, min(start + size, num_elements))
 
 
 def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, list[Any]]]:
-    """Yield flat chunks of ``weight`` and ``others``, which have the same elements, each with the position of its first
-    element. Tensors that are not contiguous are yielded in full."""
+    """Yield flat chunks of ``weight`` and ``others``, which have the same number of elements. Each chunk is yielded
+    with the position of its first element. Tensors that are not contiguous are yielded in full."""
     tensors = [weight, *others]
     if not all(each is None or each.is_contiguous() for each in tensors):
         yield 0, tensors
@@ -54,7 +54,7 @@ def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, li
 
 
 def empty_low_bits(weight: Tensor) -> Tensor:
-    """Return low bits for the current ``weight`` (int16, sharded like the weight): all zero."""
+    """Return zeros as the low bits for the current ``weight`` (int16, with the same sharding as the weight)."""
     return torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
 
 
@@ -62,7 +62,8 @@ def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
     """Return the float32 number of each element of an ordinary tensor (any shape).
 
     Args:
-        weight: bfloat16 tensor; a tensor of another dtype is returned unchanged, and :func:`write` then has no effect.
+        weight: bfloat16 tensor; a tensor of a different dtype is returned unchanged, and :func:`write` then has no
+            effect.
         low_bits: result of :func:`empty_low_bits`, as updated by :func:`write`.
     """
     if weight.dtype is not torch.bfloat16:
@@ -76,13 +77,13 @@ def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
 def write(
     weight: Tensor, value: Tensor, *, low_bits: Tensor | None = None, key: int | None = None, first: int = 0
 ) -> None:
-    """Write ``value`` (float32) to ``weight``: exactly with ``low_bits``, stochastically with ``key``, otherwise
-    rounded to nearest.
+    """Write ``value`` (float32) to ``weight``. The value is stored exactly with ``low_bits``, rounded stochastically
+    with ``key``, and otherwise rounded to nearest.
 
     Args:
         weight: an ordinary tensor; if it is not bfloat16, ``value`` is copied.
         value: float32 numbers of the same shape.
-        low_bits: int16, of the shape of ``weight``.
+        low_bits: int16 tensor with the shape of ``weight``.
         key: result of :func:`noise_key`.
         first: flat position of the first element of ``weight`` in the unsharded parameter; used with ``key`` only.
     """
@@ -112,7 +113,8 @@ def noise_key(seed: int, step: int, index: int) -> int:
 
 
 def noise(key: int, first: int, num_elements: int, device: torch.device | None = None) -> Tensor:
-    """Return ``num_elements`` uniformly distributed random int16 for the elements from ``first`` on.
+    """Return ``num_elements`` uniformly distributed random int16 values for consecutive elements that start at
+    ``first``.
 
     Two elements share a 32-bit word, which is the hash "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018)
     of its position and the key.

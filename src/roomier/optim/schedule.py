@@ -1,4 +1,5 @@
-"""Learning rate schedules selected by a string: warm-up, then constant, linear or cosine to a final rate."""
+"""Learning rate schedules selected by a string: warm-up, followed by a constant rate, or a linear or cosine decay to a
+final rate."""
 
 import math
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass
 class Factor:
-    """Factor of the learning rate at a step (0 is the first).
+    """Factor of the learning rate at a step (the first step is 0).
 
-    Linear warm-up over ``warmup_steps``, then the schedule ``name`` over the rest of ``num_steps`` to ``min_lr_ratio``.
-    The cosine is SGDR (Loshchilov and Hutter 2017, equation 5) without restarts.
+    Linear warm-up over ``warmup_steps``, followed by the schedule ``name`` over the remaining steps of ``num_steps`` to
+    ``min_lr_ratio``. The cosine schedule is SGDR (Loshchilov and Hutter 2017, equation 5) without restarts.
 
     Attributes:
         name: one of ``SCHEDULES``.
@@ -56,7 +57,8 @@ def make_schedule(
         min_lr_ratio: final rate divided by the peak rate.
 
     Raises:
-        PlanError: the schedule requires the length of the run, which is unknown, or the warm-up is longer than the run.
+        PlanError: the schedule requires the length of the run but the length is unknown, or the warm-up is longer than
+            the run.
     """
     if name != "constant" and not math.isfinite(num_steps):
         raise PlanError("lr_schedule", name, "requires the number of steps of the run", "Set max_steps on the Trainer")
@@ -69,17 +71,17 @@ def make_schedule(
 
 
 def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
-    """Resume a ``schedule`` of :func:`make_schedule`, which a Plan selected, at the step of ``saved``.
+    """Resume a ``schedule`` that a Plan selected and :func:`make_schedule` created, at the step of ``saved``.
 
-    Only the step is read from the state. The shape and the length of the schedule come from the new run, and the peak
-    rates from its optimizer (``initial_lr``), whose state must be loaded already. If none of them changed, the learning
-    rate is bitwise equal to the learning rate of a run without interruption.
+    Only the step is read from the state. The shape and the length of the schedule come from the new run. The peak rates
+    (``initial_lr``) come from the optimizer of the new run, whose state must be loaded already. If none of these values
+    changed, the learning rate is bitwise equal to the learning rate of a run without interruption.
 
     Args:
         schedule: scheduler of the new run.
         saved: saved state of the scheduler.
-        num_steps: optimizer steps of the run, including earlier parts; None if ``schedule`` was created for the same
-            number as in ``saved``.
+        num_steps: optimizer steps of the run, including earlier parts; None if ``schedule`` was created for the number
+            of steps in ``saved``.
     """
     (factor,) = {id(each): each for each in schedule.lr_lambdas}.values()
     assert isinstance(factor, Factor)

@@ -39,7 +39,7 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
     """Check the stored state ``saved`` of ``scheduler``.
 
     Args:
-        groups: the stored parameter groups of its optimizer.
+        groups: the stored parameter groups of the scheduler's optimizer.
         place: path of ``saved``, for the error.
 
     Raises:
@@ -83,7 +83,7 @@ def _check_function(function: Any, saved: Any, place: str) -> None:
 
 
 def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:
-    """Compute the next rate with a copy of a torch scheduler, or the current rate at the end of a schedule."""
+    """Compute the next rate with a copy of a torch scheduler. At the end of a schedule, compute the current rate."""
     is_known = type(scheduler).__module__ == LRScheduler.__module__ and type(scheduler).get_lr is not LRScheduler.get_lr
     if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # these call functions of the user
         return None

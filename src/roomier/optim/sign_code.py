@@ -1,16 +1,16 @@
-"""Tensors as their signs: one bit per element and one scale per block, in rows of bytes that ranks exchange.
+"""Code for tensors as signs, with one bit per element and one scale per block, in rows of bytes that ranks exchange.
 
 [Note: which scale]
 A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale has the
-least error, and the norm of the error never exceeds the norm of the block, which keeps error feedback bounded
-(Karimireddy et al. 2019, arXiv 1901.09847, lemma 8). The root mean square, which preserves the norm, can have a squared
-error of up to twice the squared norm of the block. Blocks never span two tensors, because one scale for the model would
-give norms and embeddings the size of its matrices.
+smallest error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded (Karimireddy
+et al. 2019, arXiv 1901.09847, lemma 8). The root mean square preserves the norm, but it can have a squared error of up
+to two times the squared norm of the block. Blocks never span two tensors, because a single scale for the model would
+give norms and embeddings the size of the model's matrices.
 
 [Note: shards]
-A tensor of ``n`` elements is divided among ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
-elements. The last shards can be shorter or empty. Row ``r`` contains shard ``r`` of every tensor: first the bits of all
-tensors, then the scales of all tensors. In the code, a shard is padded to full blocks.
+A tensor of ``n`` elements is sharded across ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
+elements. The last shards can be shorter or empty. Row ``r`` contains shard ``r`` of every tensor. The bits of all
+tensors come first, followed by the scales of all tensors. In the code, a shard is padded to full blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 BLOCK = 128
 _BITS_BYTES = BLOCK // 8
 _SCALE_BYTES = 4
-_PACK = 0x0102040810204080  # multiplied by eight bytes of 0 or 1, it collects them in the highest byte
+_PACK = 0x0102040810204080  # a product with eight bytes of 0 or 1 collects the bits in the highest byte
 
 
 class Pieces:
@@ -54,7 +54,8 @@ class Pieces:
         return flat
 
     def _parts(self, rows: Tensor) -> list[tuple[slice, Tensor]]:
-        """Return the full shards and the partial one, each as a slice of the tensor and its place in ``rows``."""
+        """Return the full shards and the partial shard, each as a slice of the tensor and the matching region of
+        ``rows``."""
         num_full, rest = divmod(self.numel, self.size) if self.numel else (0, 0)
         full = slice(0, num_full * self.size), rows[:num_full, : self.size]
         return [full, (slice(num_full * self.size, self.numel), rows[num_full, :rest])] if rest else [full]
@@ -91,7 +92,8 @@ class SignCode:
         return torch.zeros(self.num_ranks, self.row_bytes, dtype=torch.uint8, device=self._device)
 
     def encode(self, index: int, flat: Tensor, rows: Tensor) -> Tensor:
-        """Write the code of tensor ``index`` to ``rows``, and return the values that it represents (``[numel]``)."""
+        """Write the code of tensor ``index`` to ``rows``, and return the values (``[numel]``) that the code
+        represents."""
         pieces, width = self.pieces[index], self._num_blocks[index] * BLOCK
         if pieces.numel == self.num_ranks * width:
             padded = flat.view(self.num_ranks, width)
@@ -101,7 +103,7 @@ class SignCode:
         return pieces.from_rows(self._encode(index, padded, rows, self._counts[index]))
 
     def encode_piece(self, index: int, piece: Tensor, row: Tensor, rank: int, *, takes_largest: bool = False) -> Tensor:
-        """Encode the shard of ``rank`` alone into its ``row``. ``piece`` and the result are flat.
+        """Encode only the shard of ``rank`` into its ``row``. ``piece`` and the result are flat.
 
         Args:
             takes_largest: use the largest absolute value as scale, so that decoded values are encoded without error.
@@ -117,8 +119,8 @@ class SignCode:
         return self.pieces[index].from_rows(self._decode(index, rows, dtype))
 
     def decode_sources(self, index: int, rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-        """Return the shard of ``rank`` as sent by each source: ``[len(rows), numel of the shard]``, one row per
-        source."""
+        """Return the shard of ``rank`` from each source, as a tensor ``[len(rows), numel of the shard]`` with one row
+        per source."""
         inside = self.pieces[index].slice_of(rank)
         return self._decode(index, rows, dtype)[:, : inside.stop - inside.start]
 
@@ -144,8 +146,8 @@ class SignCode:
         return bits, rows[:, begin : begin + num_blocks * _SCALE_BYTES].view(torch.float32)
 
     def _elements_by_block(self, index: int) -> int | Tensor:
-        """Return the elements of each block without padding, at least 1: ``[num_ranks, blocks]``, or a common
-        number."""
+        """Return the number of elements of each block without padding, at least 1. The result is a tensor ``[num_ranks,
+        blocks]``, or one number if all blocks are equal."""
         pieces, num_blocks = self.pieces[index], self._num_blocks[index]
         if pieces.numel == self.num_ranks * num_blocks * BLOCK:
             return BLOCK

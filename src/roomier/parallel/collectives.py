@@ -1,10 +1,10 @@
 """All-gather and reduce-scatter for ranks on gloo, overlapped with computation.
 
 Each rank sends to every other rank only the shard that the other rank needs. The collectives of gloo copy full-size
-buffers. For 8 Mi floats on two ranks over loopback, an all-gather takes 30 ms and a reduce-scatter 40 ms with gloo, and
-10 ms and 11 ms with this module (2 cores, torch 2.13). ``fully_shard`` has no streams on a CPU, so this module decides
-when to wait. It waits for an all-gather when the result is copied out, and for a reduction when the next reduction
-begins or when backward ends.
+buffers. For 8 Mi floats on two ranks over loopback, an all-gather takes 30 ms with gloo and 10 ms with this module. A
+reduce-scatter takes 40 ms with gloo and 11 ms with this module (2 cores, torch 2.13). ``fully_shard`` has no streams on
+a CPU, so this module decides when to wait for a collective. This module waits for an all-gather when the result is
+copied out. It waits for a reduction when the next reduction begins or when backward ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 
-PATIENCE = timedelta(minutes=15)  # longer than the default hang_timeout, whose error names the late rank
+PATIENCE = timedelta(minutes=15)  # longer than the default hang_timeout, which raises an error that names the late rank
 
 
 class PairwiseAllGather:
@@ -59,7 +59,7 @@ class Reductions:
         self._finish = finish
 
     def finish(self) -> None:
-        """Finish the reduction that has started, if any."""
+        """Finish the pending reduction, if any."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -71,9 +71,9 @@ class PairwiseReduceScatter:
     Gradients are sent in ``wire_dtype`` and summed in the dtype of the result. Every rank sums in the order of the
     ranks.
 
-    ``fully_shard`` creates gradients from the result without reading its values, unless it adds them to the gradients
-    of an earlier micro-batch or of an earlier use of the unit. Therefore the first reduction of a unit in a step may
-    finish later.
+    ``fully_shard`` creates gradients from the result without reading its values, except if it adds them to the
+    gradients of an earlier micro-batch or of an earlier use of the unit. ``fully_shard`` does not read the result of a
+    unit's first reduction in a step, so this reduction may finish later.
 
     Args:
         reductions: pending reduction, shared by all units of a model.
@@ -89,7 +89,8 @@ class PairwiseReduceScatter:
         self._last_window = reductions.window
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized buffer. ``fully_shard`` requests the input first, then the smaller result."""
+        """Return an uninitialized buffer. ``fully_shard`` requests the input buffer first, and then the smaller result
+        buffer."""
         (num_elements,) = size
         is_result = 0 < num_elements < self._num_sent
         self._num_sent = 0 if is_result else num_elements
@@ -119,7 +120,8 @@ class PairwiseReduceScatter:
 
 
 def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start to send ``sent[i]`` to rank i of ``group`` and to receive ``received[i]`` from it, for all other ranks."""
+    """Start to send ``sent[i]`` to rank i of ``group`` and to receive ``received[i]`` from this rank, for all other
+    ranks."""
     operations = [
         dist.P2POp(function, tensors[peer], group=group, group_peer=peer)
         for peer in range(group.size())
@@ -143,7 +145,7 @@ def wait_for(work: Sequence[dist.Work]) -> None:
         for each in work:
             each.wait(PATIENCE)
     except RuntimeError as error:
-        # After a timeout, gloo reports the second message for all later operations.
+        # After a timeout, gloo raises the second of these messages for all later operations.
         if not any(told in str(error).lower() for told in ("timed out", "timeout caused pair closure")):
             raise
         raise TrainingError(

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 class FakeDDP(nn.Module):
     """Allocates and frees the same memory as ``DistributedDataParallel`` with ``gradient_as_bucket_view``.
 
-    No data is communicated. The buckets exist from construction. In a backward that reduces, each gradient is copied
-    into its bucket when it is complete, and becomes a view of the bucket. In a backward that does not reduce, gradients
-    accumulate outside the buckets.
+    No data is communicated. The buckets exist from construction. In a backward that reduces, each complete gradient is
+    copied into its bucket and becomes a view of the bucket. In a backward that does not reduce, gradients accumulate
+    outside the buckets.
 
     Args:
         module: wrapped module.
-        **options: further arguments of DDP, which are ignored.
+        **options: additional arguments of DDP, which are ignored.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -33,11 +33,11 @@ class FakeDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Ignore the hook. The memory of its compressed gradients is not counted."""
+        """Ignore the hook. The memory of the compressed gradients is not counted."""
 
     @torch.no_grad()
     def _into_bucket(self, parameter: Tensor) -> None:
         if self.require_backward_grad_sync and parameter.grad is not None:
-            bucket = self._buckets[parameter]  # type: ignore[index]  # torch types hooks for any tensor
+            bucket = self._buckets[parameter]  # type: ignore[index]  # torch declares the hook for any tensor
             bucket.copy_(parameter.grad)
             parameter.grad = bucket

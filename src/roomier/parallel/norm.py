@@ -14,7 +14,7 @@ from roomier.core import torch_private
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients of ``parameters`` as ``torch.nn.utils.clip_grad_norm_`` does, over all shards.
+    """Clip the gradients of ``parameters`` by their norm over all shards, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     This requires one collective.
 
@@ -38,7 +38,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def over_ranks(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the norm (0-dim) of a sharded tensor from the norm of the shard on each rank of ``group``."""
+    """Compute the norm (0-dim) of a sharded tensor from the shard norms of all ranks in ``group``, and return it."""
     square = norm.square()
     dist.all_reduce(square, group=group)
     return square.sqrt()

@@ -1,4 +1,4 @@
-"""Strategy without gradient communication in backward: the optimizer communicates instead (1-bit Adam)."""
+"""Strategy without gradient communication in backward. The optimizer communicates instead (1-bit Adam)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Inst
 class OwnGradients:
     """Implementation of :class:`roomier.engine.parallel.Parallel` without collectives in backward.
 
-    Every rank holds the full model and the gradients of the batches it computes.
+    Every rank stores the full model and the gradients of the batches that it computes.
 
     Args:
         network: unsharded model. Its values are copied from rank 0.
@@ -47,7 +47,7 @@ class OwnGradients:
         self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Call before the forward of each micro-batch of a step."""
+        """This method is called before the forward of each micro-batch of a step."""
 
     def begin_backward(self) -> None:
         """Call before each backward."""
@@ -64,7 +64,7 @@ class OwnGradients:
         """This method is a no-op, because no parameter is sharded."""
 
     def trained_parameters_changed(self) -> None:
-        """This method is a no-op, because the optimizer averages the gradients that exist."""
+        """This method is a no-op, because the optimizer averages all existing gradients."""
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         _refuse_to_clip(max_norm)

@@ -1,15 +1,15 @@
-"""Parameters that each rank stores as a shard, and that initialization code can fill as full tensors.
+"""Parameters that each rank stores as a shard. Initialization code can fill these parameters as full tensors.
 
 [Note: pages]
-Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It fills them from
-one random number generator, and slices, copies and decomposes them. This module provides full tensors, one at a time.
-The first operation on a paged parameter opens its page: the full tensor exists, and the operation runs on it. When the
-next parameter is opened, the rank keeps its shard and frees the full tensor. The kernels are the same as in a single
-process, so the ranks sample the same random numbers in the same order. At any time, a rank holds its shards and the
-full tensors of one operation.
+Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. Initialization code
+fills these tensors from one random number generator, and slices, copies and decomposes them. This module provides full
+tensors one at a time. The first operation on a paged parameter opens its page. The full tensor then exists, and the
+operation runs on this tensor. When the next parameter is opened, the rank retains its shard of the previous parameter
+and frees the full tensor. The same kernels run as in a single process, so the ranks sample the same random numbers in
+the same order. At any time, a rank stores its shards and the full tensors of one operation.
 
 A page that is opened again is all-gathered from the ranks, unless the operation overwrites it (``normal_``, ``zero_``).
-All ranks run the same code, so they gather the same pages in the same order.
+All ranks run the same code, so they all-gather the same pages in the same order.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Cut:
     index: int = 0
 
     def rows(self, num_rows: int) -> slice:
-        """Return the rows of this rank out of ``num_rows``. The slice may be empty."""
+        """Return the slice of ``num_rows`` rows that belongs to this rank. The slice may be empty."""
         step = -(-num_rows // self.num_parts)
         return slice(min(self.index * step, num_rows), min((self.index + 1) * step, num_rows))
 
@@ -84,7 +84,7 @@ class Page:
         self.cut, self.shape, self.dtype, self.device, self.discards = cut, shape, dtype, device, discards
         self.part: Tensor | None = None
         self._was_closed = False
-        self._whole: Tensor | None = None  # remains after the page is closed if other code holds a view of it
+        self._whole: Tensor | None = None  # stays set after the page is closed if other code has a view of the tensor
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +92,7 @@ class Page:
         return self.shape.numel() * self.dtype.itemsize
 
     def adopt(self, whole: Tensor) -> None:
-        """Use ``whole`` as the open page. Its owner may have written values, and may write more."""
+        """Use ``whole`` as the open page. The owner of ``whole`` may have written values, and may write more values."""
         self._whole = whole
 
     def open(self, *, is_overwritten: bool) -> Tensor:
@@ -102,7 +102,7 @@ class Page:
                 self._whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             return self._whole
         if not is_overwritten and self._was_closed and self.cut.num_parts > 1:
-            # Gather even if the full tensor still exists, because other ranks may already have freed theirs.
+            # All-gather even if the full tensor still exists, because other ranks may have freed the tensor already.
             own = self.part if self._whole is None else self._own_rows()
             assert own is not None
             gathered = self._gather(own)
@@ -113,11 +113,12 @@ class Page:
             if self._whole is None:
                 self._whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
                 if not is_overwritten and self.dtype in _CHECKED_BY_NAN:
-                    self._whole.fill_(torch.nan)  # to detect elements that are never written
+                    self._whole.fill_(torch.nan)  # NaN marks elements that are never written
         return self._whole
 
     def close(self, *, is_final: bool = False) -> bool:
-        """Keep the shard and free the full tensor. Return False if other code holds the full tensor."""
+        """Store the shard of this rank and free the full tensor. Return False if other code has a reference to the full
+        tensor."""
         assert self._whole is not None
         if self.discards:
             self._whole = None
@@ -159,7 +160,7 @@ class Page:
             together[(rank - own_group.start) * step :][:step] if rank in own_group else spare
             for rank in range(dist.get_world_size())
         ]
-        # Gather bytes, because not every backend supports every dtype.
+        # The tensors are gathered as bytes, because not every backend supports every dtype.
         dist.all_gather([_bytes(each) for each in targets if each is not None], _bytes(padded))
         return together[: self.shape[0]]
 
@@ -224,7 +225,7 @@ class Pages:
     """The paged parameters of one model.
 
     Args:
-        cut: which shard of each parameter this rank keeps. Parameters without a dimension are kept in full.
+        cut: shard of each parameter that this rank stores. Parameters without a dimension are stored in full.
         discards: skip initialization, because the parameters will be loaded later. Initialization code then writes no
             values and samples no random numbers.
     """
@@ -233,10 +234,11 @@ class Pages:
         self.cut, self.discards = cut, discards
         self._made: WeakSet[Page] = WeakSet()
         self._open: list[Page] = []
-        self._in_use: list[Page] = []  # closed, but other code holds a view of the full tensor
+        self._in_use: list[Page] = []  # pages that are closed while other code has a view of the full tensor
 
     def page_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a paged parameter with the values of ``parameter``, or without values if it is on the meta device."""
+        """Return a paged parameter that has the values of ``parameter``, or no values if ``parameter`` is on the meta
+        device."""
         known: nn.Parameter | None = parameter.__dict__.get("_paged_as")
         if known is not None:  # the parameter is tied
             return known
@@ -256,7 +258,7 @@ class Pages:
         return paged
 
     def run(self, func: Any, args: Any, kwargs: Any, paged: Sequence[PagedTensor]) -> Any:
-        """Run ``func`` with the full tensors in place of the paged ones."""
+        """Run ``func`` with the full tensors instead of the paged tensors."""
         target = args[0] if args and isinstance(args[0], PagedTensor) else None
         if self.discards and target is not None and torch_private.writes_to_arguments(func):
             return target
@@ -303,10 +305,11 @@ class Pages:
 
 @contextmanager
 def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
-    """Replace every parameter that a module registers inside this context by a paged parameter with its values.
+    """Replace every parameter that a module registers inside this context with a paged parameter that has the same
+    values.
 
     Args:
-        cut: which shard of each parameter this rank keeps.
+        cut: shard of each parameter that this rank stores.
         discards: see :class:`Pages`.
     """
     pages = Pages(cut, discards=discards)
@@ -350,7 +353,8 @@ def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> slice:
-    """Return the rows of ``tensor`` on this rank. It must be unsharded, or sharded along its first dimension."""
+    """Return the rows of ``tensor`` on this rank. The tensor must be unsharded, or sharded along its first
+    dimension."""
     if not _may_be_sharded(tensor):
         return slice(0, tensor.shape[0])
     from torch.distributed.tensor import DTensor
@@ -364,5 +368,5 @@ def local_rows(tensor: Tensor) -> slice:
 
 
 def _may_be_sharded(tensor: Tensor) -> bool:
-    # The import of DTensor takes half a second. Runs on a single rank avoid it.
+    # The import of DTensor takes half a second. Runs on a single rank avoid this import.
     return type(tensor) not in (Tensor, nn.Parameter)

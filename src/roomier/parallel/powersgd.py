@@ -1,8 +1,8 @@
-"""PowerSGD: gradients of matrices are sent as two low-rank factors, with torch's hook for DDP."""
+"""PowerSGD, which sends gradients of matrices as two low-rank factors with torch's hook for DDP."""
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # it is defined conditionally
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch defines it conditionally
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,17 +17,17 @@ _LEAST_NORM = 1e-8  # added to the norm of each column in orthogonalization, bec
 class PowerSGD:
     """Low-rank gradient compression (Vogels et al. 2019, arXiv 1905.13727) with error feedback and warm start.
 
-    Each rank adds the approximation error to the gradient of the next step. The error is not part of a checkpoint. A
-    resumed run starts with an error of zero and repeats the warm-up.
+    Each rank adds the approximation error to the gradient of the next step. The approximation error is not part of a
+    checkpoint. A resumed run starts with an approximation error of zero and repeats the warm-up.
 
     [Note: one bucket at a time on the CPU]
     The second and third collective of a bucket start in a callback of the previous collective. gloo runs callbacks on
-    separate threads. If several buckets were in flight, the ranks could start the collectives in different orders, and
-    sums would mix different tensors.
+    separate threads. If several buckets were processed at the same time, the ranks could start the collectives in
+    different orders, and sums would mix different tensors.
 
     Args:
-        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if this is
-            less than half of its elements. None means ``DEFAULT_RANK``.
+        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if this number
+            is less than half of ``n * m``. None means ``DEFAULT_RANK``.
         warmup_steps: number of steps that send uncompressed gradients; at least 3. None means
             ``DEFAULT_WARMUP_STEPS``.
     """

@@ -1,4 +1,4 @@
-"""DDP: every rank holds the full model, and gradients are averaged during backward."""
+"""DDP: every rank stores the full model, and gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from roomier.parallel.runner import StepRunner
 
 
 class Replicas:
-    """A network that every rank holds in full, with the methods that the engine calls in each step.
+    """A network that every rank stores in full, with the methods that the engine calls in each step.
 
-    DDP averages gradients over the ranks. The engine weights losses for a sum over the ranks, so it also multiplies
+    DDP averages gradients over the ranks. The engine weights losses for a sum over the ranks, so it also multiplies the
     losses by the number of ranks.
 
     [Note: parameters without a gradient]
-    DDP must know at construction whether some parameters may receive no gradient, and checking this in every step takes
-    time. Therefore the first step runs without DDP. Its gradients are averaged directly, which shows the parameters
-    that have no gradient. DDP is constructed at the start of the second step, so its buckets never coexist with the
-    gradients of the first step. DDP checks every step if the first step left a parameter unused, or if ``finds_unused``
-    is set. Otherwise an unused parameter in a later step raises an error with its name.
+    When DDP is constructed, an option states whether some parameters may receive no gradient. With this option, DDP
+    checks every step, which takes time. Therefore the first step runs without DDP. The gradients of the first step are
+    averaged directly. This average shows which parameters have no gradient. DDP is constructed at the start of the
+    second step, so the buckets of DDP never exist at the same time as the gradients of the first step. DDP checks for
+    unused parameters in every step if a parameter was unused in the first step, or if ``finds_unused`` is set.
+    Otherwise an unused parameter in a later step raises an error with its name.
 
     Args:
         network: model with the same values on every rank.
         device: device of the model.
         ranks: all ranks of the run.
         by_hand: manual optimization. Gradients are averaged after each backward, which runs inside ``training_step``.
-        finds_unused: allow steps that leave parameters unused, which may differ between ranks.
-        wire_dtype: dtype in which gradients are sent; None keeps their dtype.
+        finds_unused: allow steps with unused parameters. The set of unused parameters may differ between ranks.
+        wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
         compression: gradient compression; None disables it.
 
     Attributes:
@@ -88,9 +89,9 @@ class Replicas:
         self._trained = [each for each in network.parameters() if each.requires_grad]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Call before the forward of each micro-batch of a step."""
+        """This method is called before the forward of each micro-batch of a step."""
         self._is_last = is_last
-        if self._wraps_next and torch.is_grad_enabled():  # some ranks may run fewer steps of an evaluation
+        if self._wraps_next and torch.is_grad_enabled():  # some ranks may run fewer evaluation steps
             self._wrap()
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
@@ -102,7 +103,7 @@ class Replicas:
         """Call after each backward.
 
         Raises:
-            TrainingError: a parameter has no gradient, but it had one in the first step.
+            TrainingError: a parameter has no gradient in this step, but it had a gradient in the first step.
         """
         if not self._is_last:
             return
@@ -114,7 +115,7 @@ class Replicas:
             raise self._left_out()
 
     def end_update(self) -> None:
-        """Call after each update of the parameters."""
+        """This method is called after each update of the parameters."""
 
     def release(self) -> None:
         """This method is a no-op, because no parameter is sharded."""
@@ -123,7 +124,8 @@ class Replicas:
         """Construct DDP again if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters.
 
         Raises:
-            RoomierError: gradient compression is used, and its stored errors belong to the previous parameters.
+            RoomierError: gradient compression is enabled, and its stored errors belong to the previous set of
+                parameters.
         """
         trained = [each for each in self._network.parameters() if each.requires_grad]
         if {id(each) for each in trained} == {id(each) for each in self._trained}:
@@ -155,7 +157,7 @@ class Replicas:
         runner = self.runner
         assert isinstance(runner, StepRunner)
         if self._finds_unused:
-            # torch warns if no parameter is unused in a step. This parameter is always unused.
+            # torch warns if all parameters are used in a step. This parameter is always unused.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
         torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
         wrap: type[DistributedDataParallel] = DistributedDataParallel
@@ -163,8 +165,8 @@ class Replicas:
             wrap = cast(Any, FakeDDP)
         self.runner = self._ddp = wrap(
             runner,
-            device_ids=[self._device.index] if self._device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # otherwise each gradient exists twice in memory
+            device_ids=None if self._device.type == "cpu" else [self._device.index],
+            gradient_as_bucket_view=True,  # without this option, each gradient exists two times in memory
             find_unused_parameters=self._finds_unused,
         )
         if self._compression is not None:
@@ -200,7 +202,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dty
     Args:
         parameters: parameters in the same order on every rank.
         ranks: all ranks of the run.
-        wire_dtype: dtype in which gradients are sent; None keeps their dtype.
+        wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
 
     Returns:
         True if a gradient was missing on any rank. A gradient that is missing on all ranks remains None.

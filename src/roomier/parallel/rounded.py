@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # it is defined conditionally
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch defines it conditionally
 
 
 def send_rounded(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -9,7 +9,7 @@ from roomier.core.errors import TrainingError
 
 
 class StepRunner(nn.Module):
-    """Holds ``network`` and runs, as its forward, any function that uses it.
+    """Contains ``network`` and runs any function that uses the network as its own forward.
 
     ``DistributedDataParallel`` and ``fully_shard`` act before and after a forward. ``training_step`` is not a forward,
     so the engine calls it through this module.

@@ -1,12 +1,12 @@
-"""ZeRO with ``fully_shard``: grouping of parameters into units, and dtype and timing of each collective.
+"""ZeRO with ``fully_shard``: grouping of parameters into units, and the dtype and timing of each collective.
 
 [Note: the stages are two choices]
 ZeRO (Rajbhandari et al. 2020, section 5) shards optimizer states (stage 1), gradients (stage 2) and parameters
 (stage 3) across ranks. With ``fully_shard``, a stage is the combination of two choices:
 
-- *When gradients are reduced*: once per optimizer step (stage 1) or after every micro-batch (stages 2 and 3).
-- *When unsharded parameters are freed*: after backward (stages 1 and 2), or after each block's forward, followed by
-  another all-gather in backward (stage 3).
+- *When gradients are reduced*: one time per optimizer step (stage 1), or after every micro-batch (stages 2 and 3).
+- *When unsharded parameters are freed*: after backward (stages 1 and 2), or after the forward of each block (stage 3).
+  In stage 3, backward runs another all-gather.
 
 [Note: units]
 A unit is a set of parameters that one collective all-gathers. Blocks and large layers outside the blocks (an embedding,
@@ -16,9 +16,9 @@ unit, which stays unsharded during the step.
 [Note: two dtypes in mixed precision]
 Autocast computes matrix products and convolutions in 16 bits, and embeddings, norms and additions in float32.
 ``MixedPrecisionPolicy`` alone would cast all parameters of a unit to 16 bits. To match autocast on a single device, the
-weights of matrix products are all-gathered in 16 bits, and the embeddings and norms of the block in float32, as a
-separate unit. If these embeddings and norms are only a small fraction of the block, they belong to the root unit
-instead, because each unit costs a fixed time for its hooks and collectives.
+weights of matrix products are all-gathered in 16 bits. The embeddings and norms of the block are a separate unit, which
+is all-gathered in float32. If these embeddings and norms are only a small fraction of the block, they belong to the
+root unit instead, because the hooks and collectives of each unit take a fixed time.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ MULTIPLYING = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-# The forward of these modules reads the weights of submodules without calling them. A submodule that is not called runs
-# no forward pre-hook, so it must not become a separate unit.
+# The forward of these modules reads the weights of submodules without calling the submodules. A submodule that is not
+# called runs no forward pre-hook, so it must not become a separate unit.
 READING_PARTS = (nn.MultiheadAttention,)
 _LARGE = 0.02  # fraction of the model's parameters above which a layer outside the blocks becomes a unit
 _FEW = 0.002  # fraction of a block's parameters up to which its layers in float32 belong to the root
@@ -78,10 +78,10 @@ class Sharding:
         wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
             model), with one exception. If every micro-batch is reduced, the pairwise collectives use ``compute_dtype``
             for the gradients of units that are all-gathered in ``compute_dtype``.
-        finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros,
-            and the reduced gradient is zero if no rank has one.
-        by_hand: manual optimization, in which backward and update run inside ``training_step``. Gradients are then
-            averaged over the ranks instead of summed.
+        finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros.
+            If no rank has a gradient, the reduced gradient is zero.
+        by_hand: manual optimization, in which backward and update run inside ``training_step``. With manual
+            optimization, gradients are averaged over the ranks instead of summed.
         is_pairwise: use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
     """
 
@@ -96,7 +96,7 @@ class Sharding:
 
     @property
     def has_copies(self) -> bool:
-        """True if several groups of ranks each hold a sharded replica of the model (HSDP)."""
+        """True if the mesh has several groups of ranks, and each group stores a sharded replica of the model (HSDP)."""
         return self.mesh.ndim > 1
 
 
@@ -105,13 +105,13 @@ class Shards:
 
     Attributes:
         sharding: settings of the sharding.
-        runner: module that runs a step; its forward unshards the parameters that the step needs.
+        runner: module that runs a step. The forward of this module unshards the parameters that the step requires.
         loss_factor: 1, because gradients are summed over the ranks.
         allows_inference_mode: False, because buffers that an all-gather allocates in inference mode cannot be used in
             training.
         trace: hash of the sequence of units whose forward has run. Ranks match collectives by their order, so a rank
-            that runs different units would silently combine shards of different parameters. Ranks compare this hash
-            to detect the mismatch.
+            that runs different units would silently combine shards of different parameters. Ranks compare the hashes to
+            detect such a mismatch.
         late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
         root_parameters: parameters inside units that belong to the root; see :func:`root_parameters_of`.
     """
@@ -129,11 +129,11 @@ class Shards:
         self._parameters: list[nn.Parameter] | None = None  # sharded parameters, as registered between steps
         self.runner: nn.Module = StepRunner(network)
         self.trace = 0
-        # If some ranks may skip a layer, its forward must not start a collective. Only blocks become units then, and
-        # all other layers belong to the root.
+        # If some ranks may skip a layer, its forward must not start a collective. In this case, only blocks become
+        # units, and all other layers belong to the root.
         units = closed_blocks(network, blocks) if sharding.finds_unused else units_of(network, blocks)
-        # The root is sharded first, because it takes small layers from inside the units. Autocast casts those of its
-        # parameters that are weights of matrix products.
+        # The root is sharded first, because it includes small layers from inside the units. Autocast casts the
+        # parameters of the root that are weights of matrix products.
         in_root = root_parameters_of(units, sharding.compute_dtype)
         in_units = {each for unit in units for each in unit.parameters()} - in_root
         root = self._cut([self.runner], None, in_units)
@@ -147,9 +147,9 @@ class Shards:
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
 
     def begin_run(self) -> None:
-        """Set whether each unit is resharded after its forward. Call this after all forwards have been wrapped.
+        """Set whether each unit is resharded after its forward. Call this method after all forwards have been wrapped.
 
-        The ZeRO stage decides, but a unit stays unsharded if it contains a
+        The ZeRO stage determines whether units are resharded. A unit stays unsharded if it contains a
         :class:`~roomier.core.wrapped_forward.WrappedForward` that reads weights after the forward.
         """
         for unit in self._units[1:]:  # the root stays unsharded
@@ -161,7 +161,7 @@ class Shards:
         self.trace = (self.trace * 1_000_003 + number) % 2**31
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Call before the forward of each micro-batch of a step."""
+        """This method is called before the forward of each micro-batch of a step."""
         self._is_last = is_last
         if is_first:
             self._whole.begin_step()
@@ -170,12 +170,12 @@ class Shards:
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
-            # With deferred gradient reduction, torch 2.13 fails on a unit whose forward never ran. Therefore each unit
-            # is unsharded one time.
+            # With deferred gradient reduction, torch 2.13 fails on a unit whose forward never ran. To avoid this
+            # failure, each unit is unsharded one time.
             self._was_gathered = True
             for unit in self._units:
                 unit.unshard()
-        if is_first:  # a step that a hook aborted may have left unreduced gradients
+        if is_first:  # a step that a hook interrupted may have left unreduced gradients
             for unit in self._units:
                 torch_private.forget_unreduced_gradients(unit)
         root = self._units[0]
@@ -183,8 +183,8 @@ class Shards:
         root.set_reshard_after_backward(is_last)
 
     def _may_gradients_come_later(self) -> bool:
-        # A gradient must be complete immediately if fully_shard accumulates it into an existing .grad (as after
-        # zero_grad(set_to_none=False)), or if a user's hook reads it.
+        # A gradient must be complete immediately if a user's hook reads the gradient, or if fully_shard accumulates the
+        # gradient into an existing .grad (as after zero_grad(set_to_none=False)).
         if self._parameters is None:
             self.release()
             self._parameters = sharded_parameters(self.runner)
@@ -202,14 +202,15 @@ class Shards:
         self._gather_root_again()
 
     def end_update(self) -> None:
-        """Call after each update of the parameters."""
-        # A hook may have unsharded parameters between backward and update; these copies hold the old values.
+        """This method is called after each update of the parameters."""
+        # A hook may have unsharded parameters between backward and update, and the unsharded copies still have the old
+        # values.
         self.release()
         self._gather_root_again()
 
     def _gather_root_again(self) -> None:
         # Backward reshards all units. With manual optimization, the training step continues after its backward or
-        # update and needs the root unsharded with the current values. Blocks are all-gathered in their forward.
+        # update, and requires the unsharded root with the current values. Blocks are all-gathered in their forward.
         if self.sharding.by_hand:
             self._units[0].reshard()
             self._units[0].unshard()
@@ -217,7 +218,7 @@ class Shards:
     def release(self) -> None:
         """Reshard all units, for example after an evaluation or before named parameters are accessed."""
         for unit in self._units:
-            if torch_private.is_being_gathered(unit):  # prefetched for a forward that did not run
+            if torch_private.is_being_gathered(unit):  # it was this unit was prefetched for a forward that did not run
                 unit.unshard()
             unit.reshard()
 
@@ -240,8 +241,8 @@ class Shards:
         return norm
 
     def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
-        """Shard ``unit`` as one group of parameters, or as two with different dtypes (see :func:`parts_of`)."""
-        needs_no_weights = type(unit) is nn.Embedding  # in backward; read before fully_shard changes the class
+        """Shard ``unit`` as one group of parameters, or as two groups with different dtypes (see :func:`parts_of`)."""
+        needs_no_weights = type(unit) is nn.Embedding  # in backward; the class is read before fully_shard changes it
         parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
         if needs_no_weights:
             parts[0].set_unshard_in_backward(False)
@@ -252,8 +253,8 @@ class Shards:
     ) -> FSDPModule:
         """Apply ``fully_shard`` to ``modules`` as one unit that is all-gathered in ``compute_dtype``.
 
-        A ``compute_dtype`` of None keeps the dtype of the parameters. The unit does not include ``in_units`` and
-        parameters that are already sharded.
+        A ``compute_dtype`` of None preserves the dtype of the parameters. The unit excludes ``in_units`` and parameters
+        that are already sharded.
         """
         sharding = self.sharding
         sharded = {each for module in modules for each in module.parameters() if isinstance(each, DTensor)}
@@ -266,10 +267,10 @@ class Shards:
             cast_forward_inputs=False,
         )
         is_root = isinstance(modules[0], StepRunner)
-        frees = sharding.frees_parameters and not is_root  # the step needs the root until it ends
+        frees = sharding.frees_parameters and not is_root  # the step requires the unsharded root until the step ends
         if not is_root:
             for each in modules:
-                each.register_forward_hook(without_views)  # runs before the hooks of fully_shard
+                each.register_forward_hook(without_views)  # this hook runs before the hooks of fully_shard
         unit: FSDPModule = fully_shard(
             modules,
             mesh=sharding.mesh,
@@ -277,7 +278,7 @@ class Shards:
             mp_policy=policy,
             ignored_params={*self._whole.parameters, *sharded, *in_units} or None,
         )[0]
-        # Sum on every backend. With the loss weights, the sum is the gradient of the global batch.
+        # Sum on every backend. The losses are weighted, so the sum is the gradient of the global batch.
         unit.set_force_sum_reduction_for_comms(True)
         if sharding.finds_unused:
             torch_private.reduce_missing_gradients_as_zeros(unit)
@@ -300,26 +301,27 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Return ``output`` with each view replaced by a tensor that is not a view.
 
     ``fully_shard`` unshards a unit for backward in a hook on the gradients of its outputs. An in-place operation on an
-    output that is a view gives the tensor a new autograd node without this hook.
+    output that is a view creates a new autograd node for the tensor, without this hook.
     """
     if not torch.is_grad_enabled() or not any(torch_private.is_view(each) for each in tensors(output)):
         return output
-    # A linear layer does not save its output for backward, so the new tensor may share its memory.
+    # A linear layer does not save its output for backward, so the new tensor may share the memory of the output.
     may_share = isinstance(module, nn.Linear)
     return map_tensors(lambda each: torch_private.without_view(each, may_share=may_share), output)
 
 
 def _gather_ahead(units: list[list[FSDPModule]]) -> None:
-    # On a GPU, fully_shard overlaps all-gathers with computation on a separate stream. Without streams, the overlap
-    # requires explicit forward prefetching.
+    # On a GPU, fully_shard runs all-gathers on a separate stream, so that they overlap with computation. Without
+    # streams, the overlap requires explicit forward prefetching.
     for parts, following in pairwise(units):
         parts[-1].set_modules_to_forward_prefetch([*parts[:-1], *following])
 
 
 def units_of(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that become units: the blocks and the large layers outside them. The root is not included.
+    """Return the modules that become units, which are the blocks and the large layers outside the blocks. The root is
+    not included.
 
-    No unit shares a parameter with a module outside it.
+    No unit shares a parameter with a module outside the unit.
     """
     num_owners = _num_owners(network)
     closed = closed_blocks(network, blocks)
@@ -341,22 +343,23 @@ def units_of(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]
 
 
 def closed_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that share no parameter with a module outside them."""
+    """Return the blocks that share no parameter with a module outside the block."""
     num_owners = _num_owners(network)
     return [block for block in blocks if _is_closed(block, num_owners)]
 
 
 def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:
-    # A module that is registered twice counts once.
+    # A module that is registered two times is counted one time.
     return Counter(each for module in network.modules() for each in sharded_parameters(module, recurse=False))
 
 
 def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[list[nn.Module], torch.dtype | None]]:
-    """Return the groups of modules of ``unit`` that are all-gathered together, each with its dtype.
+    """Return the groups of modules of ``unit`` that are all-gathered together, and the dtype of each group.
 
-    A dtype of None keeps the dtype of the parameters. If all parameters use the same dtype, the only group is the unit
-    itself. Otherwise the first group holds the leaf modules that compute in float32, and the second group holds the
-    remaining parameters of the unit. There is no first group if :func:`root_parameters_of` returns its parameters. See
+    A dtype of None preserves the dtype of the parameters. If all parameters use the same dtype, the only group is the
+    unit itself. Otherwise, the first group contains the leaf modules that compute in float32, and the second group
+    contains the remaining parameters of the unit. If :func:`root_parameters_of` returns the parameters of the first
+    group, this group does not exist. See
     [Note: two dtypes in mixed precision].
     """
     exact = _exact_leaves(unit)
@@ -367,7 +370,7 @@ def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[l
 
 
 def root_parameters_of(units: Iterable[nn.Module], compute_dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Return the parameters inside ``units`` that belong to the root: the few that are computed in float32."""
+    """Return the few parameters inside ``units`` that are computed in float32 and belong to the root."""
     found: set[nn.Parameter] = set()
     for unit in units if compute_dtype is not None else ():
         exact = {parameter for leaf in _exact_leaves(unit) for parameter in sharded_parameters(leaf)}
@@ -391,7 +394,7 @@ def _is_leaf_with_parameters(module: nn.Module) -> bool:
 
 
 def lay_out_by_rows(network: nn.Module) -> None:
-    """Make all parameters contiguous, in place, and print a notice if any was not.
+    """Convert all parameters to contiguous tensors, in place, and print a notice if any parameter was not contiguous.
 
     ``fully_shard`` shards only contiguous tensors by rows. Parameters in ``channels_last`` or transposed memory formats
     are copied. Their values do not change.

@@ -1,10 +1,10 @@
-"""Parameters that are not sharded and that every rank holds in full.
+"""Parameters that are not sharded and that every rank stores in full.
 
 [Note: parameters without a dimension]
-A learned scalar, such as the temperature of CLIP, has no dimension to shard, and sharding it would save no memory. It
-is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates. This module sums its
-gradient over the ranks once per step, as DDP does. DTensor treats tensors without a dimension as replicated, so
-optimizers accept both kinds of parameters in one list.
+A learned scalar, such as the temperature of CLIP, has no dimension to shard, and sharding it would save no memory. A
+learned scalar is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates. This module
+sums the gradient of each such parameter over the ranks one time per step, as DDP does. DTensor treats tensors without a
+dimension as replicated, so optimizers accept sharded and unsharded parameters in one list.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class WholeParameters:
         self._kept: dict[nn.Parameter, Tensor] | None = None
 
     def begin_step(self) -> None:
-        """Discard the gradients that an interrupted step left."""
+        """Discard the gradients that remain after an interrupted step."""
         self._kept = None
 
     def begin_backward(self) -> None:
-        """Set existing gradients aside, because they are already summed over the ranks."""
+        """Store existing gradients separately, because these gradients are already summed over the ranks."""
         if self._kept is not None:  # the first micro-batch has done this
             return
         self._kept = {}
@@ -60,7 +60,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Sum the gradients over the ranks. Call after the backward of the last micro-batch."""
+        """Sum the gradients over the ranks. This method is called after the backward of the last micro-batch."""
         trained = sorted((each for each in self.parameters if each.requires_grad), key=_dtype_name)
         for _, group in groupby(trained, _dtype_name):
             self._add_up(list(group))
@@ -72,9 +72,8 @@ class WholeParameters:
         """Sum the gradients of ``parameters``, which have the same dtype, over all ranks.
 
         A gradient that is missing on some ranks counts as zero. A gradient that is missing on all ranks remains None.
-        Gradients in 16 bits are sent and summed in float32. The same collective counts the ranks that have each
-        gradient. Reading a count synchronizes with the device, so a rank reads only the counts of gradients that it
-        does not have.
+        16-bit gradients are sent and summed in float32. The same collective counts the ranks that have each gradient.
+        Reading a count synchronizes with the device, so a rank reads only the counts of its missing gradients.
         """
         values = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
         values = values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,4 +1,5 @@
-"""The Plan: one frozen, validated value that is created from arguments, YAML or mappings and read by all of roomier."""
+"""The Plan: one frozen, validated value. It is created from arguments, YAML or mappings, and all of roomier reads
+it."""
 
 from roomier.plan.choices import Kind
 from roomier.plan.diff import Difference

@@ -9,7 +9,7 @@ from numbers import Integral
 
 
 class Kind(StrEnum):
-    """How a run with a choice differs from a run of the same plan without the choice, on the same ranks.
+    """Difference between a run with a choice and a run of the same plan without the choice, on the same ranks.
 
     An option that defines the training (optimizer, schedule, clipping, adapters) is compared with plain PyTorch code
     that uses the same option. Labels assume deterministic kernels.
@@ -18,10 +18,11 @@ class Kind(StrEnum):
     EXACT = "exact"
     """Parameters, optimizer states and losses have the same bits."""
     NEAR = "near"
-    """The mathematics is the same, but rounding differs, because sums are split differently across ranks,
-    shards, micro-batches or chunks, different kernels run, or intermediate results have a different number format."""
+    """The mathematics is the same, but the rounding differs. Either sums are split differently across ranks, shards,
+    micro-batches or chunks, or different kernels run, or intermediate results have a different number format."""
     APPROXIMATE = "approximate"
-    """The mathematics differs, for example with compressed gradients, or weights and optimizer states in fewer bits."""
+    """The mathematics differs, for example because gradients are compressed, or because weights and optimizer states
+    have fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,14 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "powersgd": _approximate("low-rank gradients with error feedback, after a warm-up"),
     },
     "parallel.accelerator": {
-        "auto": Choice(None, "cuda if available, otherwise mps, otherwise cpu"),
+        "auto": Choice(None, "the accelerator of this machine, otherwise the CPU"),
         "cpu": Choice(None, ""),
-        "gpu": Choice(None, "cuda if available, otherwise mps"),
+        "gpu": Choice(None, "the accelerator of this machine"),
         "cuda": Choice(None, ""),
         "mps": Choice(None, ""),
+        "xpu": Choice(None, ""),
+        "npu": Choice(None, ""),
+        "tpu": Choice(None, ""),
     },
     "precision.mode": {
         "32-true": _exact("weights, gradients and states in float32"),
@@ -169,13 +173,15 @@ SWITCHES: dict[str, Choice] = {
     "compile.enabled": _near("fused kernels round differently; dropout uses other random numbers"),
     "choice.memory_budget_bytes": _exact("per device, at the peak of a step"),
 }
-"""Flags and numbers, each with the label and the remark that apply if it is set. An option that is not set is exact."""
+"""Flags and numbers, each with the label and the remark that apply if it is set. An option that is not set has the
+label exact."""
 
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return another optimizer from configure_optimizers"
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or 'adafactor'"
 _NOT_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or offload={'activations': 'cpu'}"
 _OWN_SCHEDULE = "Use lr_schedule='cosine', or return another scheduler from configure_optimizers"
-_KNOWN_DEVICES = "Use accelerator='cuda', 'mps' or 'cpu'"
+_NOT_REGISTERED = "is not an accelerator of this installation of torch"
+_KNOWN_DEVICES = "Use accelerator='cuda', 'mps', 'xpu', 'npu', 'tpu' or 'cpu'"
 _BF16_MIXED = "Use precision='bf16-mixed'"
 
 
@@ -190,9 +196,8 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "context_parallel": Refusal("Use strategy='zero3'"),
     },
     "parallel.accelerator": {
-        "tpu": Refusal(_KNOWN_DEVICES),
-        "xpu": Refusal(_KNOWN_DEVICES),
-        "hpu": Refusal(_KNOWN_DEVICES),
+        "hpu": Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED),
+        "ipu": Refusal(_KNOWN_DEVICES, problem=_NOT_REGISTERED),
     },
     "precision.mode": {
         "16-true": Refusal(
@@ -305,9 +310,14 @@ def aliases_of(field: str, value: str) -> list[str]:
 
 def kind_of(field: str, value: str) -> Kind | None:
     """Return the label of a choice of a valid Plan, or None if the choice has no label."""
-    return CHOICES[field][value].kind
+    return _choice(field, value).kind
 
 
 def note_of(field: str, value: str) -> str:
     """Return the remark on a choice of a valid Plan."""
-    return CHOICES[field][value].note
+    return _choice(field, value).note
+
+
+def _choice(field: str, value: str) -> Choice:
+    # An accelerator can be the name of a device that a package added to torch.
+    return CHOICES[field].get(value, Choice(None, "")) if field == "parallel.accelerator" else CHOICES[field][value]

@@ -12,8 +12,8 @@ class Difference:
 
     Attributes:
         field: section and name, such as ``"precision.mode"`` or ``"optimizer.options.betas"``.
-        before: value in the first Plan, ``"(unset)"`` for an option that only the second Plan has.
-        after: value in the second Plan, ``"(unset)"`` for an option that only the first Plan has.
+        before: value in the first Plan; ``"(unset)"`` for an option that exists only in the second Plan.
+        after: value in the second Plan; ``"(unset)"`` for an option that exists only in the first Plan.
     """
 
     field: str

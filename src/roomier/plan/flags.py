@@ -89,7 +89,7 @@ class _Draft:
         self.errors: list[PlanError] = []
 
     def ask(self, field: str, value: object, keyword: str, *, meaning: object = _AS_GIVEN) -> None:
-        """Set ``field`` to ``value``, or to ``meaning`` if the argument spells the value differently."""
+        """Set ``field`` to ``value``, or to ``meaning`` if the argument has a different spelling of the value."""
         if field in self._asked:
             earlier, _ = self._asked[field]
             problem = f"is already set by {earlier}"
@@ -150,7 +150,7 @@ def _set_strategy(draft: _Draft, strategy: object) -> None:
 
 
 def _with_unused(name: str) -> tuple[str, bool | None]:
-    """Split Lightning's names for DDP with and without support of unused parameters."""
+    """Split Lightning's names for DDP, which state whether unused parameters are supported."""
     for suffix, finds in (("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)):
         if name.lower().endswith(suffix):
             return name[: -len(suffix)], finds
@@ -176,7 +176,7 @@ def _is_zero(value: object) -> bool:
 
 
 def _word(value: object, yes: str) -> object:
-    """Return the word for the value of an argument that also accepts True, False and None."""
+    """Return the string for the value of an argument that also accepts True, False and None."""
     if value is None or value is False:
         return "none"
     return yes if value is True else value
@@ -266,7 +266,7 @@ def _set_budget(draft: _Draft, given: object, keyword: str) -> bool:
 
 
 def _share(text: str) -> float | None:
-    """Return the fraction in ``"50%"`` or ``"0.5"``; None if the text has another form."""
+    """Return the fraction in ``"50%"`` or ``"0.5"``; None if the text has a different form."""
     number, percent, rest = text.strip().partition("%")
     if rest or not re.fullmatch(r"[0-9]*\.?[0-9]+", number.strip()):
         return None

@@ -15,7 +15,8 @@ KEEPS_MASTERS = ("adamw", "adamw8bit", "adamw4bit", "lion")
 
 
 def rounding_in_force(plan: Plan) -> str | None:
-    """Return how bfloat16 weights are rounded. None without such weights, or if the module creates its optimizer."""
+    """Return how bfloat16 weights are rounded. None if the plan has no such weights, or if the module creates its
+    optimizer."""
     optimizer = plan.optimizer
     if plan.precision.mode != "bf16-true" or optimizer.name is None:
         return None
@@ -28,7 +29,7 @@ def has_two_backwards(plan: Plan) -> bool:
 
 
 def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
-    """Reject settings of another policy, and a budget that is missing or that is given two times."""
+    """Reject settings of a different policy, a missing budget, and a budget that is given two times."""
     activation = plan.activation
     owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
     for name, policy in owners.items():
@@ -47,7 +48,7 @@ def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
 
 
 def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
-    """Reject a budget with levers that change the activations that were measured in a step."""
+    """Reject a budget in combination with levers that change the activations that were measured in a step."""
     if plan.activation.policy != "budget":
         return
     field = "activation.policy"
@@ -87,7 +88,8 @@ def adapter_settings_have_adapters(plan: Plan) -> Iterator[PlanError]:
 
 
 def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
-    """Reject a rounding without bfloat16 weights, and bfloat16 weights that would lose updates without a warning."""
+    """Reject a rounding setting without bfloat16 weights. Also reject bfloat16 weights that would lose updates without
+    a warning."""
     optimizer, mode = plan.optimizer, plan.precision.mode
     rounding = optimizer.weight_rounding
     if mode != "bf16-true":
@@ -114,7 +116,7 @@ def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
 
 
 def low_bit_states_have_supported_weights(plan: Plan) -> Iterator[PlanError]:
-    """Reject quantized states with float64 weights, because the states would determine the precision."""
+    """Reject quantized states with float64 weights, because the states would limit the precision."""
     name, mode = plan.optimizer.name, plan.precision.mode
     if name in ("adamw8bit", "adamw4bit") and mode == "64-true":
         problem = f"is not supported with precision {mode!r}, because its states are quantized"
@@ -153,7 +155,8 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
 
 
 def quantized_base_is_unsharded(plan: Plan) -> Iterator[PlanError]:
-    """Reject a quantized base with sharded parameters, because these values cannot be sharded and cast like weights."""
+    """Reject a quantized base with sharded parameters, because quantized values cannot be sharded and cast like
+    weights."""
     adapter, strategy = plan.adapter, plan.parallel.strategy
     if adapter.frozen_base != "as_is" and strategy not in ("single", "ddp", "auto"):
         problem = f"is not supported with strategy {strategy!r}, which shards parameters"

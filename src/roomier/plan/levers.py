@@ -1,4 +1,4 @@
-"""Levers as data: the memory techniques that one keyword of the Trainer turns on.
+"""Levers as data. A lever is a memory technique that one keyword of the Trainer enables.
 
 The planner, the printed plan and the messages read the rows of :data:`LEVERS` and contain no code for individual
 levers. ``CONTRIBUTING.md`` describes how to add a lever.
@@ -21,14 +21,14 @@ class Lever:
 
     Attributes:
         keyword: argument of the Trainer. ``{"name": "auto", "allow": [keyword]}`` allows a lever that is not exact.
-        field: field of the Plan, ``"section.name"``. The default of the field turns the lever off.
+        field: field of the Plan, ``"section.name"``. The default value of the field disables the lever.
         on: value of the field if the keyword is True.
         words: name of the lever in descriptions of a plan.
         row: first column of the printed plan.
-        text: returns the second column of the printed plan.
+        text: function that returns the second column of the printed plan.
         number: field that is set if the value of the keyword is a number; empty if the keyword accepts no number.
-        conflict: returns the reason why ``strategy="auto"`` does not add the lever to a plan; empty if it may add the
-            lever.
+        conflict: function that returns the reason why ``strategy="auto"`` does not add the lever to a plan. The reason
+            is empty if the lever can be added.
         changes_output_layer: the lever replaces the output layer of a language model, so the model must have one.
         frees_gradients: the backward uses and frees the gradients, so no gradients exist after the backward.
     """
@@ -46,16 +46,16 @@ class Lever:
 
     @property
     def off(self) -> Any:
-        """Value of the field that turns the lever off."""
+        """Value of the field that disables the lever."""
         return _default(self.field)
 
     @property
     def must_be_allowed(self) -> bool:
-        """Whether ``strategy="auto"`` may use the lever only if the request names it, because it is not exact."""
+        """True if the lever is not exact, so ``strategy="auto"`` may use it only if the request names it."""
         return self.choice(self.on).kind is not Kind.EXACT
 
     def choice(self, value: Any) -> Choice:
-        """Return the label and the remark of ``value``."""
+        """Return the label and the remark of the choice ``value``."""
         return CHOICES[self.field][value] if self.field in CHOICES else SWITCHES[self.field]
 
     def value(self, plan: "Plan") -> Any:
@@ -119,7 +119,7 @@ def used_levers(plan: "Plan") -> list[Lever]:
 
 
 def lever_that_frees_gradients(plan: "Plan") -> Lever | None:
-    """Return the lever of ``plan`` that frees the gradients in backward; None if gradients are kept."""
+    """Return the lever of ``plan`` that frees the gradients in backward; None if gradients exist after backward."""
     return next((lever for lever in used_levers(plan) if lever.frees_gradients), None)
 
 

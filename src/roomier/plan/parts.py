@@ -13,11 +13,12 @@ from typing import ClassVar, get_args, get_type_hints
 from roomier.plan.choices import canonical
 
 MIN_BUDGET_BYTES = 2**20
-"""Smallest memory budget that is accepted for a device. A smaller number probably lacks its unit, such as GiB."""
+"""Smallest memory budget that is accepted for a device. A smaller number is probably missing its unit, such as GiB."""
 
 
 class Options(Mapping[str, object]):
-    """Keyword arguments of an optimizer as an immutable, hashable mapping. Lists in it are converted to tuples.
+    """Keyword arguments of an optimizer as an immutable, hashable mapping. Lists in the options are converted to
+    tuples.
 
     Options are equal to any mapping with equal items.
 
@@ -59,10 +60,10 @@ class Options(Mapping[str, object]):
 
 @dataclass(frozen=True)
 class Part:
-    """Base class of the parts. Its constructor normalizes the values of all fields."""
+    """Base class of the parts. The constructor of a part normalizes the values of all fields."""
 
     SECTION: ClassVar[str]
-    """Name of the part in a Plan and in YAML, and before the dot in error messages."""
+    """Name of the part in a Plan, in YAML, and before the dot in error messages."""
 
     def __post_init__(self) -> None:
         for name, hint in FIELDS[self.SECTION].items():
@@ -75,15 +76,17 @@ class ParallelPlan(Part):
     """Distribution of the work over devices. A rank is one process with one device.
 
     Attributes:
-        strategy: ``"single"`` (one rank), ``"ddp"`` (each rank holds a full replica), ``"zero1"`` (optimizer states are
-            sharded), ``"zero2"`` (also gradients), ``"zero3"`` (also parameters), ``"hsdp"`` (zero3 within groups of
-            ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's argument, ``"zero2+offload"`` and
-            ``"zero2+disk"`` also set ``offload.optimizer_states``.
-        accelerator: ``"auto"`` (cuda if available, otherwise mps, otherwise cpu), ``"cpu"``, ``"gpu"`` (cuda if
-            available, otherwise mps), ``"cuda"`` or ``"mps"``.
+        strategy: ``"single"`` (one rank), ``"ddp"`` (each rank stores a full replica), ``"zero1"`` (optimizer states
+            are sharded), ``"zero2"`` (gradients are also sharded), ``"zero3"`` (parameters are also sharded),
+            ``"hsdp"`` (zero3 within groups of ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's
+            argument, ``"zero2+offload"`` and ``"zero2+disk"`` also set ``offload.optimizer_states``.
+        accelerator: ``"auto"`` (the accelerator of this machine if it has one, otherwise the CPU), ``"gpu"`` (the
+            accelerator of this machine), ``"cpu"``, ``"cuda"`` (also ROCm), ``"mps"``, ``"xpu"``, ``"npu"`` (requires
+            the package torch-npu), ``"tpu"`` (requires the package torch-tpu), or a different accelerator that a
+            package added to torch.
         devices: number of ranks on each machine.
         num_nodes: number of machines.
-        shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None means the
+        shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None selects the
             ranks of one machine.
         reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
             communication volume.
@@ -92,8 +95,8 @@ class ParallelPlan(Part):
             ``compression_rank * (n + m)`` numbers. None means 4.
         compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send full
             gradients, at least 3. None means 100.
-        find_unused_parameters: support steps that use different parameters than other steps or other ranks. Parameters
-            that no rank uses in the first step do not require this option.
+        find_unused_parameters: support steps whose used parameters differ between steps or ranks. This option is not
+            required for parameters that no rank uses in the first step.
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -155,34 +158,36 @@ class BatchPlan(Part):
 
     @property
     def clips_norm(self) -> bool:
-        """Whether the norm over all gradients is clipped."""
+        """True if the norm over all gradients is clipped."""
         return self.gradient_clip_val is not None and self.gradient_clip_algorithm == "norm"
 
 
 @dataclass(frozen=True)
 class OptimizerPlan(Part):
-    """Optimizer and schedule, selected by name. Used for models that do not define ``configure_optimizers``.
+    """Optimizer and schedule, selected by name. This part is used for models that do not define
+    ``configure_optimizers``.
 
     Attributes:
         name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adafactor"``, ``"rmsprop"``, ``"adagrad"``, ``"nadam"``,
             ``"radam"``, ``"adamw8bit"`` and ``"adamw4bit"`` (states in 8 or 4 bits), ``"lion"``, ``"muon"`` (with AdamW
             for parameters other than hidden matrices) or ``"onebit_adam"`` (with the option ``freeze_step``). None uses
             ``configure_optimizers`` of the module.
-        lr: learning rate; with a schedule, the highest learning rate. None means the default of the optimizer class.
-        weight_decay: weight decay. None means the default of the optimizer class.
-        options: further keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. They are checked
-            when the optimizer is created.
-        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None keeps the learning
-            rate at ``lr``.
-        warmup_steps: number of optimizer steps in which the learning rate rises linearly to ``lr``. Requires a
+        lr: learning rate; with a schedule, the highest learning rate. None selects the default of the optimizer class.
+        weight_decay: weight decay. None selects the default of the optimizer class.
+        options: additional keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. The optimizer
+            options are checked when the optimizer is created.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None selects a constant
+            learning rate of ``lr``.
+        warmup_steps: number of optimizer steps in which the learning rate increases linearly to ``lr``. Requires a
             schedule.
         min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
-        weight_rounding: how ``"bf16-true"`` stores updated weights: ``"split"`` (keeps the 16 bits that bfloat16 lacks
-            in a second tensor, so updates are the same as with float32 weights), ``"stochastic"`` or ``"nearest"``
-            (loses small updates). None means ``"split"``.
+        weight_rounding: storage of updated weights with ``"bf16-true"``. ``"split"`` stores the 16 bits that bfloat16
+            lacks in a second tensor, so updates are the same as with float32 weights. The other values are
+            ``"stochastic"`` and ``"nearest"`` (loses small updates). None means ``"split"``.
         step_in_backward: ``"exact"`` and ``"stale_norm"`` update each parameter in backward as soon as its gradient is
-            complete, and free the gradient. If the norm is clipped, ``"exact"`` computes it in an additional backward,
-            and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates all parameters after backward.
+            complete, and then free the gradient. If the gradient norm is clipped, ``"exact"`` computes the norm in an
+            additional backward, and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates all
+            parameters after backward.
     """
 
     SECTION: ClassVar[str] = "optimizer"
@@ -202,14 +207,14 @@ class ActivationPlan(Part):
     """Activations that are saved for backward. All others are recomputed. Policies apply to blocks (repeated layers).
 
     Attributes:
-        policy: ``"none"`` saves all activations. ``"full"`` saves the input of each block. ``"every_n"`` saves the
-            input of one block in every ``every_n``, and all activations of the other blocks. ``"selective"`` saves the
+        policy: ``"none"`` saves all activations. ``"full"`` saves the input of each block. ``"every_n"`` saves only the
+            input of every ``every_n``-th block, and all activations of the other blocks. ``"selective"`` saves the
             input of each block and the results of matmuls and attention. ``"budget"`` selects one of these policies for
-            each block, so that the peak stays within the budget with the least recomputation. With
-            ``offload.activations``, it also moves activations to host memory if this takes less time.
+            each block, so that the peak is within the budget with the least recomputation. With
+            ``offload.activations``, the policy ``"budget"`` also moves activations to host memory if this is faster.
         every_n: with ``"every_n"``, the period. None means 2.
         budget_bytes: with ``"budget"``, upper limit in bytes for all tensors on the device at the peak of a step.
-        budget_fraction: with ``"budget"``, instead of ``budget_bytes``: a number in [0, 1], where 0 is the peak with
+        budget_fraction: alternative to ``budget_bytes`` with ``"budget"``. A number in [0, 1], where 0 is the peak with
             all blocks recomputed, and 1 is the peak without recomputation.
     """
 
@@ -222,10 +227,10 @@ class ActivationPlan(Part):
 
 @dataclass(frozen=True)
 class OffloadPlan(Part):
-    """Tensors that are moved off the device between their uses. ``"none"`` keeps them on the device.
+    """Tensors that are moved from the device to other storage between their uses. ``"none"`` keeps them on the device.
 
     Attributes:
-        optimizer_states: place of the optimizer states.
+        optimizer_states: storage of the optimizer states.
         parameters: place of the parameters.
         activations: ``"cpu"`` moves activations that blocks save for backward to host memory (pinned if the device is a
             GPU). With the policy ``"budget"``, only the activations of selected blocks are moved, and the device must
@@ -245,7 +250,7 @@ class LossPlan(Part):
     Attributes:
         chunked: compute logits and cross-entropy for one chunk of tokens at a time, so that the logits of all tokens
             are never in memory at the same time.
-        chunk_tokens: tokens per chunk. None selects a number whose logits take 64 MiB.
+        chunk_tokens: tokens per chunk. None selects a number of tokens whose logits occupy 64 MiB.
     """
 
     SECTION: ClassVar[str] = "loss"
@@ -275,7 +280,8 @@ class AdapterPlan(Part):
         lora_dropout: dropout probability on the input of an adapter.
         lora_targets: ``"blocks"`` (all linear layers of the blocks), or names separated by commas. A layer gets an
             adapter if its qualified name ends with one of the names. Wildcards of :mod:`fnmatch` are accepted.
-        lora_trained: names of modules that are trained in full, such as a new output layer, in the same form.
+        lora_trained: names of modules that are fully trained, such as a new output layer, in the same form as
+            ``lora_targets``.
         frozen_base: number format of the frozen weights of adapted layers: ``"as_is"``, ``"int8"`` or ``"nf4"``.
     """
 
@@ -302,11 +308,11 @@ class CompilePlan(Part):
 
 @dataclass(frozen=True)
 class ChoicePlan(Part):
-    """Limits of the planner. They take effect before the run is built.
+    """Limits of the planner. The limits take effect before the run is created.
 
     Attributes:
         memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None means all memory of the
-            device. With a named strategy, a run whose forecast exceeds the limit is rejected before it starts.
+            device. With a named strategy, a run is rejected before it starts if its forecast exceeds the limit.
         allowed: with ``"auto"``, additional choices that the planner may use, separated by commas: precisions
             (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and levers that are not exact (``"chunked_loss"``). By
             default, ``"auto"`` uses exact choices, and changes only the strategy and the micro-batch.
@@ -338,18 +344,18 @@ PARTS: dict[str, type[Part]] = {
         ChoicePlan,
     )
 }
-"""Section name -> part, in the order in which a Plan lists them."""
+"""Map from section names to parts, in the order in which a Plan lists the parts."""
 
 FIELDS: dict[str, dict[str, object]] = {
     section: {field.name: hints[field.name] for field in dataclasses.fields(part)}
     for section, part in PARTS.items()
-    for hints in [get_type_hints(part)]  # slow, so called one time per part
+    for hints in [get_type_hints(part)]  # this call is slow, so it runs one time per part
 }
 """Section name -> field name -> annotated type."""
 
 
 def _fold(value: object, hint: object) -> object:
-    """Return ``value`` as the plain Python type in ``hint``, or unchanged if it has another type."""
+    """Return ``value`` as the plain Python type in ``hint``, or unchanged if ``value`` has a different type."""
     wanted = get_args(hint) or (hint,)
     if isinstance(value, Mapping) and Mapping[str, object] == hint:
         return Options(value)

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class Plan:
     """All settings that affect the computation of a run, as one frozen value.
 
-    A Plan is validated when it is created, and compared and hashed by value. ``Plan()`` describes training in float32
-    on one device without any memory technique. ``dataclasses.replace`` creates a changed Plan and validates it.
+    A Plan is validated when it is created, and is compared and hashed by value. ``Plan()`` describes training in
+    float32 on one device without any memory technique. ``dataclasses.replace`` creates a modified copy of a Plan and
+    validates it.
 
     Example:
         >>> plan = Plan(parallel=ParallelPlan("zero2", devices=4), precision=PrecisionPlan("bf16-mixed"))
@@ -42,12 +43,12 @@ class Plan:
         >>> assert Plan.from_yaml(plan.to_yaml()) == plan
 
     Attributes:
-        parallel: devices, and distribution of the work over the devices.
+        parallel: devices, and distribution of the work across the devices.
         precision: number formats of weights and matmuls.
         batch: accumulation and gradient clipping.
         optimizer: optimizer and schedule, selected by name.
         activation: activations that are saved for backward.
-        offload: tensors that are moved off the device between their uses.
+        offload: tensors that are moved from the device to other storage between their uses.
         loss: computation of the loss of a language model.
         attention: attention kernel.
         adapter: low-rank adapters on a frozen model.
@@ -55,8 +56,8 @@ class Plan:
         choice: limits of the planner.
 
     Raises:
-        PlanError: a field has a wrong type or value, a feature is not implemented, or fields are incompatible. Several
-            errors are raised together as a ``CombinedPlanError``.
+        PlanError: a field has an invalid type or value, a feature is not implemented, or fields are incompatible.
+            Several errors are raised together as a ``CombinedPlanError``.
     """
 
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
@@ -79,7 +80,7 @@ class Plan:
         """Return a Plan from a Plan (unchanged), from nested values, or from the path of a YAML or JSON file.
 
         Raises:
-            PlanError: the value has another type, the file cannot be read, or the Plan is invalid.
+            PlanError: the value has an unsupported type, the file cannot be read, or the Plan is invalid.
         """
         if isinstance(value, Plan):
             return value
@@ -107,7 +108,7 @@ class Plan:
             PlanError: a key is unknown, or the Plan is invalid.
         """
         parts = text.parts_from_dict(values)
-        return cls(**parts)  # type: ignore[arg-type]  # PARTS maps each section to its part
+        return cls(**parts)  # type: ignore[arg-type]  # PARTS maps each section to its type
 
     @classmethod
     def from_yaml(cls, source: str) -> "Plan":
@@ -140,7 +141,7 @@ class Plan:
         return text.dump_json(self.to_dict())
 
     def diff(self, other: "Plan") -> list[Difference]:
-        """Return the fields in which ``other`` differs from this Plan, in the order of the Plan.
+        """Return the fields whose values differ between ``other`` and this Plan, in the order of the Plan.
 
         Raises:
             PlanError: ``other`` is not a Plan.

@@ -1,7 +1,7 @@
 """Validation of a Plan.
 
-Each field is checked first: its type, its accepted words and its range. If all types are correct, the functions in
-``RULES`` check combinations of fields. All errors are reported together, and each error contains an alternative.
+The type, the accepted words and the range of each field are checked first. If all types are correct, the functions in
+``RULES`` check combinations of fields. All errors are reported together, and each error suggests an alternative.
 """
 
 import difflib
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.units import format_bytes
+from roomier.device.names import is_known_to_torch
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
 from roomier.plan.levers import BY_PERMISSION
@@ -26,7 +27,7 @@ Rule = Callable[["Plan"], Iterator[PlanError]]
 class CombinedPlanError(PlanError):
     """Several errors in one Plan.
 
-    ``field``, ``received``, ``problem`` and ``action`` are taken from the first error.
+    ``field``, ``received``, ``problem`` and ``action`` are copied from the first error.
 
     Attributes:
         errors: the errors, at least two.
@@ -76,12 +77,12 @@ def check(plan: "Plan") -> None:
 
 
 class _WrongTypeError(PlanError):
-    """A value of a wrong type. The rules are not applied to a Plan that contains such a value."""
+    """A value of a wrong type. The rules are not applied to a Plan that contains a value of a wrong type."""
 
 
 @dataclass(frozen=True)
 class _Range:
-    """An interval of numbers from ``low``, which is included if ``low_is_allowed``, to ``high``."""
+    """An interval of numbers from ``low`` to ``high``. It includes ``low`` if ``low_is_allowed`` is True."""
 
     low: float
     action: str
@@ -167,7 +168,7 @@ def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]
 
 
 def _check_word(field: str, value: str) -> Iterator[PlanError]:
-    if value in CHOICES[field]:
+    if value in CHOICES[field] or (field == "parallel.accelerator" and is_known_to_torch(value)):
         return
     refused = REFUSED.get(field, {})
     if value in refused:
@@ -212,7 +213,7 @@ def _is_plain(value: object) -> bool:
 
 
 def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:
-    """Reject several devices or machines without a strategy for several ranks."""
+    """Reject several devices or machines if the strategy supports only one rank."""
     parallel = plan.parallel
     for name, value in (("devices", parallel.devices), ("num_nodes", parallel.num_nodes)):
         if parallel.strategy == "single" and value > 1:
@@ -221,7 +222,7 @@ def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:
 
 
 def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
-    """Reject a group size that does not divide the number of ranks, and a group size without hsdp."""
+    """Reject a shard size that does not divide the number of ranks, and a shard size without hsdp."""
     parallel = plan.parallel
     if parallel.strategy != "hsdp":
         if parallel.shard_size is not None:
@@ -244,7 +245,8 @@ def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
 
 
 def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
-    """Reject gradient compression with strategies other than ddp, because they use other collectives."""
+    """Reject gradient compression with strategies other than ddp, because other strategies use different
+    collectives."""
     parallel = plan.parallel
     if parallel.gradient_compression != "none" and parallel.strategy != "ddp":
         problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}"
@@ -253,7 +255,8 @@ def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
 
 
 def compression_settings_are_complete(plan: "Plan") -> Iterator[PlanError]:
-    """Reject compression settings without gradient compression, and precisions in which gradients can be infinite."""
+    """Reject compression settings without gradient compression. Also reject compression with precisions in which
+    gradients can be infinite."""
     parallel = plan.parallel
     if parallel.gradient_compression == "none":
         for name in ("compression_rank", "compression_warmup_steps"):
@@ -272,7 +275,7 @@ def compression_settings_are_complete(plan: "Plan") -> Iterator[PlanError]:
 
 
 def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
-    """Reject settings that change the gradients of a rank, or that require the reduced gradients."""
+    """With 1-bit Adam, reject settings that change the gradients of a rank or that require reduced gradients."""
     if plan.optimizer.name != "onebit_adam":
         return
     parallel, batch = plan.parallel, plan.batch
@@ -310,7 +313,7 @@ def adafactor_is_unsharded(plan: "Plan") -> Iterator[PlanError]:
 
 
 def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
-    """Reject float64 on mps, which does not support it."""
+    """Reject float64 on mps, because mps does not support float64."""
     if plan.precision.mode == "64-true" and plan.parallel.accelerator == "mps":
         yield PlanError(
             "precision.mode", "64-true", "is not supported on mps", "Use precision='32-true' or accelerator='cpu'"
@@ -339,7 +342,7 @@ def optimizer_settings_have_an_optimizer(plan: "Plan") -> Iterator[PlanError]:
 
 
 def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
-    """Reject settings of a schedule that is not named or that does not use them."""
+    """Reject schedule settings if no schedule is named, or if the named schedule does not use them."""
     optimizer = plan.optimizer
     if optimizer.warmup_steps > 0 and optimizer.schedule is None:
         action = "Set a schedule: 'constant', 'linear' or 'cosine'"
@@ -351,7 +354,7 @@ def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
 
 
 def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
-    """Reject allowed choices that do not exist, or that no strategy uses."""
+    """Reject allowed choices that do not exist, and allowed choices if the strategy is not ``"auto"``."""
     choice = plan.choice
     if not choice.words:
         return

@@ -182,7 +182,7 @@ def _choice_rows(plan: "Plan") -> Iterator[Row]:
 
 
 def _lever_rows(plan: "Plan") -> Iterator[Row]:
-    """Yield lines for options that most plans do not use."""
+    """Yield rows for options that most plans do not use."""
     for lever in used_levers(plan):
         choice = lever.choice(lever.value(plan))
         yield Row(lever.row, lever.text(plan), choice.kind, choice.note)

@@ -60,7 +60,7 @@ def load_yaml(text: str, source: str | None = None) -> object:
 
     Args:
         text: one YAML document.
-        source: name to show in an error instead of the text.
+        source: name that an error shows instead of the text.
 
     Raises:
         PlanError: the text is not YAML.
@@ -73,7 +73,7 @@ def load_yaml(text: str, source: str | None = None) -> object:
         return yaml.load(text, Loader=Loader)
     except PlanError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number outside the range of Python
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number outside Python's range
         raise _unreadable(source or text, "YAML", error) from error
 
 
@@ -87,7 +87,7 @@ def load_json(text: str, source: str | None = None) -> object:
 
     Args:
         text: one JSON value.
-        source: name to show in an error instead of the text.
+        source: name that an error shows instead of the text.
 
     Raises:
         PlanError: the text is not JSON.
@@ -104,11 +104,11 @@ def read_file(path: Path) -> object:
     """Return the values in a ``.json`` file, or in a YAML file with any other suffix.
 
     Raises:
-        PlanError: the file cannot be read, or has another format.
+        PlanError: the file cannot be read, or has an unsupported format.
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid path
+    except (OSError, ValueError) as error:  # ValueError: a file that is not UTF-8, or an invalid path
         action = "Pass the path of a YAML or JSON file with a plan"
         raise PlanError("plan", str(path), f"cannot be read: {error}", action) from error
     load = load_json if path.suffix == ".json" else load_yaml

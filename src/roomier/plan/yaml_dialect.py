@@ -1,4 +1,4 @@
-"""The YAML loader and dumper of Plans. Every value that is written is read back unchanged."""
+"""The YAML loader and dumper of Plans. Every written value is read back unchanged."""
 
 import re
 from collections.abc import Hashable
@@ -11,17 +11,18 @@ from roomier.core.yaml_text import BoundedLoader
 
 
 class Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes strings that :class:`Loader` would read as a number or fold at a line break."""
+    """SafeDumper that quotes strings that :class:`Loader` would read as a number or would fold at a line break."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # PyYAML writes strings with these line breaks unquoted, and reads the breaks as a space or as another line
-        # break
+        # PyYAML writes strings with these line breaks unquoted, and reads each of these breaks as a space or as a
+        # different line break
         style = '"' if _UNICODE_BREAK.search(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 class Loader(BoundedLoader):
-    """BoundedLoader that reads ``3e-4`` as a number (YAML 1.2; PyYAML reads a string) and rejects duplicate keys."""
+    """BoundedLoader that reads ``3e-4`` as a number and rejects duplicate keys. YAML 1.2 defines ``3e-4`` as a number,
+    but PyYAML reads a string."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]

@@ -1,1 +1,1 @@
-"""Forecasts before a run: bytes and seconds of each plan, and the choice of a plan."""
+"""Forecasts of memory and step time for each plan before a run, and the choice of a plan."""

@@ -17,13 +17,13 @@ class Considered:
     """One plan that the planner considered.
 
     Attributes:
-        plan: plan with a concrete strategy. If a rule rejects the plan, it is only for display and cannot be built.
+        plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.
         micro_batch: samples of a micro-batch on each rank.
-        forecast: None if the plan was rejected or not evaluated.
+        forecast: forecast of the plan; None if the plan was rejected or not evaluated.
         fits: whether the forecast is within the budget.
-        reason: why the plan was not chosen; empty for the chosen plan.
-        is_left_out: whether the plan was not evaluated, because it cannot be better than the chosen plan or because
-            time ran out.
+        reason: reason why the plan was not chosen; empty for the chosen plan.
+        is_left_out: True if the plan was not evaluated, because it cannot be better than the chosen plan or because the
+            time limit was reached.
     """
 
     plan: Plan
@@ -56,15 +56,15 @@ class Choice:
     """Result of planning a workload on a machine.
 
     Attributes:
-        machine: machine that the plans are for.
+        machine: machine for which the plans are evaluated.
         budget_bytes: memory that a device may use.
         chosen: the fastest plan that fits, confirmed by a dry run; None if no plan fits.
-        considered: the chosen plan, then the plans that fit (fastest first), then the plans that do not fit (smallest
-            excess first), then the plans that rules reject.
+        considered: the chosen plan, followed by the plans that fit (fastest first), the plans that do not fit (smallest
+            excess first), and the plans that rules reject.
         planning_s: duration of the search in seconds.
         num_plans: number of compared plans, including plans that ``considered`` omits, but excluding rejected plans.
-        is_complete: whether the search was completed. If time ran out, ``considered`` contains the plans that were not
-            evaluated, with this reason.
+        is_complete: whether the search was completed. If the time limit was reached, ``considered`` also contains the
+            plans that were not evaluated, with this reason.
     """
 
     machine: Machine

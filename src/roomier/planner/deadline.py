@@ -23,7 +23,7 @@ meanwhile."""
 
 @dataclass(frozen=True)
 class Deadline:
-    """Point in time after which a search evaluates no further plans.
+    """Point in time after which a search evaluates no additional plans.
 
     Args:
         limit_s: duration of the search in seconds.
@@ -37,7 +37,8 @@ class Deadline:
 
     @classmethod
     def after(cls, limit_s: float) -> Deadline:
-        """Return the deadline in ``limit_s`` seconds. The variable ``ROOMIER_PLANNING_S`` overrides ``limit_s``.
+        """Return a deadline that is ``limit_s`` seconds from now. The environment variable ``ROOMIER_PLANNING_S``
+        overrides ``limit_s``.
 
         Raises:
             RoomierError: the value of ``ROOMIER_PLANNING_S`` is not a positive number.
@@ -58,10 +59,10 @@ class Deadline:
         return self.clock() - self.begun_s > self.limit_s
 
     def first_half(self) -> Deadline:
-        """Return a deadline with the same start and half of the time, for the first of two searches."""
+        """Return a deadline with the same start and half of the time limit, for the first of two searches."""
         return Deadline(self.limit_s / 2, self.begun_s, self.clock)
 
     @property
     def longer(self) -> str:
-        """Action for an error message: how to extend the time limit."""
+        """Action for an error message, which describes how to extend the time limit."""
         return f"Set {PLANNING}={max(600, round(5 * self.limit_s))} to search longer than {self.limit_s:g} s"

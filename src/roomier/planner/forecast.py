@@ -1,4 +1,4 @@
-"""The cost of one plan: bytes at each point in time of a step, and seconds."""
+"""The cost of one plan: bytes at each point in time of a step, and the duration of the step in seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SHARE_OF_HOST = 0.8  # the remaining memory is for data, its workers and the sy
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step on one rank.
+    """Duration of one optimizer step on one rank, in seconds.
 
     Attributes:
-        compute_s: forward and backward of all micro-batches, including recomputation.
-        recompute_s: part of ``compute_s`` that is recomputation.
+        compute_s: duration of forward and backward of all micro-batches, including recomputation.
+        recompute_s: part of ``compute_s`` that is spent on recomputation.
         communication_s: duration of all collectives, including collectives that overlap with computation.
         exposed_s: part of ``communication_s`` that does not overlap with computation.
-        offload_s: time that transfers of activations to the host and back add to the step.
+        offload_s: time that offloading of activations to the host adds to the step, including the transfers back.
         update_s: clipping and the optimizer.
     """
 
@@ -43,16 +43,16 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Cost of one plan on one machine, for the rank that needs the most memory.
+    """Cost of one plan on one machine, for the rank that requires the most memory.
 
     Attributes:
         plan: plan with a concrete strategy, never ``"auto"``.
         machine: machine that the forecast is for.
         micro_batch: samples of one micro-batch on each rank.
         method: ``"dry run"`` or ``"closed form"``.
-        timeline: one optimizer step after the first, as stretches in their order.
+        timeline: stretches of one optimizer step after the first step, in their order.
         fixed_bytes: device memory in addition to tensors, by purpose (``"context"``, ``"allocator"``, ...).
-        host_bytes: bytes of one rank in host memory; 0 if the device is the host.
+        host_bytes: bytes that one rank uses in host memory; 0 if the device is the host.
         time: duration of one step; None if it was not requested.
     """
 
@@ -67,7 +67,7 @@ class Forecast:
 
     @cached_property
     def peak(self) -> Stretch:
-        """Stretch of the step with the highest total of tensor bytes."""
+        """Stretch of the step with the highest total number of tensor bytes."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
 
     @property
@@ -82,7 +82,7 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the device at the peak, including ``fixed_bytes``."""
+        """Bytes used on the device at the peak, including ``fixed_bytes``."""
         return self.tensor_bytes + sum(self.fixed_bytes.values())
 
     @property
@@ -91,7 +91,7 @@ class Forecast:
         return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_ranks
 
     def fits(self, budget_bytes: int) -> bool:
-        """Return whether the device needs at most ``budget_bytes`` and the offloaded data of a node fits in its host
+        """Return whether the device requires at most ``budget_bytes`` and the offloaded data of a node fits in its host
         memory."""
         on_host = self.host_bytes * self.machine.devices_per_node
         return self.peak_bytes <= budget_bytes and on_host <= _SHARE_OF_HOST * self.machine.host_memory_bytes

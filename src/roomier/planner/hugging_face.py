@@ -1,4 +1,5 @@
-"""Workloads of Hugging Face configurations: the model as shapes, and a batch with the inputs of its class."""
+"""Workloads of Hugging Face configurations. A workload contains the shapes of the model and a batch with the inputs of
+its class."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEFAULT_TOKENS = 2048
-"""Default sequence length, reduced to the model's maximum."""
+"""Default sequence length, which is reduced to the model's maximum if it is larger."""
 _DEFAULT_LABEL_TOKENS = 128  # length of a transcript
 _DEFAULT_IMAGE_SIZE = 224
 
-# Used if a configuration names no class, in this order. Classes for text come before classes for a part of the model,
-# such as a decoder that is also a language model.
+# Classes that are tried in this order if a configuration names no class. Classes for text come before classes for a
+# part of a model, such as a decoder that can also be used as a language model.
 _AUTO_CLASSES = (
     "AutoModelForPreTraining",
     "AutoModelForMaskedLM",
@@ -35,7 +36,8 @@ _AUTO_CLASSES = (
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """Read the configuration in a ``config.json`` or in a model folder. Custom code in the folder is not executed.
+    """Read the configuration from a ``config.json`` file or from a model folder. Custom code in the folder is not
+    executed.
 
     Raises:
         RoomierError: the file cannot be read, or transformers does not support its ``model_type``.
@@ -64,16 +66,18 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
-    """Return the workload of a model of ``config`` and a batch for it, both without memory.
+    """Return the workload of a model that is constructed from ``config`` and a batch for the model, both without
+    memory.
 
     Args:
         config: configuration of transformers.
         batch_size: samples of the batch.
-        num_tokens: length of a sequence, or of the transcript of a speech model. None uses the maximum of the model, at
-            most ``DEFAULT_TOKENS``. Images have the size in the configuration.
+        num_tokens: length of a sequence, or length of the transcript for a speech model. None uses the maximum sequence
+            length of the model, but at most ``DEFAULT_TOKENS``. Images have the size that the configuration specifies.
 
     Raises:
-        RoomierError: no model class with a loss is known for ``config``, or its batch format is not supported.
+        RoomierError: no model class with a loss is known for ``config``, or the batch format of the class is not
+            supported.
     """
     kind = model_class(config)
     make_batch = _batch_of(kind)
@@ -86,8 +90,8 @@ def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: in
 
 
 def model_class(config: PreTrainedConfig) -> type[nn.Module]:
-    """Return the class that ``config`` lists in ``architectures`` if it computes a loss, otherwise a class for its
-    type.
+    """Return the class that ``config`` lists in ``architectures`` if the class computes a loss, otherwise a class for
+    the type of the model.
 
     Raises:
         RoomierError: no class that computes a loss is known.
@@ -106,7 +110,8 @@ def model_class(config: PreTrainedConfig) -> type[nn.Module]:
     raise RoomierError("hf", config.model_type, "transformers has no known class that computes a loss for it", action)
 
 
-# Functions (configuration, samples, length) -> keyword arguments of forward. Tensors are on the current default device.
+# Functions that convert (configuration, samples, length) to the keyword arguments of forward. Tensors are created on
+# the current default device.
 
 _MakeBatch = Callable[[Any, int, int | None], dict[str, Any]]
 
@@ -158,7 +163,7 @@ def _classified_images(config: Any, batch_size: int, num_tokens: int | None) -> 
 
 def _transcribed_speech(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
     num_bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
-    # Whisper's encoder halves the frames of its 30 seconds. Other models accept any number.
+    # Whisper's encoder halves the number of frames of its 30-second input. Other models accept any number.
     num_frames = 2 * getattr(config, "max_source_positions", 1500)
     num_labels = num_tokens or min(config.max_target_positions, _DEFAULT_LABEL_TOKENS)
     features = torch.empty(batch_size, num_bins, num_frames)

@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 class Workload:
     """A module and one of its micro-batches.
 
-    Only shapes matter, so both may be on ``meta``. Values of small integer tensors are kept if they exist, because
-    shapes can depend on sequence lengths and masks.
+    Only the shapes are used, so the module and the micro-batch may be on ``meta``. Values of small integer tensors are
+    retained if they exist, because shapes can depend on sequence lengths and masks.
 
     Args:
-        module: module to plan for. It is neither run nor changed. Dry runs use copies of its shapes.
-        batch: micro-batch as the loader yields it.
-        batch_size: samples of ``batch``, along dimension 0 of its tensors.
-        activation_factor: ratio of measured to forecast activations and temporaries, from a run of the same model; see
-            :mod:`roomier.planner.measured.calibrated`.
-        copies: copies of the weights that callbacks of the run keep, such as averages.
+        module: module to plan for. It is neither run nor changed. Dry runs use copies of the module that have the same
+            shapes.
+        batch: micro-batch in the form that the loader yields.
+        batch_size: number of samples in ``batch``, along dimension 0 of its tensors.
+        activation_factor: ratio of measured activations and temporaries to their forecast, from a run of the same
+            model; see :mod:`roomier.planner.measured.calibrated`.
+        copies: copies of the weights that callbacks of the run store, such as averages.
 
     Raises:
-        RoomierError: the module uses manual optimization, so the content of a step is unknown before it runs.
+        RoomierError: the module uses manual optimization, so the operations of a step are unknown before it runs.
 
     Example:
         >>> workload = Workload.of(nn.Linear(8, 2), (torch.empty(4, 8), torch.empty(4, dtype=torch.long)))
@@ -60,9 +61,10 @@ class Workload:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Workload:
-        """Return the workload of ``model``, as accepted by ``Trainer.fit``, and ``batch``, converted to shapes.
+        """Return the workload of ``model``, in any form that ``Trainer.fit`` accepts, and ``batch``. Both are converted
+        to shapes.
 
-        The number of samples is the size of dimension 0 of the first tensor in ``batch``.
+        The number of samples is the size of dimension 0 in the first tensor of ``batch``.
         """
         return cls(as_module(model), map_tensors(_shape_of, batch), batch_size_of(batch))
 
@@ -79,9 +81,10 @@ class Workload:
         return replace(self, batch=map_tensors(resized, self.batch, makes_anew=True), batch_size=batch_size)
 
     def calibrated(self, stretches: tuple[Stretch, ...], plan: Plan) -> tuple[Stretch, ...]:
-        """Return ``stretches``, a step forecast under ``plan``, with its activations scaled by ``activation_factor``.
+        """Return ``stretches``, the forecast of a step of ``plan``, with activations scaled by ``activation_factor``.
 
-        A plan with an activation budget is returned unchanged, because blocks enforce the budget by measurement.
+        The stretches of a plan with an activation budget are returned unchanged, because blocks measure activations and
+        enforce the budget.
         """
         if self.activation_factor == 1 or plan.activation.policy == "budget":
             return stretches
@@ -89,7 +92,7 @@ class Workload:
 
     @cached_property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """The blocks of the module, see :func:`roomier.api.blocks.find_blocks`."""
+        """The blocks of the module; see :func:`roomier.api.blocks.find_blocks`."""
         return tuple(find_blocks(network_of(self.module)))
 
     @property

@@ -1,10 +1,10 @@
 """LSTMs under autocast on a CPU without LSTM kernels in 16 bits.
 
 [Note: LSTM under autocast]
-Under autocast on a CPU, torch calls oneDNN's LSTM with 16-bit tensors and does not check that oneDNN has a kernel for
-this dtype and processor. If oneDNN has none, the call raises "could not create a primitive descriptor". This happens in
-bfloat16 on processors without AVX-512, and in float16 on most processors. torch's own LSTM runs on every processor. Its
-matrix products run in 16 bits, and its gates and states in float32.
+Under autocast on a CPU, torch calls oneDNN's LSTM with 16-bit tensors without checking that oneDNN has a kernel for
+this dtype and processor. If oneDNN has no such kernel, the call raises "could not create a primitive descriptor". This
+error occurs in bfloat16 on processors without AVX-512, and in float16 on most processors. torch's own LSTM runs on
+every processor. The matrix products of torch's LSTM run in 16 bits, and its gates and states are in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roomier.precision.policy import Precision
 
 
 class WithoutOneDNN(WrappedForward):
-    """Runs the forward of a module with torch's own kernels instead of oneDNN's."""
+    """Wrapper that runs the forward of a module with torch's own kernels instead of oneDNN's kernels."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = torch.backends.mkldnn.enabled
@@ -52,7 +52,7 @@ def replace_missing_lstm_kernels(network: nn.Module, precision: Precision) -> No
 
 @functools.cache
 def onednn_has_lstm(dtype: torch.dtype) -> bool:
-    """Run a small LSTM under autocast to ``dtype`` on this CPU, and return whether this succeeds."""
+    """Run a small LSTM under autocast to ``dtype`` on this CPU, and return whether the run succeeds."""
     x = torch.zeros(1, 1, 1)
     weights = [torch.zeros(4, 1, requires_grad=True) for _ in range(2)]
     try:

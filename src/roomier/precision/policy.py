@@ -21,7 +21,7 @@ class Precision:
         device: the device of this rank.
         weight_dtype: dtype of floating-point weights and inputs. None does not convert them.
         autocast_dtype: dtype of matmuls under autocast. None disables autocast.
-        scales_loss: whether the loss is scaled, because gradients in float16 would underflow.
+        scales_loss: whether the loss is scaled to prevent underflow of float16 gradients.
     """
 
     device: torch.device
@@ -36,14 +36,14 @@ class Precision:
         return module.to(self.weight_dtype)
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return ``batch`` with its floating-point tensors in the dtype of the weights."""
+        """Return ``batch`` with its floating-point tensors converted to the dtype of the weights."""
         dtype = self.weight_dtype
         if dtype is None:
             return batch
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def forward_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a function that creates the context of a forward."""
+        """Return a function that creates the context in which a forward runs."""
         if self.autocast_dtype is not None:
             device_type, dtype = self.device.type, self.autocast_dtype
             return lambda: torch.autocast(device_type, dtype=dtype)
@@ -83,7 +83,7 @@ def precision_of(mode: str, device: torch.device) -> Precision:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create new floating-point tensors with ``dtype`` inside the context."""
+    """Create new floating-point tensors in ``dtype`` inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -95,7 +95,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def set_matmul_precision(level: str) -> None:
     """Set the precision of fp32 matmuls: ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"`` (bf16).
 
-    Only ``"highest"`` disables tf32 in cuDNN's convolutions, which torch enables by default.
+    Only ``"highest"`` disables tf32 in the convolutions of cuDNN. By default, torch enables tf32 in these convolutions.
     """
     torch.set_float32_matmul_precision(level)
     torch.backends.cudnn.allow_tf32 = level != "highest"
@@ -103,7 +103,8 @@ def set_matmul_precision(level: str) -> None:
 
 @contextmanager
 def matmul_precision(level: str) -> Iterator[None]:
-    """Call :func:`set_matmul_precision` for the context, and restore the settings of the process afterwards."""
+    """Call :func:`set_matmul_precision` for the duration of the context, and then restore the settings of the
+    process."""
     before, convolutions_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     set_matmul_precision(level)
     try:

@@ -10,10 +10,11 @@ from roomier.core import torch_private
 
 
 class LossScaler:
-    """Multiplies the loss and divides the gradients by a factor, and skips steps with gradients that are not finite.
+    """Multiplies the loss by a factor, divides the gradients by the same factor, and skips steps whose gradients are
+    not finite.
 
     The factor is adapted as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). A fused optimizer
-    skips the step on the device, and the host does not wait. For other optimizers, the host reads one flag per step.
+    skips the step on the device, so the host does not wait. For other optimizers, the host reads one flag per step.
 
     Attributes:
         is_on: whether losses are scaled.
@@ -56,7 +57,8 @@ class LossScaler:
         return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Restore the result of :meth:`state`. None, from a run in another precision, has no effect."""
+        """Restore the result of :meth:`state`. None, which is the state of a run in another precision, has no
+        effect."""
         if state is None:
             return
         state = dict(state)
@@ -65,7 +67,7 @@ class LossScaler:
 
 
 class NoScale:
-    """Loss scale of all other precisions, which does not change losses, gradients or steps.
+    """Loss scaler for all other precisions, which does not change losses, gradients or steps.
 
     Attributes:
         is_on: whether losses are scaled.
@@ -100,4 +102,4 @@ class NoScale:
         """Return None, because the factor is constant."""
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Do nothing, even with the state of a run in ``"16-mixed"``."""
+        """Do nothing, even if the state comes from a run in ``"16-mixed"``."""

@@ -1,11 +1,12 @@
 """Sizes of matmuls that are slow on a device.
 
 [Note: efficient sizes]
-Matrix units multiply tiles of a fixed size, and tiles that are not full waste computation. NVIDIA's "Matrix
-Multiplication Background User's Guide" (section on tensor core requirements) states that kernels read rows of 16 bytes,
-which are 8 numbers of 16 bits or 4 of TF32. Before cuBLAS 11, other sizes did not use tensor cores. On an A100 and
-later, rows of 128 bytes (64 or 32 numbers) are best. Intel's AMX multiplies tiles of 16 rows of 64 bytes, which are 32
-numbers of bfloat16 (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX).
+Matrix units multiply tiles of a fixed size, and partially filled tiles waste computation. According to NVIDIA's "Matrix
+Multiplication Background User's Guide" (section on tensor core requirements), kernels read rows of 16 bytes, which
+contain 8 numbers of 16 bits or 4 numbers in TF32. Before cuBLAS 11, tensor cores were not used for other sizes. On an
+A100 and later GPUs, rows of 128 bytes (64 or 32 numbers) are most efficient. Intel's AMX multiplies tiles of 16 rows of
+64 bytes, which are 32 numbers of bfloat16 (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on
+AMX).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Liked:
 
     Attributes:
         name: name of the dtype.
-        aligned: sizes should be a multiple of this number for aligned reads.
-        tile: sizes should be a multiple of this number to fill tiles.
+        aligned: sizes should be a multiple of this number, so that reads are aligned.
+        tile: sizes should be a multiple of this number, so that tiles are full.
     """
 
     name: str
@@ -47,7 +48,7 @@ class _Size:
         layer: name of the layer.
         side: ``"input"`` or ``"output"``.
         count: the size.
-        work: multiplications per token in forward and backward.
+        work: number of multiplications per token in forward and backward.
     """
 
     layer: str
@@ -63,7 +64,8 @@ def size_warnings(network: nn.Module, precision: Precision, device: torch.device
 
 
 def liked_by(device: torch.device, dtype: torch.dtype) -> Liked | None:
-    """Return the efficient sizes on ``device``. None if sizes hardly matter, or if they are unknown."""
+    """Return the efficient sizes on ``device``. None if sizes have little effect, or if the efficient sizes are
+    unknown."""
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
     name = str(dtype).removeprefix("torch.")
     if device.type == "cuda" and is_16_bit:
@@ -76,7 +78,7 @@ def liked_by(device: torch.device, dtype: torch.dtype) -> Liked | None:
 
 
 def unliked_sizes(network: nn.Module, liked: Liked) -> list[str]:
-    """Return the lines of :func:`size_warnings`, in descending order of the share of multiplications."""
+    """Return the lines of :func:`size_warnings`, in descending order of their share of the multiplications."""
     sizes = list(_sizes_of(network))
     all_work = sum(each.work for each in sizes) / 2  # each matmul has two sizes
     by_count: dict[int, list[_Size]] = defaultdict(list)
@@ -111,14 +113,15 @@ def _sizes_of(network: nn.Module) -> Iterator[_Size]:
             num_in, num_out = weight.shape
         else:
             continue
-        # Forward, gradient of the input, and gradient of the weights if they are trained.
+        # Forward, gradient of the input, and gradient of the weights if the weights are trained.
         work = weight.numel() * (3 if weight.requires_grad else 2)
         yield _Size(name, "input", num_in, work)
         yield _Size(name, "output", num_out, work)
 
 
 def _places(sizes: list[_Size]) -> str:
-    """Return ``"output of lm_head"``, with the number of other layers if there are several."""
+    """Return text such as ``"output of lm_head"``, including the number of other layers if several layers have the same
+    size."""
     first, *others = sizes
     more = f" and {len(others)} more" if others else ""
     return f"{first.side} of {first.layer or 'the model'}{more}"

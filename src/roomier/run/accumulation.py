@@ -1,4 +1,5 @@
-"""Number of micro-batches per optimizer step: the number in the Plan times the factor of a callback for the epoch."""
+"""Number of micro-batches per optimizer step. This number is the value in the Plan, multiplied by the factor that a
+callback sets for the epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class SchedulesAccumulation(Protocol):
     """A callback that sets the gradient accumulation by epoch."""
 
     epochs: list[int]
-    """The epochs in which the number changes, in ascending order, starting with 0."""
+    """The epochs in which the accumulation changes, in ascending order, starting with 0."""
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """Return the factor in ``epoch``."""
@@ -29,7 +30,7 @@ class Accumulation:
 
     Args:
         size: the number in the plan.
-        schedule: a callback that multiplies ``size`` by a factor per epoch, or None.
+        schedule: a callback that multiplies ``size`` by a factor for each epoch, or None.
     """
 
     size: int
@@ -46,7 +47,8 @@ class Accumulation:
         return self.size if self.schedule is None else self.size * self.schedule.get_accumulate_grad_batches(epoch)
 
     def num_steps(self, first: float, end: float, num_batches: float) -> float:
-        """Return the number of optimizer steps in the epochs from ``first`` to ``end``, with ``num_batches`` each.
+        """Return the number of optimizer steps in the epochs from ``first`` to ``end``, each of which has
+        ``num_batches`` batches.
 
         The epoch ``end`` is not included.
         """

@@ -1,4 +1,4 @@
-"""Checks that stop a run if a loss or a weight is not finite, or if no batch leads to an optimizer step."""
+"""Checks that stop a run if a loss or a weight is not finite, or if no batch results in an optimizer step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from roomier.core.tree import batch_size_of
 from roomier.run.run import Run
 
 MAX_BATCHES_BEFORE_FIRST_STEP = 1000
-"""Number of batches without an optimizer step after which a run ends, if the length of the epoch is unknown."""
+"""Number of batches without an optimizer step after which a run is stopped, if the length of the epoch is unknown."""
 
 
 def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = None) -> None:
-    """Raise an error before a loss that is not finite is logged or saved. Every rank must call this function.
+    """Raise an error if a loss is not finite, before the loss is logged or saved. Every rank must call this function.
 
-    A loss scaler skips the steps of such losses and halves its scale each time. A scale below 1 has been halved many
-    times in a row, so a smaller scale would not help.
+    A loss scaler skips the steps of losses that are not finite, and halves its scale each time. A scale below 1 has
+    been halved many times in a row, so a smaller scale would not prevent the problem.
 
     Args:
-        where: place of the check, for the message.
-        losses: losses of the last step on each rank, if known.
+        where: location of the check, for the message.
+        losses: losses of the last step on each rank, if they are known.
 
     Raises:
         TrainingError: the last loss is not finite on a rank, and no loss scaler skips its step.
@@ -50,7 +50,7 @@ def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = N
 
 
 def check_finite_weights(run: Run) -> None:
-    """Raise an error before weights that are not finite are saved. Every rank must call this function.
+    """Raise an error if weights are not finite, before they are saved. Every rank must call this function.
 
     A step with a finite loss can produce weights that are not finite.
 
@@ -66,10 +66,10 @@ def check_finite_weights(run: Run) -> None:
 
 
 def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
-    """Raise an error if a run does not train.
+    """Raise an error if a run does not perform any optimizer steps.
 
     Raises:
-        TrainingError: no batch of the first epoch led to an optimizer step.
+        TrainingError: no batch of the first epoch resulted in an optimizer step.
     """
     num_batches = run.progress.num_batches
     is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
@@ -95,7 +95,7 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
 
 
 def _not_finite(run: Run) -> tuple[str, float] | None:
-    """Return the name and one value of a parameter of this rank that contains NaN or infinity."""
+    """Return the name and one invalid value of a parameter on this rank that contains NaN or infinity."""
     for name, parameter in run.engine.module.named_parameters():
         if not (parameter.requires_grad and parameter.is_floating_point()):
             continue
@@ -110,7 +110,7 @@ def _not_finite(run: Run) -> tuple[str, float] | None:
 
 
 def _on(run: Run, ranks: Sequence[int]) -> str:
-    """Return text that names ``ranks``, as part of an error message."""
+    """Return text that names ``ranks``, for use in an error message."""
     if run.ranks.is_alone:
         return ""
     if len(ranks) == run.ranks.world.size:
@@ -119,7 +119,8 @@ def _on(run: Run, ranks: Sequence[int]) -> str:
 
 
 def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
-    """Return the problem and the action of an error. The problem includes the cause if the last batch shows it."""
+    """Return the problem and the recommended action of an error. The problem includes the cause if the last batch
+    reveals it."""
     empty = _batch_without_terms(run)
     if empty is None:
         return problem, _way_back(run, found)
@@ -130,7 +131,7 @@ def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
 def _batch_without_terms(run: Run) -> str | None:
     """Describe the batch of the last step if its loss is a mean over zero terms; otherwise return None.
 
-    Losses that are weighted by their terms (several ranks, accumulated gradients) skip such batches.
+    If losses are weighted by their number of terms (several ranks, accumulated gradients), such batches are skipped.
     """
     window = run.now.window
     if window is None or len(window.batches) > 1 or not run.ranks.is_alone or run.module.loss_reduction != "mean":

@@ -1,4 +1,4 @@
-"""The global batch, and its division among a different number of ranks."""
+"""The global batch, and its division among a changed number of ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class GlobalBatch:
     """The batch of one optimizer step over all ranks.
 
     Args:
-        batch_size: number of samples per micro-batch; None if only the loader determines it, so that it cannot be
-            changed.
+        batch_size: number of samples per micro-batch; None if only the loader determines the number, so that it cannot
+            be changed.
         accumulate: number of micro-batches per step on each rank.
         num_ranks: number of ranks, each of which processes separate micro-batches.
     """
@@ -28,17 +28,18 @@ class GlobalBatch:
         return (self.batch_size or 1) * self.accumulate * self.num_ranks
 
     def on(self, num_ranks: int, batch_size: int | None) -> GlobalBatch:
-        """Return the same batch for ``num_ranks``.
+        """Return the same global batch for ``num_ranks``.
 
-        Micro-batches keep their size if a different accumulation compensates for the number of ranks. Otherwise, their
-        size is reduced by as little as possible, so they still fit into memory.
+        Micro-batches retain their size if a different accumulation compensates for the new number of ranks. Otherwise,
+        the size of the micro-batches is reduced by as little as possible, so the micro-batches still fit in memory.
 
         Args:
             num_ranks: new number of ranks.
             batch_size: current batch size of the loader.
 
         Raises:
-            RoomierError: the batch cannot be divided among ``num_ranks``. The error lists valid numbers of ranks.
+            RoomierError: the batch cannot be divided among ``num_ranks``. The error message lists the valid numbers of
+                ranks.
         """
         if self.batch_size is None or batch_size is None:
             whole = GlobalBatch(None, self.accumulate, self.num_ranks).size

@@ -1,4 +1,4 @@
-"""The data of a run as sources, from the arguments of the user, the DataModule or the module."""
+"""The data of a run as sources, created from the arguments of the user, the DataModule or the module."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class RunLoaders:
     """The loaders of a run. Each loader is created when it is first used.
 
     Args:
-        module: its ``*_dataloader`` methods are used if neither loaders nor a DataModule are passed.
-        loaders: the loaders that were passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        module: the module whose ``*_dataloader`` methods are used if neither loaders nor a DataModule are passed.
+        loaders: the loaders that the user passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
         datamodule: the DataModule of the call, or None.
-        options: the settings that contain the limits on batches.
+        options: settings that contain the limits on batches.
         ranks: the ranks that share the data.
-        pins: True to copy batches to pinned memory.
+        pins: whether batches are copied to pinned memory.
 
     Attributes:
-        found: the loaders that were used, as they were passed or defined.
+        found: the loaders that were used, in the form in which they were passed or defined.
     """
 
     def __init__(
@@ -76,21 +76,22 @@ class RunLoaders:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of samples per micro-batch on each rank; None if it is unknown and cannot be changed."""
+        """Number of samples per micro-batch on each rank; None if the number is unknown and cannot be changed."""
         return batch_size_of(self.train_loader)
 
     def first_batch(self) -> Any:
-        """Return a batch of the training data without consuming it. Call this before ``train_source`` is used.
+        """Return a batch of the training data without consuming the batch. Call this method before ``train_source`` is
+        used.
 
         Raises:
-            DataError: there is no batch, or reading a batch would change the data that the run reads.
+            DataError: no batch is available, or reading a batch would change the data that the run reads.
         """
         assert self._train is None
         batch, self._train_loader = first_batch(self.train_loader, "train_dataloaders")
         return batch
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Train on micro-batches of ``batch_size`` samples. Call this before ``train_source`` is used."""
+        """Set the number of samples in a training micro-batch. Call this method before ``train_source`` is used."""
         assert self._train is None
         self._train_loader = with_batch_size(self.train_loader, batch_size)
 
@@ -116,7 +117,7 @@ class RunLoaders:
 
     @property
     def num_training_batches(self) -> float:
-        """Number of batches per epoch on each rank: the minimum over all ranks."""
+        """Number of batches per epoch on each rank, which is the minimum over all ranks."""
         if self._num_training_batches is None:
             source, limit = self.train_source, partial(self._options.limit_batches, "train")
             if source.follow_each_other:  # the limit applies to each part
@@ -128,10 +129,10 @@ class RunLoaders:
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """Return the sources of ``"val"``, ``"test"`` or ``"predict"``, and their limits on batches over all ranks.
+        """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and their limits on batches over all ranks.
 
         Raises:
-            DataError: there is no data, or a loader of ``"predict"`` combines batches of several loaders.
+            DataError: no data is available, or a loader of ``"predict"`` combines batches of several loaders.
         """
         options, field = self._options, f"{name}_dataloaders"
         if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
@@ -150,7 +151,7 @@ class RunLoaders:
         return sources, [options.limit_batches(name, source.num_batches) for source in sources]
 
     def end(self) -> None:
-        """Stop the worker processes of all loaders that were read."""
+        """Stop the worker processes of all loaders from which data was read."""
         for source in self._sources:
             source.end()
 

@@ -23,29 +23,29 @@ MAX_HANG_TIMEOUT_S = 1800.0  # the timeout of operations of the process group
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Settings of the loops, with the names of the Trainer's arguments. They are validated at construction.
+    """Settings of the loops, which have the names of the Trainer's arguments. They are validated at construction.
 
     Attributes:
         max_epochs, min_epochs, max_steps, min_steps, max_time: length of a fit. -1 means unlimited.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: number or fraction of batches
             per epoch. None means all.
-        overfit_batches: number or fraction of training batches that are used for training and validation.
+        overfit_batches: number or fraction of the training batches that are used for both training and validation.
         fast_dev_run: number of batches of a development run. True means 1.
         val_check_interval: number or fraction of training batches between two validations.
         check_val_every_n_epoch: number of epochs between two validations. None counts batches across epochs.
         num_sanity_val_steps: number of validation batches before training. -1 means all.
-        log_every_n_steps: number of optimizer steps between two rows.
-        inference_mode: evaluate with ``torch.inference_mode`` instead of ``torch.no_grad``.
+        log_every_n_steps: number of optimizer steps between two logged rows.
+        inference_mode: run evaluations in ``torch.inference_mode`` instead of ``torch.no_grad``.
         deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no deterministic
             algorithm.
-        benchmark: value of ``torch.backends.cudnn.benchmark``; None keeps the current value.
-        detect_anomaly: find the operation in forward that causes NaN in backward.
+        benchmark: value of ``torch.backends.cudnn.benchmark``; None leaves the current value unchanged.
+        detect_anomaly: find the forward operation that causes NaN in backward.
         profiler: ``"torch"`` or a ``torch.profiler.profile``.
-        hang_timeout: time without progress after which the ranks end with a report. None disables the check.
+        hang_timeout: time without progress after which the ranks print a report and exit. None disables the check.
         default_root_dir: folder that contains the run folders.
 
     Raises:
-        RoomierError: a value is invalid, or contradicts another value.
+        RoomierError: a value is invalid or contradicts another value.
     """
 
     max_epochs: int | None = None
@@ -127,21 +127,22 @@ class LoopOptions:
 
     @property
     def num_dev_batches(self) -> int:
-        """Number of batches of a fast development run; 0 if it is disabled."""
+        """Number of batches of a fast development run; 0 if the fast development run is disabled."""
         return int(self.fast_dev_run)
 
     @cached_property
     def max_time_s(self) -> float | None:  # cached, because each step reads it
-        """Maximum time of a fit in seconds; None if unlimited."""
+        """Maximum time of a fit in seconds; None if the time is unlimited."""
         return None if self.max_time is None else parse_duration_s("max_time", self.max_time)
 
     @cached_property
     def hang_timeout_s(self) -> float | None:
-        """Timeout without progress in seconds; None if disabled."""
+        """Time in seconds without progress after which a run is aborted; None if this timeout is disabled."""
         return None if self.hang_timeout is None else parse_duration_s("hang_timeout", self.hang_timeout)
 
     def epoch_limit(self) -> float:
-        """Return the number of epochs after which training ends. Infinite if only steps or time limit it."""
+        """Return the number of epochs after which training ends. The number is infinite if only steps or time limit
+        training."""
         if self.num_dev_batches:
             return 1
         if self.max_epochs is not None:
@@ -150,17 +151,18 @@ class LoopOptions:
 
     @property
     def is_bounded(self) -> bool:
-        """True if the user set a limit on epochs, steps or time."""
+        """True if the user limited the number of epochs, the number of steps or the time."""
         return self.max_epochs is not None or self.max_steps != -1 or self.max_time is not None
 
     def step_limit(self) -> float:
-        """Return the number of optimizer steps after which training ends. Infinite if only epochs or time limit it."""
+        """Return the number of optimizer steps after which training ends. The number is infinite if only epochs or time
+        limit training."""
         if self.num_dev_batches:
             return self.num_dev_batches
         return math.inf if self.max_steps == -1 else self.max_steps
 
     def limit_of(self, stage: str) -> int | float:
-        """Return the limit on batches of ``stage``, as a number or a fraction."""
+        """Return the limit on batches in ``stage``, as a number or a fraction."""
         if self.num_dev_batches:
             return self.num_dev_batches
         if stage in ("train", "val") and self.overfit_batches:
@@ -169,7 +171,8 @@ class LoopOptions:
         return 1.0 if limit is None else limit
 
     def limit_batches(self, stage: str, num_batches: float) -> float:
-        """Return the number of batches in one epoch of ``stage``, at most ``num_batches`` (infinite if unknown).
+        """Return the number of batches in one epoch of ``stage``, at most ``num_batches``, which is infinite if the
+        number is unknown.
 
         Raises:
             RoomierError: the limit is a fraction, and the number of batches is unknown or too small for the fraction.
@@ -187,10 +190,12 @@ class LoopOptions:
         return self._fraction(field, limit, num_batches)
 
     def val_interval(self, num_train_batches: float) -> float:
-        """Return the number of training batches between two validations. Infinite means the end of the epoch.
+        """Return the number of training batches between two validations. Infinity means that validation runs at the end
+        of the epoch.
 
         Raises:
-            RoomierError: the interval is longer than an epoch, or a fraction of an unknown number of batches.
+            RoomierError: the interval is longer than an epoch, or it is a fraction and the number of batches is
+                unknown.
         """
         interval = self.val_check_interval
         if interval is None or (interval == 1.0 and isinstance(interval, float)):

@@ -1,4 +1,4 @@
-"""Progress of a run: the counters that a checkpoint stores, and the state of the current step."""
+"""Progress of a run, which consists of the counters that a checkpoint stores and the state of the current step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Progress:
         epoch: number of completed epochs.
         batch_idx: number of completed micro-batches of the current epoch.
         num_batches: number of completed micro-batches of all epochs.
-        is_validation_due: True if a signal stopped the validation of this step. A resumed run first repeats the
-            validation.
-        is_epoch_end_due: True if a resumed run must do the work that follows the last batch of an epoch.
+        is_validation_due: True if a signal stopped this step's validation, which a resumed run repeats first.
+        is_epoch_end_due: True if a resumed run must run the code that follows the last batch of an epoch.
     """
 
     global_step: int = 0
@@ -33,7 +32,7 @@ class Progress:
 
     @property
     def is_step_complete(self) -> bool:
-        """True if a resumed run has no remaining work of this step."""
+        """True if a resumed run has no work left in this step."""
         return not (self.is_validation_due or self.is_epoch_end_due)
 
     def state(self) -> dict[str, Any]:
@@ -48,7 +47,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Window:
-    """The micro-batches of one optimizer step, as the loader returned them.
+    """The micro-batches of one optimizer step, in the form in which the loader returned them.
 
     Attributes:
         epoch: index of the epoch.
@@ -68,18 +67,19 @@ class Now:
     Attributes:
         batch_idx: index of the current training micro-batch in its epoch.
         batch_number: index of the current batch of an evaluation among the batches of all ranks. Steps and hooks
-            receive a different index as ``batch_idx``: the index among the batches of their rank.
+            receive a different index as ``batch_idx``, which counts only the batches of their rank.
         num_batches_before: ``progress.num_batches`` when this fit began.
-        last_loss: loss of the last optimizer step (0-dim, on the device). With several ranks, the share of this rank.
+        last_loss: loss of the last optimizer step (0-dim, on the device). With several ranks, this value is the share
+            of this rank.
         window: micro-batches of the current or last step; None before the first step.
         leaves_out_step: True if a hook requested to skip the update. The step is not counted.
-        is_in_step: True if the run is between two save points, where its state cannot be resumed exactly.
+        is_in_step: True if the run is between two save points, so that its state cannot be resumed exactly.
         is_finishing: True at the last save point.
         is_interrupted: True if a signal ended training at a save point. A resumed run completes the training.
-        is_stop_agreed: with several ranks, True if all ranks have received the request of a rank to end training.
-        random_state: random state of the checkpoint, restored when the loop begins.
+        is_stop_agreed: with several ranks, True if all ranks have received a request from one rank to stop training.
+        random_state: random state from the checkpoint, which is restored when the loop begins.
         renamed: columns of the loop that were renamed to ``trainer/NAME``, because the module logs their names.
-        started_s: time of the start on the monotonic clock.
+        started_s: start time on the monotonic clock.
     """
 
     batch_idx: int = -1

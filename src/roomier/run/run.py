@@ -42,9 +42,9 @@ class Batches:
     Attributes:
         train: the training data of a fit; None in an evaluation.
         num_training: number of batches in a training epoch on each rank; infinite if unknown.
-        evaluated: the loaders of an evaluation, or of the validation within a fit; empty without validation.
-        limits: number of batches of each of these loaders, over all ranks.
-        val_interval: number of training batches between two validations; infinite for the end of an epoch.
+        evaluated: the loaders of an evaluation, or of the validation within a fit; empty if no validation runs.
+        limits: maximum number of batches of each loader in ``evaluated``, over all ranks.
+        val_interval: training batches between two validations; infinite if validation runs at the end of an epoch.
     """
 
     train: Source | None = None
@@ -56,7 +56,7 @@ class Batches:
 
 @dataclass
 class Run:
-    """One run, with its settled facts, its progress, its pending saves and the objects that the loops use.
+    """One run, with its settled facts, its progress, its pending saves, and the objects that its loops use.
 
     Attributes:
         settled: the facts of the run (plan, module, data, ranks, callbacks, folder). They do not change.
@@ -70,8 +70,8 @@ class Run:
         progress: the counters that checkpoints store.
         now: the state of the current step. It is not stored.
         saves: checkpoints, written and pending.
-        looks: functions called on every rank before the run ends because of a loss that is not finite.
-        profiler: stepped after each optimizer step; None without a profiler.
+        looks: functions that every rank calls before a loss that is not finite stops the run.
+        profiler: profiler that is stepped after each optimizer step; None if no profiler is used.
     """
 
     settled: Settled
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def module(self) -> Module:
-        """The module that is trained or evaluated."""
+        """The module that the run trains or evaluates."""
         return self.settled.request.module
 
     @property
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def trainer(self) -> TrainerView:
-        """The object that hooks receive. The loops read only its ``should_stop``."""
+        """The object that hooks receive. The loops read only the attribute ``should_stop``."""
         return self.settled.request.trainer
 
     @property
@@ -136,11 +136,11 @@ class Run:
 
     @property
     def counts_empty_steps(self) -> bool:
-        """True if a step without a loss is counted, as for a LightningModule."""
+        """True if a step without a loss counts as a step, as for a LightningModule."""
         return self.module.automatic_optimization and isinstance(self.module, LightningAdapter)
 
     def is_at_its_end(self) -> bool:
-        """Return True if a fit that starts or resumes here has no work to do."""
+        """Return True if a fit that starts or resumes at this point has no work to do."""
         if self.stop.received is not None or self.batches.num_training == 0:
             return True
         return self.progress.is_step_complete and self.is_over()
@@ -162,16 +162,16 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Make all ranks stop at the same place after a signal or a request. Every rank must call this method there.
+        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method at that
+        point.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 
         Args:
-            waits: wait for the other ranks, so that the outcome applies now. If False, the outcome applies at the next
-                vote.
+            waits: wait for the other ranks, so that the outcome applies immediately and not at the next vote.
 
         Raises:
-            TrainingError: the ranks did not run the same units of a sharded model.
+            TrainingError: the ranks ran different units of a sharded model.
         """
         if self.settled.ranks.is_alone:
             return
@@ -200,7 +200,7 @@ class Run:
         )
 
     def is_background_save_over(self) -> bool:
-        """Return True if the current background checkpoint has ended on all ranks, according to the last vote."""
+        """Return True if, according to the last vote, the current background checkpoint has ended on all ranks."""
         background = self.saves.background
         if background is None or not background.is_busy:
             return False
@@ -209,7 +209,7 @@ class Run:
 
     @property
     def num_steps_in_all(self) -> float:
-        """Number of optimizer steps of the full run, completed and remaining. Infinite if unknown."""
+        """Number of completed and remaining optimizer steps in the full run. Infinite if unknown."""
         if not self.module.automatic_optimization:
             return math.inf
         progress, settled, num_batches, num_left = self.progress, self.settled, self.batches.num_training, 0.0
@@ -220,12 +220,13 @@ class Run:
         return max(progress.global_step, min(progress.global_step + num_left, settled.step_limit))
 
     def log_metrics(self, metrics: dict[str, Any], own: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Write one row to the loggers at the current step. Values are copied to the host only here.
+        """Write one row for the current step to the loggers. Values are copied to the host only in this method.
 
         Args:
             metrics: values that the module or a callback logged.
-            own: values of the loop for the same row. If the module logs one of these names, or ``epoch``, the column
-                contains the logged value, and the value of the loop is written to the column ``trainer/NAME``.
+            own: values that the loop adds to the same row. If the module logs one of these names, or ``epoch``, the
+                column contains the value of the module. The value of the loop is written to the column
+                ``trainer/NAME``.
         """
         row = {name: _number(name, value) for name, value in metrics.items()}
         if (row or own) and self.loggers.loggers:
@@ -248,10 +249,10 @@ class Run:
         return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:
-        """Return the loss of the last step over all ranks, given the loss of each rank.
+        """Return the loss of the last step over all ranks, computed from the loss of each rank.
 
-        Losses are shares of the loss of the global batch, so they are summed. With manual optimization, losses are
-        averaged.
+        The loss of each rank is a share of the loss of the global batch, so the losses are summed. With manual
+        optimization, losses are averaged.
         """
         there = [loss for loss in losses if loss is not None]
         if not there:
@@ -272,7 +273,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def run_of(trainer: TrainerView, name: str) -> Run:
-    """Return the last run of ``trainer``, for library code that hooks call.
+    """Return the last run of ``trainer``. Library code that hooks call uses this function.
 
     Args:
         trainer: the Trainer.

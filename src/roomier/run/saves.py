@@ -26,17 +26,16 @@ class WantedSave:
 
 @dataclass
 class Saves:
-    """Checkpoints of a run, written and pending.
+    """Checkpoints of a run that are written or pending.
 
     Attributes:
-        step, path: the newest complete checkpoint that this run wrote or resumed from.
-        deferred: checkpoints requested by hooks. They are written at the next save point.
-        background: object that writes checkpoints in a thread while training continues; None until the first one is
-            requested.
-        when_settled: called after the checkpoint that ``background`` writes is committed.
+        step, path: step and path of the newest complete checkpoint that this run wrote or resumed from.
+        deferred: checkpoints requested by hooks. These checkpoints are written at the next save point.
+        background: object that writes checkpoints in a thread during training; None before the first such checkpoint.
+        when_settled: function that is called after the checkpoint of ``background`` is committed.
         num_ended: number of background checkpoints that have ended on all ranks, according to the last vote.
-        state_at_end: the checkpoint without the state of the engine, as of the last save point of training.
-        not_stored: entries of a LightningModule's checkpoint that were reported as not saved.
+        state_at_end: the checkpoint at the last save point of training, without the state of the engine.
+        not_stored: entries of a LightningModule's checkpoint that a notice reported as not saved.
     """
 
     step: int | None = None

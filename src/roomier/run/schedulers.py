@@ -16,20 +16,20 @@ from roomier.optim.schedule import continue_schedule
 from roomier.optim.scheduler_form import check_scheduler
 from roomier.run.logged.results import Results
 
-LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # attributes in which torch stores the length
+LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # attributes in which torch stores the schedule length
 
 
 class Schedulers:
-    """The schedulers of a run, which step according to their configuration.
+    """The schedulers of a run, which step at the intervals in their configuration.
 
     Args:
-        module: its ``lr_scheduler_step`` is called if it is overridden.
+        module: module whose ``lr_scheduler_step`` is called if it is overridden.
         configs: the schedulers and their intervals.
 
     Attributes:
         configs: the schedulers and their intervals.
-        are_there: True if the loop steps schedulers. False without schedulers and with manual optimization.
-        watch_each_step: True if a scheduler with interval "step" watches a metric.
+        are_there: True if the loop steps schedulers. False if there are no schedulers, or with manual optimization.
+        watch_each_step: True if a scheduler with interval "step" monitors a metric.
     """
 
     def __init__(self, module: Module, configs: Sequence[LRSchedulerConfig]) -> None:
@@ -46,13 +46,13 @@ class Schedulers:
 
         Args:
             interval: the interval of the schedulers.
-            count: number of completed epochs for ``"epoch"``; number of completed micro-batches of the epoch for
+            count: number of completed epochs for ``"epoch"``, and number of completed micro-batches of the epoch for
                 ``"step"``, as in Lightning.
-            results: the logged values, which contain the metrics that schedulers watch.
-            watching: step only schedulers that watch a metric. If False, step only the other schedulers.
+            results: the logged values, which contain the metrics that schedulers monitor.
+            watching: step only schedulers that monitor a metric. If False, step only the other schedulers.
 
         Raises:
-            TrainingError: a watched metric was not logged, or a scheduler has reached its end.
+            TrainingError: a monitored metric was not logged, or a scheduler has reached its end.
         """
         if not self.are_there:
             return
@@ -94,10 +94,10 @@ class Schedulers:
 
         Args:
             states: values of :meth:`state`.
-            optimizers: stored states of the optimizers. It is not necessary to load their tensors.
+            optimizers: stored states of the optimizers. The tensors in these states do not need to be loaded.
 
         Raises:
-            CheckpointError: the states belong to other schedulers.
+            CheckpointError: the states belong to different schedulers.
             FormError: a value is malformed.
         """
         now, then = [type(config.scheduler).__name__ for config in self.configs], [each["type"] for each in states]
@@ -113,7 +113,7 @@ class Schedulers:
             check_scheduler(config.scheduler, saved["state"], groups, f"schedulers[{index}].state")
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore ``states``, including the lengths of the schedules."""
+        """Restore ``states`` and the lengths of the schedules."""
         for config, saved in zip(self.configs, states, strict=True):
             _report_other_length(config.scheduler, saved["state"])
             config.scheduler.load_state_dict(saved["state"])
@@ -125,11 +125,12 @@ class Schedulers:
 
         Args:
             states: values of :meth:`state`.
-            num_steps: number of optimizer steps of the full run, including completed steps.
-            has_other_step_count: True if the number of optimizer steps per epoch differs from the saved run.
+            num_steps: number of optimizer steps in the full run, including completed steps.
+            has_other_step_count: True if the number of optimizer steps per epoch differs from the number in the saved
+                run.
         """
         for config, saved in zip(self.configs, states, strict=True):
-            # Steps that were skipped because the loss was None do not shorten the schedule of the same run.
+            # If the loss was None, the step was skipped. Skipped steps do not shorten the schedule of the same run.
             made_for, was_made_for = (
                 each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
             )
@@ -153,8 +154,8 @@ def _step(scheduler: Any) -> None:
 
 
 def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    # torch restores the length together with the state. In a longer run, a cosine schedule would reach its end early
-    # and then stay at zero.
+    # torch restores the schedule length together with the state. In a longer run, a cosine schedule would reach its end
+    # early and then stay at zero.
     now = scheduler.state_dict()
     for name in LENGTHS:
         if name in saved and repr(saved[name]) != repr(now.get(name)):
@@ -165,5 +166,6 @@ def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    # Bound methods in a scheduler's __dict__ are recreated with it. A checkpoint contains only data.
+    # Bound methods in the __dict__ of a scheduler are recreated together with the scheduler. A checkpoint contains only
+    # data.
     return {key: value for key, value in state.items() if not callable(value)}

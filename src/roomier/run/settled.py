@@ -1,4 +1,4 @@
-"""Frozen values of a call: the request of the user, and the facts that are determined before the model is built."""
+"""Frozen values of a call: the request of the user, and the facts that roomier determines before the model is built."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from roomier.planner.choice import Choice
 
 CutBatches = Callable[[Plan, RunLoaders, "Request"], Plan]
-"""Function that changes the micro-batches of the loaders and returns the plan with the matching accumulation."""
+"""Function that changes the size of micro-batches and returns the plan with the corresponding accumulation."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Results of the last fit that later calls of the same Trainer use.
+    """Results of the last fit, which later calls of the same Trainer use.
 
     Args:
         module: the module that was fitted.
         progress: the progress at the end of the fit.
-        folder: the run folder. Evaluations add rows to its logs. None if the fit wrote no files.
+        folder: the run folder. Evaluations add rows to its logs. None if the fit did not write files.
         choice: the plans that the planner compared; None if the plan was given.
     """
 
@@ -48,25 +48,25 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as the user requested it.
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``, with the arguments that the user passed.
 
     Args:
         stage: the name of the method.
-        module: the module that is trained or evaluated.
-        loaders: the loaders that were passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
-        datamodule: the DataModule that was passed, or None.
-        ckpt_path: the checkpoint that was requested: a path, ``"last"``, ``"best"`` or None.
+        module: the module that the call trains or evaluates.
+        loaders: the loaders that the user passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        datamodule: the DataModule that the user passed, or None.
+        ckpt_path: the requested checkpoint: a path, ``"last"``, ``"best"`` or None.
         weights: the initial weights of the model: a path or None.
         plan: the requested plan. The planner may choose its strategy.
         options: settings of the loop.
-        world: the place of this process among all processes.
+        world: the position of this process among all processes.
         root: the folder that contains the run folders.
         keeps_files: True if a fit writes a run folder.
         keeps_checkpoints: True if an interrupted fit writes a checkpoint.
-        trainer: the object that hooks receive. Code below the Trainer reads only its ``should_stop``.
+        trainer: the object that hooks receive. Code below the Trainer reads only the attribute ``should_stop``.
         state: the loop that is running. The loops update it.
         fitted: the last fit of the same Trainer, or None.
-        cut: function that changes the micro-batches of a fit for the tuner, or None.
+        cut: function that changes the size of a fit's micro-batches for the tuner, or None.
     """
 
     stage: str
@@ -103,7 +103,7 @@ class FirstWeights:
 
     Args:
         file: weights that are read while the engine is built.
-        checkpoint: checkpoint that is read after the run is open.
+        checkpoint: checkpoint that is read after the run has been opened.
     """
 
     file: WeightsToRead | None = None
@@ -112,15 +112,15 @@ class FirstWeights:
 
 @dataclass(frozen=True)
 class Start:
-    """The point from which a call starts, and the folder that it writes to.
+    """The point from which a call starts, and the folder to which it writes files.
 
     Args:
         checkpoint: the checkpoint that the run resumes from; None for a new run.
         folder: the run folder; None if the run writes no files.
         weights: the initial weights of the model.
         batch: the global batch before the restart of the job; None if the job was not restarted.
-        is_last: True if the checkpoint was found by a search for the newest one. If it is damaged, the run resumes from
-            the next older checkpoint.
+        is_last: True if a search for the newest checkpoint found the checkpoint. If this checkpoint is damaged, the run
+            resumes from the next older checkpoint.
     """
 
     checkpoint: Path | None = None
@@ -132,7 +132,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Settled:
-    """The facts of a run. They are known before the model is built and do not change until the run ends.
+    """The facts of a run. These facts are known before the model is built, and do not change until the run ends.
 
     Args:
         request: the call.
@@ -159,20 +159,20 @@ class Settled:
 
     @cached_property
     def epoch_limit(self) -> float:
-        """Number of epochs after which training ends. Infinite if only steps or time limit it."""
+        """Number of epochs after which training ends. The number is infinite if only steps or time limit training."""
         return self.request.options.epoch_limit()
 
     @cached_property
     def step_limit(self) -> float:
-        """Number of optimizer steps after which training ends. Infinite if only epochs or time limit it."""
+        """Number of optimizer steps after which training ends; infinite if only epochs or time limit training."""
         return self.request.options.step_limit()
 
     def num_steps(self) -> float:
-        """Return the number of optimizer steps of a full fit. Infinite if unknown."""
+        """Return the number of optimizer steps in a full fit. Infinite if unknown."""
         return num_steps_of(self.accumulation, self.request.options, self.data)
 
 
 def num_steps_of(accumulation: Accumulation, options: LoopOptions, data: RunLoaders) -> float:
-    """Return the number of optimizer steps of a full fit. Infinite if unknown."""
+    """Return the number of optimizer steps in a full fit. Infinite if unknown."""
     steps = accumulation.num_steps(0, options.epoch_limit(), data.num_training_batches)
     return min(options.step_limit(), steps)

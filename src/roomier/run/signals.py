@@ -18,17 +18,17 @@ TO_OBEY_S = 10.0  # time in which a process must react to a second signal
 
 
 class GracefulStop:
-    """Context in which the first SIGINT or SIGTERM is recorded. A second signal ends the process immediately.
+    """Context in which the first SIGINT or SIGTERM is recorded. A second signal terminates the process immediately.
 
-    Python can handle signals only in the main thread. In other threads this context has no effect.
+    Python can handle signals only in the main thread. In other threads, this context has no effect.
 
     Args:
-        is_alone: True if there are no other ranks that must stop at the same step.
+        is_alone: True if no other ranks must stop at the same step.
 
     Attributes:
         noted: the signal that this process received.
-        received: the signal that stops the run. With several ranks, it is set on all ranks at the same step, after one
-            rank received a signal.
+        received: the signal that stops the run. With several ranks, this value is set on all ranks at the same step
+            after one rank has received a signal.
     """
 
     def __init__(self, is_alone: bool = True) -> None:
@@ -62,22 +62,22 @@ class GracefulStop:
         self.noted = signal.Signals(number)
         if self._is_alone:
             self.received = self.noted
-        with suppress(RuntimeError):  # Python cannot print if the signal interrupted another print
+        with suppress(RuntimeError):  # printing fails if the signal interrupted another print
             notice(f"{self.noted.name}: finishing this step, then saving (send it again to exit immediately)")
 
 
 class _Watch:
-    """Thread that ends a process that cannot react to a second signal.
+    """Thread that terminates a process that cannot react to a second signal.
 
     [Note: signals in a collective]
-    Python calls signal handlers between two bytecode instructions of the main thread. A main thread that waits in a
-    collective for a rank that does not respond runs no instructions until the collective times out after minutes.
-    However, the interpreter immediately writes the number of a signal to the file of ``signal.set_wakeup_fd``, and this
-    thread reads the number. A process that is forked in the meantime, such as a worker of a loader, stops using that
-    file, because it receives separate signals.
+    Python calls signal handlers between two bytecode instructions of the main thread. If the main thread waits in a
+    collective for a rank that does not respond, it runs no bytecode instructions until the collective times out after
+    minutes. However, the interpreter immediately writes the signal number to the file descriptor of
+    ``signal.set_wakeup_fd``, and this thread reads the number. A process that is forked while the thread runs, such as
+    a loader worker, stops using that file, because it receives separate signals.
 
     Attributes:
-        is_obeyed: True if the handler was called for the second signal.
+        is_obeyed: True if Python called the handler for the second signal.
     """
 
     open: ClassVar[_Watch | None] = None
@@ -97,8 +97,8 @@ class _Watch:
         signal.set_wakeup_fd(self._before)
         _Watch.open = self._outer
         self._is_closed.set()
-        # Shut down the socket, so that the thread reads end-of-file. Closing is not enough if a forked worker has a
-        # copy.
+        # Shut down the socket, so that the thread reads an end-of-file. Closing the socket is not sufficient if a
+        # forked worker has a copy of it.
         self._written.shutdown(socket.SHUT_WR)
         self._written.close()
         self._thread.join()

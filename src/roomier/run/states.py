@@ -53,7 +53,7 @@ class TrainerStatus(StrEnum):
 
 @dataclass
 class TrainerState:
-    """The current state of a Trainer. Its values compare equal to strings: ``state.fn == "fit"``.
+    """The current state of a Trainer. The values compare equal to strings: ``state.fn == "fit"``.
 
     Attributes:
         fn: the method that was called last.
@@ -77,7 +77,7 @@ class TrainerState:
 
     @contextmanager
     def within(self, stage: RunningStage) -> Iterator[None]:
-        """Set ``stage`` inside the context and restore the previous stage afterwards."""
+        """Set ``stage`` inside the context, and restore the previous stage at the end."""
         before, self.stage = self.stage, stage
         try:
             yield

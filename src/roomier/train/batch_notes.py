@@ -1,4 +1,4 @@
-"""Notes that are added to an error in a step: the rank, the batches, and invalid contents of the batches."""
+"""Notes that are added to an error in a step. They name the rank, the batches, and invalid contents of the batches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from roomier.run.progress import Window
 
 
 def note_batches(error: Exception, window: Window, world: World) -> None:
-    """Add a note to an ``error`` of a training step that names its batches, and its rank if there are several ranks.
+    """Add a note to ``error``, which occurred in a training step. The note names the batches of the step, and the rank
+    if several ranks exist.
 
-    Text in the first batch is reported as in :func:`note_text`.
+    Text in the first batch is reported in the same way as by :func:`note_text`.
     """
     if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
         first, last = window.first_batch, window.first_batch + len(window.batches) - 1

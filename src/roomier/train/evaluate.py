@@ -13,9 +13,9 @@ from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.loss.lazy_logits import computed
 from roomier.run.logged.muted import muted
 from roomier.run.run import Run, call
@@ -28,22 +28,23 @@ STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "
 
 
 class EvaluationCutError(Exception):
-    """Raised if a signal interrupts an evaluation. The results of the evaluation are discarded."""
+    """Exception that is raised if a signal interrupts an evaluation. The results of the evaluation are discarded."""
 
 
 def evaluate(
     run: Run, stage: str, sources: Sequence[Source], limits: Sequence[float], *, keeps_predictions: bool = True
 ) -> list[list[Any]]:
-    """Run one pass over ``sources`` in evaluation mode, without gradients.
+    """Process all batches of ``sources`` one time in evaluation mode, without gradients.
 
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
         limits: maximum number of batches of each source, over all ranks.
-        keeps_predictions: True to return the outputs of ``"predict"``.
+        keeps_predictions: whether the outputs of ``"predict"`` are returned.
 
     Returns:
-        For ``"predict"``, a list per source with the output of the step for each batch; otherwise empty lists. With
-        several ranks, each rank receives the outputs of all ranks in host memory, in the order of the batches.
+        For ``"predict"``, a list for each source, which contains the output of the step for each batch. For other
+        stages, the lists are empty. With several ranks, each rank receives the outputs of all ranks in host memory, in
+        the order of the batches.
 
     Raises:
         EvaluationCutError: a signal interrupted the evaluation.
@@ -78,10 +79,10 @@ def evaluate(
 
 @torch.no_grad()
 def take_statistics_of_rank_zero(run: Run) -> None:
-    """Copy the floating-point buffers of rank 0 to all ranks, such as the running statistics of BatchNorm.
+    """Copy the floating-point buffers of rank 0, such as the running statistics of BatchNorm, to all ranks.
 
-    Each rank updates the statistics with its batches. A checkpoint stores the buffers of rank 0. With these
-    buffers, all ranks evaluate the same model.
+    Each rank updates these statistics with its own batches. A checkpoint stores the buffers of rank 0. With the buffers
+    of rank 0, all ranks evaluate the same model.
     """
     if run.ranks.is_alone:
         return
@@ -124,17 +125,17 @@ def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bo
                 raise EvaluationCutError
             yield turn
     finally:
-        source.close()  # otherwise workers of a partly read loader would keep running during training
+        source.close()  # otherwise, workers of a partly read loader would continue to run during training
 
 
 def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[Any, int, bool], Any]:
-    """Return a function that runs the hooks and the step of one batch and returns the output of the step.
+    """Return a function that runs the hooks and the step of one batch, and returns the output of the step.
 
-    Its arguments are the batch, the index of the batch on this rank, and whether the batch is counted. A batch that is
-    not counted runs only because other ranks require the forward of this rank. Its result is None.
+    The arguments of the function are the batch, the index of the batch on this rank, and whether the batch is counted.
+    A batch that is not counted runs only because other ranks require the forward of this rank. Its result is None.
 
     Args:
-        dataloader_idx: index of the loader; None if there is only one.
+        dataloader_idx: index of the loader; None if the run has only one loader.
     """
     module, results, engine = run.module, run.results, run.engine
     starts = getattr(run.hooks, f"on_{stage}_batch_start")
@@ -156,7 +157,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
                 hook(batch, batch_idx, *last)
             output = engine.forward(step, batch)
             if stage == "predict":
-                output = computed(output)  # the output is used after the weights have changed or are freed
+                output = computed(output)  # the output is used after the weights are changed or freed
             for hook in ends:
                 hook(output, batch, batch_idx, *last)
             return output
@@ -181,7 +182,7 @@ def _with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> 
 
 
 def validate_within_fit(run: Run) -> None:
-    """Run the validation that is due in a fit. If a signal interrupts it, the resumed run repeats it.
+    """Run the validation that is due in a fit. If a signal interrupts the validation, the resumed run repeats it.
 
     See [Note: random states in validation].
     """
@@ -203,7 +204,7 @@ def validate_within_fit(run: Run) -> None:
 
 
 def sanity_check(run: Run, num_batches: float) -> None:
-    """Run a few validation batches before training, so that errors in validation occur early."""
+    """Run a few validation batches before training, so that errors in validation are detected early."""
     with run.settled.request.state.within(RunningStage.SANITY_CHECKING), preserved_rng():
         call(run.hooks.on_sanity_check_start)
         limits = [min(limit, num_batches) for limit in run.batches.limits]
@@ -214,7 +215,8 @@ def sanity_check(run: Run, num_batches: float) -> None:
 
 @contextmanager
 def evaluation_mode(module: Module, stage: str) -> Iterator[None]:
-    """Set evaluation mode inside the context, and restore the mode of each submodule unless the module overrides it."""
+    """Set evaluation mode inside the context, and then restore the mode of each submodule. If the module overrides the
+    hook that sets training mode, call this hook instead."""
     training = [each for each in module.modules() if each.training]
     getattr(module, f"on_{stage}_model_eval")()
     try:
@@ -229,7 +231,7 @@ def evaluation_mode(module: Module, stage: str) -> Iterator[None]:
 
 @contextmanager
 def without_gradients(run: Run) -> Iterator[None]:
-    """Disable gradients inside the context, with inference mode if the options and the engine allow it."""
+    """Disable gradients inside the context. Inference mode is used if the options and the engine allow it."""
     inference = run.options.inference_mode and run.engine.allows_inference_mode
     with torch.inference_mode() if inference else torch.no_grad():
         yield

@@ -11,7 +11,7 @@ from torch import Tensor
 from roomier.api.go_back import GoBackError
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
-from roomier.core.rng import set_rng_state
+from roomier.device.rng import set_rng_state
 from roomier.run.checks import check_finite, check_trains
 from roomier.run.progress import Window
 from roomier.run.run import Run, call
@@ -26,8 +26,8 @@ def fit(run: Run) -> None:
     """Train until a limit is reached, or until a callback or a signal stops the run.
 
     Each epoch consists of optimizer steps. A step computes the gradients of its micro-batches, clips them, updates the
-    parameters, steps the schedulers, logs, and validates if validation is due. The step ends with the save point. Only
-    at the save point, checkpoints are saved and training can end.
+    parameters, steps the schedulers and logs values. If validation is due, the step then runs the validation. Each step
+    ends with the save point. Checkpoints are saved, and training can end, only at the save point.
     """
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
@@ -74,7 +74,7 @@ def start_epoch(run: Run) -> Iterator[Any]:
 
 
 def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: bool) -> bool:
-    """Run the code that follows the update of a step. Return True if training ends with this step."""
+    """Run the code that follows the update in a step. Return True if training ends with this step."""
     progress, schedulers, log_interval = run.progress, run.schedulers, run.settled.request.options.log_every_n_steps
     first_batch = progress.batch_idx
     progress.global_step += has_stepped
@@ -98,7 +98,7 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
 
 
 def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], None]) -> bool:
-    """Run the update and return True if it counts as a step. If a hook skips the update, its loss is discarded."""
+    """Run the update, and return True if it counts as a step. If a hook skips the update, the loss is discarded."""
     if loss is None:
         check_trains(run)
         if not run.counts_empty_steps:
@@ -112,7 +112,7 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
 
 
 def go_back(run: Run, error: GoBackError) -> bool:
-    """Restore the newest checkpoint of the run, like a resumed run. Return True if training ends at this checkpoint.
+    """Restore the newest checkpoint of the run as a resumed run does. Return True if training ends there.
 
     Raises:
         TrainingError: the run has no checkpoint.
@@ -137,14 +137,14 @@ def go_back(run: Run, error: GoBackError) -> bool:
 
 
 def begin(run: Run) -> bool:
-    """Run the code that precedes the first step. Return False if there is no step to run."""
+    """Run the code that precedes the first step. Return False if no step remains."""
     run.vote(waits=True)
     run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
     run.now.is_in_step = has_work
     if has_work:
         call(run.hooks.on_train_start)
-    if run.now.random_state is not None:  # last, so that the code above does not change the restored random state
+    if run.now.random_state is not None:  # at the end, because the code above must not change the restored random state
         set_rng_state(run.now.random_state)
     if not has_work:
         report_nothing_to_do(run)
@@ -153,7 +153,7 @@ def begin(run: Run) -> bool:
 
 def catch_up(run: Run) -> bool:
     """Run the validation that a signal interrupted in the previous run. Return True if training ends afterwards."""
-    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # the latter is done by end_epoch
+    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # end_epoch validates at unknown ends
         return False
     validate_within_fit(run)
     step_watching(run)
@@ -161,10 +161,10 @@ def catch_up(run: Run) -> bool:
 
 
 def step_schedulers(run: Run, *, has_stepped: bool) -> None:
-    """Step the schedulers that watch no metric, after the last micro-batch of a window.
+    """Step the schedulers that monitor no metric, after the last micro-batch of a window.
 
-    As in Lightning, they step before ``on_train_batch_end`` of this micro-batch, so a validation that follows uses the
-    new values.
+    As in Lightning, schedulers step before ``on_train_batch_end`` of this micro-batch, so that a subsequent validation
+    uses the new values.
     """
     progress = run.progress
     if has_stepped:
@@ -174,7 +174,7 @@ def step_schedulers(run: Run, *, has_stepped: bool) -> None:
 
 
 def step_watching(run: Run) -> None:
-    """Step the schedulers with interval "step" that watch a metric, unless a signal interrupted the validation."""
+    """Step the schedulers with interval "step" that monitor a metric, unless a signal interrupted the validation."""
     if not run.progress.is_validation_due:
         run.schedulers.step("step", run.progress.batch_idx, run.results, watching=True)
 
@@ -189,10 +189,10 @@ def finish(run: Run) -> None:
 
 
 def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[list[Any]]:
-    """Yield the micro-batches of each optimizer step of the epoch. The last list may be shorter.
+    """Yield lists that contain the micro-batches of each optimizer step in the epoch. The last list may be shorter.
 
-    All ranks yield the same number of lists. If loaders may end at different batches on different ranks, the epoch ends
-    on all ranks when the first loader ends.
+    All ranks yield the same number of lists. Loaders may end after different numbers of batches on different ranks. In
+    this case, the epoch ends on all ranks when the first loader ends.
     """
     progress = run.progress
     size = run.settled.accumulation.at(progress.epoch)
@@ -218,7 +218,7 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 
 
 def log_step(run: Run) -> None:
-    """Write the row of a log step. This is the only part of a step in which the host waits for the device."""
+    """Write the row of values for a log step. Only this part of a step waits for the device on the host."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     check_finite(run, "at a log step", losses)
     row, own = run.results.step_values(), dict[str, Any]()
@@ -231,7 +231,7 @@ def log_step(run: Run) -> None:
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
-    """Return True if the batches since ``first_batch`` crossed a multiple of the validation interval."""
+    """Return True if the batches since ``first_batch`` have crossed a multiple of the validation interval."""
     if not run.batches.evaluated:
         return False
     progress, every_n_epoch = run.progress, run.options.check_val_every_n_epoch
@@ -247,7 +247,7 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     """Run the code that follows the last step of an epoch.
 
     Args:
-        is_left: True if a hook skipped the rest of the epoch. As in Lightning, no validation runs after such an epoch.
+        is_left: True if a hook skipped the remaining batches of the epoch. As in Lightning, no validation follows.
     """
     progress, results = run.progress, run.results
     check_trains(run, is_epoch_over=True)
@@ -266,7 +266,7 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
 
 
 def validates_at_unknown_end(run: Run) -> bool:
-    """Return True if validation is due at the end of this epoch, and the length of the epoch was unknown.
+    """Return True if validation is due at the end of an epoch whose length was unknown.
 
     The length is unknown if the loader has no length, or if it yielded fewer batches than its length.
     """

@@ -1,4 +1,5 @@
-"""Optimizers for a manual ``training_step``, whose ``step`` counts steps, unscales gradients and calls the hooks."""
+"""Optimizers for a manual ``training_step``. Their method ``step`` counts steps, unscales gradients and calls the
+hooks."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ _STATE = ("param_groups", "state", "defaults")
 
 
 class ManualOptimizer:
-    """Proxy of ``optimizer`` that replaces ``step``. All other attributes are read from the optimizer.
+    """Proxy of ``optimizer`` that replaces ``step``. All other attributes are read from the original optimizer.
 
-    ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. A copy or a pickle of the proxy
-    is a copy or a pickle of the optimizer.
+    ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. Copying or pickling the proxy
+    copies or pickles the optimizer.
 
     Args:
         optimizer: the optimizer.
-        run: the run in which steps are counted.
+        run: the run that counts the steps.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
@@ -36,22 +37,23 @@ class ManualOptimizer:
         return type(self.optimizer)
 
     def step(self, closure: Any = None) -> Any:
-        """Run one optimizer step: ``closure``, then ``on_before_optimizer_step``, then the update.
+        """Run one optimizer step, which calls ``closure``, then ``on_before_optimizer_step``, and then the update.
 
-        The step is counted in ``global_step``.
+        The step increments ``global_step``.
 
         Args:
-            closure: function that computes the loss and the gradients. Optimizers such as LBFGS call it several times.
+            closure: function that computes the loss and the gradients. Optimizers such as LBFGS call the closure
+                several times.
 
         Returns:
-            The first value that ``closure`` returned; None without a closure.
+            The value that ``closure`` returned first; None without a closure.
         """
         loss = self._update(closure, self._run.hooks.on_before_optimizer_step)
         self._run.progress.global_step += 1
         return loss
 
     def _update(self, closure: Any, before: Sequence[Callable[[Optimizer], Any]]) -> Any:
-        """Run ``closure``, ``before`` and the update. Return the first value that ``closure`` returned."""
+        """Run ``closure``, ``before`` and the update. Return the value that ``closure`` returned first."""
         engine, optimizer = self._run.engine, self.optimizer
         losses: list[Any] = []
 
@@ -64,7 +66,7 @@ class ManualOptimizer:
             return losses[-1]
 
         def leaves_out() -> bool:
-            # A closure that returns no loss ran no backward, so the scaler would find no gradients to unscale.
+            # A closure that returns no loss has not run backward, so the scaler would find no gradients to unscale.
             return engine.scaler.is_on and closure is not None and losses[-1] is None
 
         if closure is not None and not engine.scaler.is_on:
@@ -77,11 +79,11 @@ class ManualOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Set ``requires_grad`` to False inside the context for all parameters that only other optimizers own.
+        """Inside the context, set ``requires_grad`` to False for all parameters that only other optimizers update.
 
         Args:
-            sync_grad: has no effect. Gradients are summed over ranks in each backward, so the gradients of a step are
-                the same.
+            sync_grad: has no effect. Gradients are summed across ranks in each backward, so all ranks have the same
+                gradients in a step.
         """
         module = seen_by_user(self._run.module)
         module.toggle_optimizer(self)

@@ -1,6 +1,6 @@
-"""Position of the training thread, as the heartbeat of a rank reads it from another thread.
+"""Position of the training thread. The heartbeat of a rank reads the position from another thread.
 
-The position is derived from the stack and from existing counters of the run, so it adds no work to a step.
+The position is derived from the stack and from existing counters of the run, so tracking adds no work to a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roomier.run.settled import Request
 
 _HOOKS = frozenset((*SHARED_HOOKS, *CALLBACK_HOOKS))
 _DEBUGGERS = ("bdb", "pdb", "code", "IPython.core.debugger", "IPython.terminal.embed")
-_DEBUG_SERVERS = ("pydevd", "debugpy")  # debuggers may stop all threads, including the heartbeat
+_DEBUG_SERVERS = ("pydevd", "debugpy")  # debuggers may stop all threads, including the heartbeat thread
 _LONG = {
     "torch._dynamo.convert_frame": "compiling",
     "torch._inductor.compile_fx": "compiling",
@@ -38,7 +38,7 @@ _FIT = "roomier.train.fit"
 
 
 class TrainingThread:
-    """The calling thread, which runs ``trainer``, with methods for use by other threads.
+    """The calling thread, which runs ``trainer``. Other threads can call the methods of this class.
 
     Args:
         trainer: the Trainer that runs in this thread.
@@ -86,7 +86,7 @@ class TrainingThread:
         return Activity.STEP, "training step"
 
     def _calls(self) -> Iterator[tuple[str, str]]:
-        """Yield the module and the name of each running function, innermost first."""
+        """Yield the module and the name of each running function, starting with the innermost function."""
         for innermost in self._frames():
             frame: FrameType | None = innermost
             while frame is not None:
@@ -94,7 +94,8 @@ class TrainingThread:
                 frame = frame.f_back
 
     def _frames(self) -> list[FrameType]:
-        """Return the innermost frame of the thread, and of threads that Python did not start, such as autograd."""
+        """Yield the innermost frame of the thread, and of threads that Python did not start, such as autograd
+        threads."""
         started = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
         frames = sys._current_frames()
         others = [frame for ident, frame in frames.items() if ident not in started and ident != self._ident]
@@ -102,7 +103,7 @@ class TrainingThread:
 
 
 def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[None]:
-    """Return a context that watches the ranks of a call with the limit ``hang_timeout``."""
+    """Return a context that monitors the ranks of a call with the time limit ``hang_timeout``."""
     limit_s = request.options.hang_timeout_s
     if ranks.is_alone or limit_s is None:
         return nullcontext()
@@ -114,5 +115,5 @@ def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[No
 
 
 def _contains(names: Iterable[str], module: str) -> str | None:
-    """Return the name in ``names`` that equals ``module`` or is a parent package of it, or None."""
+    """Return the name in ``names`` that equals ``module`` or is the name of a parent package; otherwise return None."""
     return next((name for name in names if module == name or module.startswith(f"{name}.")), None)

@@ -1,4 +1,4 @@
-"""One optimizer step in the loop: ``training_step`` and the update, with the hooks that the module overrides."""
+"""One optimizer step in the loop: ``training_step``, the update, and the hooks that the module overrides."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# These hooks run after on_train_batch_end and before the next window. Lightning frees gradients only in the next
-# window.
+# These hooks run after on_train_batch_end. Lightning frees gradients only in the next window.
 _HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of the epoch, as in Lightning
 
 
 class TrainingStep:
-    """``training_step`` of one micro-batch. The engine calls :meth:`start` before and :meth:`end` after each call.
+    """``training_step`` of one micro-batch. The engine calls :meth:`start` before each call and :meth:`end` after it.
 
     Args:
         run: the run.
 
     Attributes:
-        batch_idx: index of the current micro-batch in the epoch, from 0.
-        first_step: ``global_step`` before this window. Manual optimization may add several steps in a window.
-        skips_epoch: True if a hook requested to skip the rest of this epoch, including this micro-batch and its step.
+        batch_idx: index of the current micro-batch in the epoch, starting with 0.
+        first_step: value of ``global_step`` before this window. A manual optimization window can have several steps.
+        skips_epoch: True if a hook requested to skip the remaining epoch, including this micro-batch and its step.
         frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.
     """
 
@@ -64,13 +63,13 @@ class TrainingStep:
         return output
 
     def start_window(self) -> None:
-        """Prepare for a window. Call this method before its first micro-batch."""
+        """Prepare for a window. Call this method before the first micro-batch of the window."""
         progress = self._run.progress
         self._first_batch, self.first_step = progress.batch_idx, progress.global_step
         self.batch_idx = self._first_batch - 1
 
     def start(self, batch: Any, index: int) -> None:
-        """Call the hooks that come before the forward of micro-batch number ``index`` of the window.
+        """Call the hooks that run before the forward of the micro-batch at ``index`` in the window.
 
         Args:
             batch: the micro-batch on the device.
@@ -85,11 +84,11 @@ class TrainingStep:
                 self.skips_epoch = True
 
     def take_loss(self, loss: Tensor, index: int) -> None:
-        """Store the loss on which the micro-batch ran backward, for the hooks that follow."""
+        """Store the loss of the micro-batch's backward, for the hooks that run afterwards."""
         self._loss = loss
 
     def end(self, index: int = -1) -> None:
-        """Call the hooks after a micro-batch. For the last one of a window, they run after the optimizer step."""
+        """Call the hooks after a micro-batch, and after the optimizer step for the last micro-batch of a window."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
@@ -98,7 +97,7 @@ class TrainingStep:
         self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
-        """Return the outputs for the hooks, as in Lightning: a dict with the loss on which backward was run."""
+        """Return the outputs that hooks receive. As in Lightning, a dict that contains the loss given to backward."""
         output = self._output
         if output is None:
             return {}
@@ -155,18 +154,18 @@ def _is_of_library(hook: Callable[..., Any]) -> bool:
 
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Return the three transfer hooks of the module and the DataModule as one function; None if none is overridden."""
+    """Return one function for the three transfer hooks of the module and the DataModule; None without overrides."""
     return transfer_to(run.engine.device, run.module, run.settled.request.datamodule, dataloader_idx)
 
 
 def transfer_to(
     device: torch.device, module: Module, datamodule: DataModule | None, dataloader_idx: int = 0
 ) -> Callable[[Any], Any] | None:
-    """Return the same function as :func:`transfer_of`, without a run.
+    """Return the same function as :func:`transfer_of`, but without a run.
 
     Args:
         device: target device of ``transfer_batch_to_device``.
-        module: its hooks are used unless ``datamodule`` overrides them.
+        module: module whose hooks are used unless ``datamodule`` overrides them.
         datamodule: the DataModule of the call, or None.
         dataloader_idx: index of the loader, which the hooks receive.
     """
@@ -187,7 +186,8 @@ def transfer_to(
 def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
     """Return the function that computes the gradients of one window.
 
-    It is the engine's ``forward_backward``, a call of ``training_step`` (manual optimization), or a step with closure.
+    The function is the engine's ``forward_backward``, a call of ``training_step`` (manual optimization), or a step with
+    a closure.
     """
     if not run.module.automatic_optimization:
         return _manual_step(run)
@@ -219,14 +219,15 @@ def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor 
 
 
 def takes_closure(run: Run) -> bool:
-    """Return True if the update computes the gradients in a closure. See [Note: closures] in the design note."""
+    """Return True if the update computes the gradients in a closure. See [Note: closures] in
+    ``docs/design/train.md``."""
     if not (run.module.automatic_optimization and run.engine.optimizers):
         return False
     return overrides(run.module, "optimizer_step", Module) or needs_closure(run.engine.optimizers[0])
 
 
 def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
-    # training_step runs backward and the update itself.
+    # training_step runs backward and the update.
     def forward(step: TrainingStep, window: list[Any]) -> None:
         batch = run.engine.move(window[0])
         step.start(batch, 0)
@@ -239,9 +240,11 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
 
 
 def update_of(run: Run) -> Callable[[Tensor | None], None]:
-    """Return the function that runs after the gradients of a step: hooks, clipping and the optimizer.
+    """Return the function that runs after the gradients of a step are computed. It calls hooks, clips gradients and
+    runs the optimizer.
 
-    Its argument is the loss of the step. Hooks that are not overridden and features that are not enabled are omitted.
+    The argument of this function is the loss of the step. Hooks that are not overridden and features that are not
+    enabled are skipped.
     """
     engine = run.engine
     if not engine.optimizers or takes_closure(run):
@@ -252,7 +255,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
     optimizer, has_scaler = engine.optimizers[0], engine.scaler.is_on
 
     def update(loss: Tensor | None) -> None:
-        is_scaled = has_scaler and loss is not None  # without a loss there are no gradients to unscale
+        is_scaled = has_scaler and loss is not None  # without a loss, no gradients exist to unscale
         if is_scaled:
             engine.unscale()
         for each in before:
@@ -266,7 +269,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
 
 
 def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
-    """Return the functions that run between backward and the update: the hooks, then clipping."""
+    """Return the functions that run between backward and the update. The hooks run before clipping."""
     module, batch_plan = run.module, run.plan.batch
     limit, algorithm = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm
     before = run.hooks.on_before_optimizer_step
@@ -279,7 +282,7 @@ def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
 
 
 class _StepWithClosure(ManualOptimizer):
-    """The optimizer that ``optimizer_step`` receives. Its ``step`` accepts the closure, like the optimizer."""
+    """The optimizer that ``optimizer_step`` receives. The method ``step`` accepts a closure, as the optimizer does."""
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         super().__init__(optimizer, run)

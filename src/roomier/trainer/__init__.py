@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, the order of one call, and Lightning's attributes."""
+"""The Trainer, with its arguments, the order of operations in one call, and Lightning's attributes."""
 
 from roomier.trainer.trainer import Trainer
 

@@ -1,4 +1,5 @@
-"""Selection of the runs whose memory is compared with a forecast, and the model shapes that a forecast requires."""
+"""Selection of the runs whose memory is compared with a forecast, and the model shapes that are required for a
+forecast."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from roomier.api.module import Module
 from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import network_of
 from roomier.callbacks import MemoryForecast
-from roomier.core.device import resolve_device
 from roomier.core.log import notice
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.resolve import resolve_device
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.memory.kinds import total_bytes
 from roomier.plan import Plan
 from roomier.planner.fake.shapes import shapes_of
@@ -24,24 +25,26 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 LARGE_BYTES = 2**30
-"""Minimum bytes of model states on one rank for which a run's memory is compared with its forecast by default."""
-_MOST_BYTES_OF_A_PARAMETER = 48  # 64-true: weight, gradient, its bucket and two states in 8 bytes each, and 8 to spare
+"""Minimum number of bytes of model states on one rank for which a run's memory is compared with its forecast by
+default."""
+_MOST_BYTES_OF_A_PARAMETER = 48  # 64-true: weight, gradient, its bucket, two states and a margin of 8 bytes each
 
 
 def prepare_forecast(trainer: Trainer, module: Module) -> None:
-    """Add a MemoryForecast to a fit if the forecast is useful, and keep the shapes of ``module`` in ``trainer.shapes``.
+    """Add a MemoryForecast to a fit if the forecast is useful, and store the shapes of ``module`` in
+    ``trainer.shapes``.
 
-    Call this function before the model is built. MemoryForecast and the report after an out-of-memory error read the
+    Call this function before the model is built. MemoryForecast and the report after an out-of-memory error read these
     shapes.
     """
     was_built = trainer.fitted is not None and trainer.fitted.module is module
-    if not was_built:  # otherwise the shapes of the last fit are kept, because the built model has others
+    if not was_built:  # otherwise the shapes of the last fit are retained, because the built model has different shapes
         trainer.shapes = None
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]  # of the previous fit
     has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)
     may_run_out = resolve_device(trainer.plan.parallel.accelerator).type != "cpu"
     is_short = bool(trainer.options.num_dev_batches) or not module.automatic_optimization
-    is_left_alone = is_short or trainer.plan.compile.enabled  # a tracked step runs uncompiled and needs more memory
+    is_left_alone = is_short or trainer.plan.compile.enabled  # a tracked step runs uncompiled and requires more memory
     num_parameters = sum(each.numel() for each in network_of(module).parameters() if not is_lazy(each))
     may_be_large = num_parameters * _MOST_BYTES_OF_A_PARAMETER >= LARGE_BYTES
     may_be_added = not is_left_alone and not has_callback and (trainer.choice is not None or may_be_large)
@@ -50,7 +53,7 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     shapes = trainer.shapes if may_be_added else None
     is_planned = trainer.choice is not None
     is_added = shapes is not None and (is_planned or _states_bytes(shapes, trainer.plan) >= LARGE_BYTES)
-    if trainer.ranks.from_zero(is_added):  # a part of the model may be impossible to copy on one rank only
+    if trainer.ranks.from_zero(is_added):  # it may be impossible to copy a part of the model on only one rank
         trainer.callbacks = ordered([*trainer.callbacks, _ByDefault()])
 
 
@@ -58,11 +61,11 @@ class _ByDefault(MemoryForecast):
     """The MemoryForecast that roomier adds by default."""
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        """Do not report that a short run has no forecast, because the user did not request one."""
+        """Do not report that a short run has no forecast, because the user requested none."""
 
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
-    """Return a copy of ``module`` without values; None if it cannot be copied."""
+    """Return a copy of ``module`` without values; None if the module cannot be copied."""
     state = rng_state()
     try:
         with torch.device("meta"):
@@ -80,7 +83,8 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 
 
 def _states_bytes(shapes: Module, plan: Plan) -> int:
-    """Return the peak bytes of model states on one rank; 0 if unknown. Without a named optimizer, assume AdamW."""
+    """Return the peak bytes of model states on one rank; 0 if the number is unknown. Without a named optimizer, assume
+    AdamW."""
     from roomier.memory.predict import predict  # late: loads torch's sharding modules
 
     optimizer = plan.optimizer

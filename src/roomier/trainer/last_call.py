@@ -1,6 +1,7 @@
-"""State of the last call of a Trainer (progress, data, metrics and objects of the run) under Lightning's names.
+"""State of the last call of a Trainer (progress, data, metrics and objects of the run), available under Lightning's
+names.
 
-``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning.
+``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning's values.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ if TYPE_CHECKING:  # loads the sharding of torch
 
 
 class Shown(dict[str, Any]):
-    """A snapshot of metrics. Values that are assigned to it also appear in later snapshots.
+    """A snapshot of metrics. Values that are assigned to a snapshot also appear in later snapshots.
 
     Args:
         metrics: the metrics.
-        given: dict that keeps the assigned values.
+        given: dict that stores the assigned values.
     """
 
     def __init__(self, metrics: Mapping[str, Any], given: dict[str, Any]) -> None:
@@ -69,17 +70,18 @@ class LastCall(Settings):
         settings: the arguments of :class:`Settings`.
 
     Attributes:
-        run: the run of the last call; None before the first one.
+        run: the run of the last call; None before the first call.
         fitted: the run of the last fit.
         choice: the plans that the planner compared for the last fit. None if the plan was given.
-        shapes: the model of the last fit before it was built, without values. None if no callback needs it.
-        request: the last call as a value.
+        shapes: the model of the last fit in its state before it was built, without values. None if no callback needs
+            it.
+        request: the last call, as a value object.
         datamodule: the DataModule of the last call.
-        manual_optimizers: the optimizers as ``Module.optimizers()`` returns them.
-        estimate_steps, count_training_batches: functions that compute the attributes of the running fit that hooks may
-            read before the loop starts.
-        loaders_of_calls: the loaders of the last call of each method, in the order of the calls.
-        num_batches_of: number of batches of each evaluation loader, by the method that was called.
+        manual_optimizers: the optimizers in the form that ``Module.optimizers()`` returns.
+        estimate_steps, count_training_batches: functions that compute attributes of the running fit. Hooks may read
+            these attributes before the loop starts.
+        loaders_of_calls: for each method, the loaders of its last call, in the order of the calls.
+        num_batches_of: number of batches of each evaluation loader, by the called method.
         given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
         copied_progress: if this Trainer is a copy, the progress of the original Trainer.
         log_dir: the folder of the last run.
@@ -97,7 +99,7 @@ class LastCall(Settings):
         self.forget_runs(Progress())
 
     def forget_runs(self, progress: Progress) -> None:
-        """Reset the state of all runs. ``global_step`` and ``current_epoch`` read ``progress`` until the next run."""
+        """Reset the state of all runs. Until the next run, ``global_step`` and ``current_epoch`` read ``progress``."""
         self.run: Run | None = None
         self.fitted: Run | None = None
         self.choice: Choice | None = None
@@ -115,9 +117,10 @@ class LastCall(Settings):
         self.copied_progress = progress
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: the settings, the step and the epoch, but not the run.
+        """Return the state for a copy of the Trainer, which contains the settings, the step and the epoch, but not the
+        run.
 
-        A copy that is created during a run has no callbacks and no loggers, because they hold open files.
+        A copy that is created during a run has no callbacks and no loggers, because these objects reference open files.
         """
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
@@ -128,7 +131,7 @@ class LastCall(Settings):
         return vars(copied)
 
     def begin_call(self, request: Request) -> None:
-        """Record ``request`` as the last call and mark it as running."""
+        """Record ``request`` as the last call, and mark the call as running."""
         self.request, self._module, self.datamodule = request, request.module, request.datamodule
         self.should_stop = self.was_interrupted = False
         self.state.fn, self.state.status = TrainerFn(request.stage), TrainerStatus.RUNNING
@@ -136,7 +139,7 @@ class LastCall(Settings):
             given.clear()
 
     def show_loaders(self, data: RunLoaders) -> None:
-        """Use the loaders in ``data`` for ``train_dataloader`` and the other loader attributes."""
+        """Use the loaders in ``data`` for ``train_dataloader`` and the other attributes that return loaders."""
         stage = "" if self.request is None else self.request.stage
         self.loaders_of_calls.pop(stage, None)
         self.loaders_of_calls[stage] = data
@@ -153,7 +156,8 @@ class LastCall(Settings):
 
     @property
     def ckpt_path(self) -> Path | str | None:
-        """The checkpoint that the last call read. If set, calls without ``ckpt_path`` read it."""
+        """The checkpoint that the last call read. If a user sets this attribute, calls without ``ckpt_path`` read the
+        assigned checkpoint."""
         return self.set_path or self.read_path
 
     @ckpt_path.setter
@@ -172,12 +176,13 @@ class LastCall(Settings):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values. A value that a callback assigns is returned until its name is logged."""
+        """All logged values. If a callback assigns a value, this value is returned until a value is logged under the
+        same name."""
         return self._shown("callback")
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Values of the last row of the log, or of the next row."""
+        """Values of the last row in the log, or of the next row."""
         return self._shown("logged")
 
     @property
@@ -193,7 +198,7 @@ class LastCall(Settings):
 
     @property
     def progress_bar_dict(self) -> dict[str, float]:
-        """Name of :attr:`progress_bar_metrics` in Lightning 1."""
+        """Alias of :attr:`progress_bar_metrics` in Lightning 1."""
         return self.progress_bar_metrics
 
     @property
@@ -207,17 +212,17 @@ class LastCall(Settings):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers of the run; in an evaluation after a fit, the optimizers of the fit."""
+        """Optimizers of the run. In an evaluation after a fit, this attribute contains the optimizers of the fit."""
         return self._fit_or_run.engine.optimizers if self._fit_or_run else []
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """Schedulers of the run, each with its settings."""
+        """Schedulers of the run, with their settings."""
         return self._fit_or_run.schedulers.configs if self._fit_or_run else []
 
     @property
     def scaler(self) -> Any:
-        """Loss scale of ``"16-mixed"``; None with another precision."""
+        """Loss scale of ``"16-mixed"``; None with any other precision."""
         scaler = None if self._fit_or_run is None else self._fit_or_run.engine.scaler
         return scaler if scaler is not None and scaler.is_on else None
 
@@ -227,7 +232,7 @@ class LastCall(Settings):
 
     @property
     def model(self) -> Any:
-        """The module of the last run. A LightningModule is returned as it was passed."""
+        """The module of the last run. A LightningModule is returned in the form in which it was passed."""
         return None if self._module is None else seen_by_user(self._module)
 
     @property
@@ -237,17 +242,19 @@ class LastCall(Settings):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Number of optimizer steps of the complete run; infinite if unknown."""
+        """Number of optimizer steps in the complete run; infinite if the number is unknown."""
         return self.estimate_steps()
 
     @property
     def num_steps_in_all(self) -> float:
-        """Number of optimizer steps at the end of the run if it does not end early; infinite if unknown."""
+        """Number of optimizer steps at the end of the run if the run does not end early; infinite if the number is
+        unknown."""
         return self.run.num_steps_in_all if self.run else math.inf
 
     @property
     def num_training_batches(self) -> float:
-        """Number of batches per epoch of the last fit; infinite before it, and for a loader without a length."""
+        """Number of batches per epoch of the last fit; infinite before the first fit, and for a loader without a
+        length."""
         return self.count_training_batches()
 
     @property
@@ -257,7 +264,7 @@ class LastCall(Settings):
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Number of batches of each validation loader that run before training."""
+        """Number of batches of each validation loader that are processed before training."""
         most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
         return [min(most, number) for number in self.num_batches_of.get("fit", ())]
 
@@ -273,22 +280,22 @@ class LastCall(Settings):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader as it was passed or defined. None before the first fit."""
+        """The training loader, in the form in which it was passed or defined. None before the first fit."""
         return self.seen_loaders.get("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loaders as they were passed or defined."""
+        """The validation loaders, in the form in which they were passed or defined."""
         return self.seen_loaders.get("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loaders as they were passed or defined."""
+        """The test loaders, in the form in which they were passed or defined."""
         return self.seen_loaders.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loaders as they were passed or defined."""
+        """The prediction loaders, in the form in which they were passed or defined."""
         return self.seen_loaders.get("predict")
 
     @property
@@ -298,7 +305,7 @@ class LastCall(Settings):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current training batch is the last of its epoch. False for loaders without a length."""
+        """Whether the current training batch is the last batch of its epoch. False for loaders without a length."""
         run = self.fitted
         return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
 
@@ -309,12 +316,12 @@ class LastCall(Settings):
 
     @property
     def strategy(self) -> Strategy:
-        """View of the ranks and the device under Lightning's names. ``strategy.name`` is the name of the strategy."""
+        """View of the ranks and the device, with Lightning's names. ``strategy.name`` is the name of the strategy."""
         return Strategy(self)
 
     @property
     def _results(self) -> Never:
-        """Read by ``LightningModule.log`` outside of a run. During a run, roomier replaces ``log``.
+        """Attribute that ``LightningModule.log`` reads outside of a run. During a run, roomier replaces ``log``.
 
         Raises:
             RoomierError: always.
@@ -324,7 +331,7 @@ class LastCall(Settings):
 
     @property
     def _data_connector(self) -> BatchHooks:
-        """Read by ``to_onnx`` and ``to_torchscript`` of a LightningModule."""
+        """Attribute that ``to_onnx`` and ``to_torchscript`` of a LightningModule read."""
         return BatchHooks(self)
 
     @property
@@ -346,5 +353,5 @@ class LastCall(Settings):
 
     @staticmethod
     def unwrapped_optimizer(optimizer: Any) -> Optimizer:
-        """Return the torch optimizer behind an element of ``Module.optimizers()``."""
+        """Return the torch optimizer that an element of ``Module.optimizers()`` wraps."""
         return optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer

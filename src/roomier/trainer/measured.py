@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def metrics_table(stage: str, of_loaders: Sequence[Mapping[str, float]]) -> str:
-    """Return the metrics of all loaders as text, one metric per line."""
+    """Return the metrics of all loaders as text, with one metric per line."""
     rows = [(name, value) for metrics in of_loaders for name, value in metrics.items()]
     rows = list(dict(rows).items())
     width = max([len(name) for name, _ in rows], default=0)
@@ -21,7 +21,8 @@ def by_loader(
 
     Args:
         metrics: names and logged values.
-        loader_of: index of the loader of each metric; None for a metric over all loaders, which is added to each dict.
+        loader_of: index of the loader of each metric; None for a metric over all loaders, which is added to the dict of
+            each loader.
         num_loaders: number of loaders.
     """
     if num_loaders == 1:

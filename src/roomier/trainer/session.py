@@ -1,7 +1,7 @@
-"""One call of fit, validate, test or predict: the steps before and after its loop, in order.
+"""One call of fit, validate, test or predict: the ordered steps before and after its loop.
 
-Functions of ``roomier.train`` do the work and return values. This file calls them and keeps each value on the Trainer
-immediately, because user hooks run between the steps and read the Trainer.
+Functions in ``roomier.train`` do the work and return values. This file calls the functions and stores each value on the
+Trainer immediately, because user hooks run between the steps and read the Trainer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import OutOfMemoryError
 
 from roomier.api.adapt import as_module, seen_by_user
@@ -22,9 +21,10 @@ from roomier.api.lightning import with_methods_of_module
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.overrides import lightning_base
-from roomier.core.device import resolve_device
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
+from roomier.device.capability import capabilities_of
+from roomier.device.resolve import resolve_device
 from roomier.launch import exits_together, join
 from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
@@ -73,7 +73,7 @@ def request_of(
     ckpt_path: Any = None,
     weights: Any = None,
 ) -> Request:
-    """Return a call of ``trainer`` as a value."""
+    """Return a value that describes a call of ``trainer``."""
     fitted = trainer.fitted
     is_sharded = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
@@ -98,18 +98,18 @@ def request_of(
 
 @contextmanager
 def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) -> Iterator[Run]:
-    """Open a run of ``request`` that is ready for its loop, and close it afterwards.
+    """Open a run of ``request`` that is ready for its loop, and close the run at the end of the context.
 
     Args:
-        adds_callbacks: whether to add the callbacks of ``configure_callbacks`` and a memory forecast.
+        adds_callbacks: whether to add the callbacks from ``configure_callbacks`` and a memory forecast.
 
     Raises:
-        SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).
+        SystemExit: SIGTERM or Ctrl-C ended the run at a save point. The exit code is 128 + the number of the signal.
     """
     module = request.module
     check_call(request)
     trainer.ranks = join(trainer.world, resolve_device(request.plan.parallel.accelerator).type)
-    for part in module.modules():  # a Module inside another Module logs too
+    for part in module.modules():  # a Module inside another Module also logs values
         if isinstance(part, Module):
             part.__dict__["_trainer"] = trainer
     trainer.begin_call(request)
@@ -121,7 +121,7 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
 def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool) -> Iterator[Run]:
     status, module = "failed", request.module
     run: Run | None = None
-    pins = torch.cuda.is_available() and request.plan.parallel.accelerator in ("auto", "cuda", "gpu")
+    pins = capabilities_of(resolve_device(request.plan.parallel.accelerator)).copies_asynchronously
     data = RunLoaders(module, request.loaders, request.datamodule, request.options, trainer.ranks, pins=pins)
     try:
         with ExitStack() as stack:
@@ -145,7 +145,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
         assert stop.received is not None
         notice(f"stopped by {stop.received.name} during an evaluation; its metrics so far are dropped")
     except BaseException as error:
-        for callback in trainer.callbacks:  # the hook table does not exist yet if the setup fails
+        for callback in trainer.callbacks:  # the hook table does not exist if the setup fails
             callback.on_exception(trainer, seen_by_user(module), error)
         if request.datamodule is not None:
             request.datamodule.on_exception(error)
@@ -155,7 +155,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
     finally:
         trainer.was_interrupted = status == "interrupted"
         if status == "failed" and trainer.is_global_zero and is_run_folder(Path(trainer.log_dir)):
-            with suppress(OSError):  # the run failed before it wrote a file
+            with suppress(OSError):  # the run failed before it wrote any file
                 Path(trainer.log_dir).rmdir()
         if run is not None:
             close_run(run, status)
@@ -174,7 +174,7 @@ def _at_step(trainer: Trainer, request: Request) -> str:
 
 
 def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: bool, stop: GracefulStop) -> Run:
-    """Settle the call and open its run. Store each value on the Trainer as soon as it is known."""
+    """Settle the call and open its run. Store each value on the Trainer immediately after it is determined."""
     module, ranks = request.module, trainer.ranks
     best = trainer.checkpoint_callback
     found = find_start(request, ranks, trainer.loggers, None if best is None else best.best_model_path)
@@ -182,7 +182,7 @@ def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: 
     trainer.log_dir = str(start.folder or request.root)
     trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)
     trainer.show_loaders(data)
-    if request.is_fit and not request.is_planned:  # otherwise the planner still changes the loaders
+    if request.is_fit and not request.is_planned:  # otherwise, the planner may still change the loaders
         estimate = partial(num_steps_of, Accumulation.of(request.plan, trainer.callbacks), request.options, data)
         trainer.estimate_steps, trainer.count_training_batches = estimate, data.count_training_batches
     _setup(trainer, request, adds_callbacks)
@@ -232,7 +232,7 @@ def _setup(trainer: Trainer, request: Request, adds_callbacks: bool) -> None:
 
 
 def prepares(trainer: Any, owner: Any) -> bool:
-    """Return whether this rank calls ``prepare_data``: one rank of each machine, or one rank of all."""
+    """Return whether this rank calls ``prepare_data``: one rank of each machine, or one rank of all machines."""
     rank = trainer.local_rank if owner.prepare_data_per_node else trainer.global_rank
     return bool(rank == 0)
 

@@ -1,6 +1,6 @@
-"""Settings of a Trainer under Lightning's names: arguments, callbacks, loggers, ranks, and the running loop.
+"""Settings of a Trainer, with Lightning's names: arguments, callbacks, loggers, ranks, and the running loop.
 
-``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning.
+``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning's values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from roomier.api.module import Module
 from roomier.api.overrides import is_one
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.checkpoint.commit import at_home
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.device.resolve import resolve_device
 from roomier.launch import join
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
@@ -43,11 +43,11 @@ _INSTEAD = {
     "tuner": "Use Trainer(auto_lr_find=True)",
     "init_module": "Create large layers in configure_model of the module",
 }
-"""Attributes of Lightning's Trainer that roomier's Trainer does not have, and what to use instead."""
+"""Attributes of Lightning's Trainer that roomier's Trainer does not have, with their replacements."""
 
 
 class Settings:
-    """The settings of a Trainer, and the running loop.
+    """The settings of a Trainer and its running loop.
 
     Args:
         plan: the requested plan.
@@ -58,11 +58,12 @@ class Settings:
     Attributes:
         plan: the plan of the last run; before the first run, the requested plan.
         requested_plan: the requested plan.
-        ranks: the ranks of the last call. There is one rank until a call joins the other ranks.
-        micro_batch: samples of a micro-batch on each rank, found by the tuner. None uses the batches of the loader.
-        num_micro_batches: micro-batches per step, found by the tuner in the run that is resumed.
+        ranks: the ranks of the last call. The value is one rank until a call joins the other ranks.
+        micro_batch: number of samples in a micro-batch on each rank, determined by the tuner. None uses the batches of
+            the loader unchanged.
+        num_micro_batches: number of micro-batches per step, determined by the tuner in the run that is resumed.
         state: the method that was called last, and the loop that is running.
-        should_stop: set it to True to end training at the next save point.
+        should_stop: True ends training at the next save point.
     """
 
     barebones = False
@@ -112,7 +113,7 @@ class Settings:
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping of roomier or of Lightning, or None."""
+        """The first EarlyStopping callback of roomier or of Lightning, or None."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
@@ -127,33 +128,33 @@ class Settings:
 
     @property
     def limit_train_batches(self) -> int | float:
-        """Limit of training batches per epoch on each rank, as a number (int) or as a fraction (float)."""
+        """Limit on training batches per epoch on each rank, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("train")
 
     @property
     def limit_val_batches(self) -> int | float:
-        """Limit of validation batches, as a number (int) or as a fraction (float)."""
+        """Limit on validation batches, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("val")
 
     @property
     def limit_test_batches(self) -> int | float:
-        """Limit of test batches, as a number (int) or as a fraction (float)."""
+        """Limit on test batches, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("test")
 
     @property
     def limit_predict_batches(self) -> int | float:
-        """Limit of prediction batches, as a number (int) or as a fraction (float)."""
+        """Limit on prediction batches, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("predict")
 
     @property
     def val_check_interval(self) -> int | float:
-        """Training batches between two validations, as a number (int) or as a fraction of an epoch (float)."""
+        """Number of training batches between two validations (int), or fraction of an epoch (float)."""
         interval = self.options.val_check_interval
         return 1.0 if interval is None else interval
 
     @property
     def min_epochs(self) -> int | None:
-        """Minimum number of epochs. As in Lightning, None becomes 0 in the first call."""
+        """Minimum number of epochs. As in Lightning, None is replaced by 0 in the first call."""
         return 0 if self.options.min_epochs is None and self.state.fn is not None else self.options.min_epochs
 
     @property
@@ -168,7 +169,7 @@ class Settings:
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """Limit for the norm or the values of gradients; None without clipping."""
+        """Upper limit for the norm or the values of gradients; None if gradients are not clipped."""
         return self.plan.batch.gradient_clip_val
 
     @property
@@ -218,12 +219,12 @@ class Settings:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices of this machine. Each rank uses the device with its local rank."""
+        """Indices of the devices of this machine. Each rank uses the device whose index is its local rank."""
         return list(range(self.num_devices))
 
     @property
     def profiler(self) -> NamedSpans:
-        """Object with Lightning's ``profile(name)``, which names a span in a profile of torch."""
+        """Object that has Lightning's ``profile(name)``, which names a span in a torch profile."""
         return NamedSpans()
 
     @property
@@ -257,7 +258,8 @@ class Settings:
         return self.state.stage is not None and self.state.stage.evaluating
 
     def add_callbacks_of(self, module: Module) -> None:
-        """Add the callbacks that ``module.configure_callbacks()`` returns. They replace callbacks of the same type.
+        """Add the callbacks that ``module.configure_callbacks()`` returns. These callbacks replace existing callbacks
+        of the same type.
 
         Raises:
             RoomierError: the method did not return a callback or a list of callbacks.
@@ -268,13 +270,13 @@ class Settings:
             raise RoomierError("configure_callbacks", own, "did not return a list of callbacks", action)
         own = adopted([own] if is_one(own, Callback) else list(own or ()))
         types = {kind_of(each) for each in own}
-        adopted_callbacks = adopted(self.callbacks)  # the user may have added some to the list
+        adopted_callbacks = adopted(self.callbacks)  # the user may have added callbacks to the list
         others = [each for each in adopted_callbacks if kind_of(each) not in types]
         self.callbacks = ordered(others + own)
         check_callbacks(self.callbacks)
 
     def hooked_callbacks(self, stage: str) -> list[Any]:
-        """Return the callbacks whose hooks ``stage`` calls, and the callback that prediction writers require."""
+        """Return the callbacks whose hooks ``stage`` calls, including the callback that prediction writers require."""
         writers = [each for each in self.callbacks if writes_predictions(each)] if stage == "predict" else []
         if not writers:
             return self.callbacks
@@ -287,7 +289,7 @@ class Settings:
 
         Args:
             plan: replaces the requested plan.
-            micro_batch: samples per micro-batch on each rank.
+            micro_batch: number of samples per micro-batch on each rank.
             num_micro_batches: micro-batches per step.
         """
         if plan is not None:
@@ -296,7 +298,7 @@ class Settings:
             self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
 
     def use_learning_rate(self, learning_rate: float | None) -> None:
-        """Use ``learning_rate`` for the optimizer that the Trainer selects by name."""
+        """Use ``learning_rate`` for the optimizer that the ``optimizer`` argument names."""
         self.requested_plan, self.plan = (
             dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, lr=learning_rate))
             for plan in (self.requested_plan, self.plan)
@@ -325,7 +327,7 @@ class Settings:
             super().__setattr__(name, value)
 
     def _set_for_next_run(self, name: str, value: Any) -> None:
-        """Set an argument between two runs, and validate it like a new argument.
+        """Set an argument between two runs, and validate it in the same way as a constructor argument.
 
         Raises:
             RoomierError: a run is active, or the value is invalid.
@@ -342,5 +344,5 @@ class Settings:
 
     @property
     def is_running(self) -> bool:
-        """Whether a loop of this Trainer is running now."""
+        """Whether a loop of this Trainer is currently running."""
         return self.state.stage is not None

@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, and the methods that a user calls."""
+"""The Trainer, with its arguments and the methods that a user calls."""
 
 from __future__ import annotations
 
@@ -53,30 +53,30 @@ from roomier.tuner.trial import Subject
 
 
 class Trainer(LastCall):
-    """Trains, validates, tests and runs predictions with a model, on one device or on many ranks.
+    """Trains, validates and tests a model, and runs predictions with it, on one device or on many ranks.
 
-    The Trainer combines its arguments into a :class:`roomier.Plan`, which it validates immediately, prints when a run
-    starts, and stores in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
+    The Trainer combines its arguments into a :class:`roomier.Plan`. It validates the Plan immediately, prints it when a
+    run starts, and stores it in each checkpoint. Arguments that also exist in Lightning's Trainer have the same
+    meaning.
 
     Example:
         >>> trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
         >>> trainer.fit(module, train_loader, val_loader)
         >>> trainer.test(module, test_loader, ckpt_path="best")
 
-    A class name in parentheses, such as ``OptimizerPlan``, refers to the class in ``roomier.plan`` that documents the
-    values.
+    A class name in parentheses, such as ``OptimizerPlan``, is the class in ``roomier.plan`` that lists the values.
 
     Args:
-        plan: a Plan, a mapping with its sections, or the path of a YAML file. It replaces all arguments that refer to a
-            class in ``roomier.plan``.
-        strategy: how to distribute the model across ranks: a name such as ``"single"``, ``"ddp"``, ``"zero2"`` or
-            ``"auto"``, or a dict with ``name`` and further settings: ``{"name": "hsdp", "shard_size": 4}``. The dict
-            ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact (``ParallelPlan``,
-            ``ChoicePlan``).
+        plan: a Plan, a mapping that contains its sections, or the path of a YAML file. The plan replaces all arguments
+            that refer to a class in ``roomier.plan``.
+        strategy: how the model is distributed across ranks. The value is a name such as ``"single"``, ``"ddp"``,
+            ``"zero2"`` or ``"auto"``, or a dict with ``name`` and further settings: ``{"name": "hsdp", "shard_size":
+            4}``. The dict ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact
+            (``ParallelPlan``, ``ChoicePlan``).
         accelerator: type of device (``ParallelPlan``).
-        devices: number of ranks on each machine. ``"auto"`` uses the ranks that torchrun, SLURM or MPI started. Without
-            a launcher, a strategy for several ranks uses all CUDA devices (``ParallelPlan``).
-        num_nodes: number of machines. ``"auto"`` uses the machines of the launcher (``ParallelPlan``).
+        devices: number of ranks on each machine. ``"auto"`` uses the number of ranks that torchrun, SLURM or MPI
+            started. Without a launcher, a strategy for several ranks uses all CUDA devices (``ParallelPlan``).
+        num_nodes: number of machines. ``"auto"`` uses the machines that the launcher provides (``ParallelPlan``).
         precision: number format of weights and matmuls, such as ``"bf16-mixed"`` (``PrecisionPlan``).
         matmul_precision: precision of float32 matmuls (``PrecisionPlan``).
         optimizer: name of the optimizer, or a dict with ``name`` and its options: ``{"name": "adamw", "betas": [0.9,
@@ -86,63 +86,59 @@ class Trainer(LastCall):
             (``OptimizerPlan``).
         step_in_backward: update each parameter in backward and free its gradient. True means ``"exact"``
             (``OptimizerPlan``).
-        activation_checkpointing: activations to recompute in backward: a policy such as ``"full"``; a budget for the
-            peak of a step, in bytes (``"6GiB"``) or as a fraction (0.5); or a dict such as ``{"every_n": 3}``. True
-            means ``"full"`` (``ActivationPlan``).
-        offload: tensors to keep in host memory, such as ``{"activations": "cpu"}`` (``OffloadPlan``).
-        chunked_loss: compute the loss of a language model in chunks of tokens. An integer is the number of tokens in a
-            chunk (``LossPlan``).
+        activation_checkpointing: activations to recompute in backward. The value is a policy such as ``"full"``, a
+            budget for the peak of a step in bytes (``"6GiB"``) or as a fraction (0.5), or a dict such as ``{"every_n":
+            3}``. True means ``"full"`` (``ActivationPlan``).
+        offload: tensors to store in host memory, such as ``{"activations": "cpu"}`` (``OffloadPlan``).
+        chunked_loss: compute the loss of a language model in chunks of this many tokens (``LossPlan``).
         attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
         lora: rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``, ``targets``,
             ``trained`` and ``base`` (``AdapterPlan``).
         compile: compile each block with ``torch.compile`` (``CompilePlan``).
-        memory_budget: upper limit for the peak memory of a device, such as ``"22GiB"``. None uses all memory of the
-            device (``ChoicePlan``).
-        accumulate_grad_batches: micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: upper limit for the norm or for the values of gradients. None and 0 disable clipping
+        memory_budget: upper limit for a device's peak memory (``"22GiB"``). None uses all memory (``ChoicePlan``).
+        accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
+        gradient_clip_val: upper limit for the norm or the values of gradients. None and 0 disable clipping
             (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
-        auto_lr_find: before a fit, search for a learning rate on a copy of the model. A string is the name of the
-            module's attribute that holds the learning rate.
-        auto_scale_batch_size: before a fit, search for the largest micro-batch that fits. The number of samples per
-            step stays the same. True means ``"power"``, which doubles the size while it fits. ``"binsearch"`` then
-            refines the size.
-        max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if neither steps nor time are
-            limited.
+        auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
+            module's attribute that contains the learning rate.
+        auto_scale_batch_size: before a fit, search for the largest micro-batch that fits in memory. The number of
+            samples per optimizer step stays the same. True means ``"power"``, which doubles the size as long as the
+            micro-batch fits. ``"binsearch"`` then refines the size.
+        max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if no other limit is set.
         min_epochs: minimum number of epochs.
         max_steps: maximum number of optimizer steps. -1 means no limit.
         min_steps: minimum number of optimizer steps.
-        max_time: maximum training time: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with its keywords.
-        limit_train_batches: batches per epoch on each rank, as a number (int) or as a fraction (float).
-        limit_val_batches: number or fraction of batches of a validation, over all ranks. 0 disables validation.
-        limit_test_batches: batches of a test, as in ``limit_val_batches``.
-        limit_predict_batches: batches of a prediction, as in ``limit_val_batches``.
-        overfit_batches: train and validate on this number (int) or fraction (float) of the training batches, in a fixed
-            order. 0.0 disables this option.
-        fast_dev_run: run this number of batches of each loop, without logs and checkpoints. True means 1.
-        val_check_interval: training batches between two validations, as a number (int) or as a fraction of an epoch
-            (float). The default is one epoch.
-        check_val_every_n_epoch: epochs between two validations. With None, ``val_check_interval`` counts batches across
+        max_time: maximum training time: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with its keyword arguments.
+        limit_train_batches: limit on batches per epoch on each rank, as a number (int) or as a fraction (float).
+        limit_val_batches: limit on batches of a validation over all ranks (int or fraction). 0 disables validation.
+        limit_test_batches: limit on batches of a test, in the same form as ``limit_val_batches``.
+        limit_predict_batches: limit on batches of a prediction, in the same form as ``limit_val_batches``.
+        overfit_batches: number (int) or fraction (float) of the training batches that are used for both training and
+            validation, in a fixed order. 0.0 disables this option.
+        fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
+        val_check_interval: number of training batches between two validations (int), or fraction of an epoch (float).
+            The default is one epoch.
+        check_val_every_n_epoch: number of epochs between two validations. With None, ``val_check_interval`` spans
             epochs.
-        num_sanity_val_steps: validation batches to run before training. -1 runs all batches.
-        log_every_n_steps: optimizer steps between two rows of the log.
+        num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
+        log_every_n_steps: number of optimizer steps between two rows of the log.
         callbacks: one callback or a list of callbacks.
         logger: loggers, or names of loggers. True writes ``metrics.jsonl`` and ``metrics.csv``; False writes no logs.
-        enable_checkpointing: add a ModelCheckpoint if the callbacks contain none.
-        enable_progress_bar: add a ProgressBar if the callbacks contain none.
-        enable_model_summary: add a ModelSummary if the callbacks contain none.
-        deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no deterministic
-            algorithm.
+        enable_checkpointing: add a ModelCheckpoint callback if the callbacks contain none.
+        enable_progress_bar: add a ProgressBar callback if the callbacks contain none.
+        enable_model_summary: add a ModelSummary callback if the callbacks contain none.
+        deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no such algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
-        detect_anomaly: raise an error in the operation that produces NaN in backward. This is slow.
-        inference_mode: run evaluations under ``torch.inference_mode``. If False, use ``torch.no_grad``.
+        detect_anomaly: raise an error that identifies the forward operation of a NaN in backward. This is slow.
+        inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
         profiler: ``"torch"``, or a ``torch.profiler.profile`` object.
-        hang_timeout: time after which the run ends if the ranks wait for a rank that hangs in a step, in the formats of
-            ``max_time``. None disables the check.
+        hang_timeout: time after which the run ends if ranks wait for a rank that hangs in a step, in the same formats
+            as ``max_time``. None disables the check.
         default_root_dir: folder that contains the run folders ``version_N``. The default is ``"runs"``.
 
     Raises:
-        RoomierError: an argument is unknown or invalid, or arguments are incompatible.
+        RoomierError: an argument is unknown or invalid, or arguments are incompatible with each other.
     """
 
     @explain_unknown_keywords("Trainer", FORMER_KEYWORDS, harmless=HARMLESS_KEYWORDS, check=refuse_former_flags)
@@ -241,17 +237,17 @@ class Trainer(LastCall):
         Args:
             model: a :class:`roomier.Module`, or any ``nn.Module`` whose forward returns a loss.
             train_dataloaders: a DataLoader, a list of batches, an iterable of batches, or a DataModule.
-            val_dataloaders: one loader or a list of loaders, of the same types.
-            datamodule: a DataModule that provides the data, instead of loaders.
-            ckpt_path: checkpoint from which the run resumes, bit-identically. ``"last"`` is the newest checkpoint in
-                ``default_root_dir``. A ``.ckpt`` file of Lightning is resumed as Lightning would resume it.
+            val_dataloaders: one loader or a list of loaders, of the same types as ``train_dataloaders``.
+            datamodule: a DataModule that provides the data in place of loaders.
+            ckpt_path: checkpoint from which the run resumes with bit-identical results. ``"last"`` is the newest
+                checkpoint in ``default_root_dir``. A ``.ckpt`` file of Lightning is resumed as in Lightning.
             weights_only: must be None or True, because loading a checkpoint never executes code.
-            weights: initial weights: a ``.safetensors`` file, a folder with ``model.safetensors`` or its index, or a
-                checkpoint. Each rank reads only its shard. Ignored if ``ckpt_path`` is found.
+            weights: initial weights, from a ``.safetensors`` file, a folder that contains ``model.safetensors`` or its
+                index, or a checkpoint. Each rank reads only its shard. Ignored if ``ckpt_path`` is found.
 
         Raises:
-            RoomierError: the model or the data cannot be used.
-            SystemExit: a signal (SIGTERM or Ctrl-C) ended the run, after a checkpoint was saved.
+            RoomierError: the model or the data is not supported.
+            SystemExit: a signal (SIGTERM or Ctrl-C) ended the run after a checkpoint was saved.
         """
         refuse_keywords(Trainer.fit, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
@@ -279,19 +275,20 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the validation data.
+        """Run ``validation_step`` on the validation data.
 
         Args:
             model: the model. None uses the model of the last fit.
             dataloaders: one loader or a list of loaders. None uses the loaders of the DataModule or of the model.
-            ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``. With None, a given ``model`` keeps its
-                weights, and the model of the last fit loads the weights of its best checkpoint, as in Lightning.
-            verbose: print the metrics to standard error on rank 0.
-            datamodule: a DataModule that provides the data, instead of loaders.
+            ckpt_path: checkpoint whose weights are loaded first: a path, ``"best"`` or ``"last"``. With None, a
+                ``model`` argument retains its weights, and the model of the last fit loads the weights of its best
+                checkpoint, as in Lightning.
+            verbose: whether to print the metrics to standard error on rank 0.
+            datamodule: a DataModule that provides the data in place of loaders.
             weights_only: must be None or True, because loading a checkpoint never executes code.
 
         Returns:
-            The logged metrics, one dict for each loader.
+            The logged metrics, as one dict for each loader.
 
         Raises:
             RoomierError: the model, the data or the checkpoint cannot be used.
@@ -310,7 +307,8 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test data. Arguments and result are the same as in :meth:`validate`."""
+        """Run ``test_step`` on the test data. The arguments and the return value are the same as for
+        :meth:`validate`."""
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose, weights_only, unknown)
 
     def predict(
@@ -323,22 +321,22 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """Run ``predict_step`` over the prediction data, and collect the predictions.
+        """Run ``predict_step`` on the prediction data, and return the collected predictions.
 
-        :meth:`predict_stream` yields the predictions one by one instead of collecting them.
+        :meth:`predict_stream` yields the predictions one at a time instead of collecting them.
 
         Args:
             model: as in :meth:`validate`.
             dataloaders: as in :meth:`validate`.
             datamodule: as in :meth:`validate`.
-            return_predictions: False discards the predictions. A callback can write them in ``on_predict_batch_end``.
-                None means True.
+            return_predictions: False discards the predictions. A callback can write the predictions in
+                ``on_predict_batch_end``. None means True.
             ckpt_path: as in :meth:`validate`.
             weights_only: as in :meth:`validate`.
 
         Returns:
-            One item per batch; with several loaders, one list per loader. Every rank gets the predictions of all ranks,
-            in the order of the batches, in host memory. None if ``return_predictions`` is False.
+            One item per batch. With several loaders, one list per loader. Every rank receives the predictions of all
+            ranks in host memory, in the order of the batches. None if ``return_predictions`` is False.
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
@@ -359,10 +357,10 @@ class Trainer(LastCall):
     ) -> Generator[Any, None, None]:
         """Return an iterator over the predictions, which computes each prediction when it is requested.
 
-        The iterator yields one item per batch, loader after loader, and holds the predictions of one batch per rank at
-        a time. The run ends when the iterator is exhausted, closed with ``stream.close()`` or deleted. Until then, this
-        Trainer cannot start another run. Every rank gets the predictions of all ranks, in the order of the batches, in
-        host memory. Every rank must request the same number of predictions.
+        The iterator yields one item per batch, for one loader after the other. It stores the predictions of only one
+        batch per rank at a time. The run ends when the iterator is exhausted, is closed with ``stream.close()``, or is
+        deleted. Until the run ends, this Trainer cannot start another run. Every rank receives the predictions of all
+        ranks in host memory, in the order of the batches. Every rank must request the same number of predictions.
 
         Args:
             model: as in :meth:`validate`.
@@ -371,7 +369,7 @@ class Trainer(LastCall):
             ckpt_path: as in :meth:`validate`.
 
         Raises:
-            RoomierError: the model, the data or the checkpoint cannot be used. The iterator raises this error if
+            RoomierError: the model, the data or the checkpoint cannot be used. The iterator raises a RoomierError if
                 another rank stops requesting predictions.
             SystemExit: a signal ended the run. The iterator raises this exception.
         """
@@ -389,23 +387,24 @@ class Trainer(LastCall):
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
     ) -> None:
-        """Save the last fit as the folder ``filepath``. On several ranks, every rank must call this method.
+        """Save the state of the last fit in the folder ``filepath``. Every rank must call this method.
 
         If a hook of a running fit calls this method, the checkpoint is written at the end of the step. A fit that
-        resumes from it is then bit-identical.
+        resumes from this checkpoint is bit-identical.
 
         Args:
             filepath: the folder to create.
-            weights_only: save only the weights and the hyperparameters. A run cannot be resumed from them.
+            weights_only: whether to save only the weights and the hyperparameters. A run cannot be resumed from this
+                checkpoint.
             storage_options: must be None, because a checkpoint is a folder in the file system.
-            asynchronous: during a fit, copy the state to host memory, and write it while training continues. The next
-                save, a signal and the end of the fit wait for it. If it fails, the fit raises the error at its next
-                save point.
-            when_committed: called without arguments in this thread when the checkpoint is complete.
+            asynchronous: during a fit, copy the state to host memory, and write the checkpoint while training
+                continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is
+                written. If writing the checkpoint fails, the fit raises the error at its next save point.
+            when_committed: function without arguments that is called in this thread when the checkpoint is complete.
 
         Raises:
             CheckpointError: this checkpoint, or the previous asynchronous checkpoint, could not be written.
-            RoomierError: this Trainer has not fitted a model, or ``storage_options`` is given.
+            RoomierError: this Trainer has not fitted a model, or ``storage_options`` is not None.
         """
         if self.fitted is None:
             raise RoomierError(
@@ -420,12 +419,12 @@ class Trainer(LastCall):
         )
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Write ``metrics`` to the loggers as a row of the current step."""
+        """Write ``metrics`` to the loggers as a row for the current step."""
         run_of(self, "log_metrics").log_metrics(dict(metrics))
         self.logged_metrics.update({name: torch.as_tensor(value) for name, value in metrics.items()})
 
     def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Trainer:
-        """Return a Trainer with the same settings that writes no files and has ``callback`` as its only callback."""
+        """Return a Trainer that has the same settings, writes no files, and has ``callback`` as its only callback."""
         return copied_for_trial(self, plan, options, callback)
 
     def session_of_trial(

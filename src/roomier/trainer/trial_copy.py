@@ -1,4 +1,4 @@
-"""The Trainer of a trial, which has the settings of another Trainer and keeps no state after the trial."""
+"""The Trainer of a trial, which has the settings of another Trainer and retains no state after the trial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=LastCall)
 
 
 def copied_for_trial(trainer: T, plan: Plan, options: LoopOptions, callback: Callback) -> T:
-    """Return a Trainer with the settings of ``trainer`` that writes no files. Its only callback is ``callback``."""
+    """Return a Trainer that has the settings of ``trainer`` and writes no files. Its only callback is ``callback``."""
     trial = copy.copy(trainer)
     own = vars(trial)
     own.update({name: _container(value) for name, value in own.items()})

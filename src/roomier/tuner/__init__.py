@@ -1,4 +1,4 @@
-"""Searches for the learning rate and the size of micro-batches, which run on a copy before a fit."""
+"""Searches for the learning rate and the micro-batch size, which run on a copy of the model before a fit."""
 
 from typing import TYPE_CHECKING
 

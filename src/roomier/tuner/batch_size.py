@@ -1,4 +1,4 @@
-"""Search for the largest micro-batch that fits into memory. The number of samples per optimizer step stays the same."""
+"""Search for the largest micro-batch that fits in memory. The number of samples per optimizer step stays the same."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
 from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TrackedStep, first_step_of, tracked_step
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, parse_bytes
+from roomier.device.memory import release_cached
+from roomier.device.resolve import resolve_device
 from roomier.plan import Plan
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request
@@ -44,34 +45,35 @@ def scale_batch_size(
     max_val: int = 8192,
     memory_budget: int | str | None = None,
 ) -> int | None:
-    """Find the largest micro-batch that fits into memory, and use it in the next fits of ``trainer``.
+    """Find the largest micro-batch that fits in memory, and use its size in the next fits of ``trainer``.
 
     The batch size of the loader and ``accumulate_grad_batches`` still determine the number of samples per optimizer
-    step. Only sizes that divide this number are tried, and more micro-batches are accumulated. Each trial runs steps of
-    a copy on the first samples of the loader. If samples have different lengths, set a ``margin``.
+    step. Only sizes that divide this number are tried. The number of accumulated micro-batches increases accordingly.
+    Each trial runs steps of a copy of the model on the first samples of the loader. Set a ``margin`` if the samples
+    have different lengths.
 
-    Only the size of the micro-batches changes. A fit after the search is bit-identical to a fit with this size in the
-    loader.
+    Only the size of the micro-batches and their number per step change. A fit after the search is bit-identical to a
+    fit in which the loader uses this size.
 
     Args:
         trainer: the Trainer.
-        model, train_dataloaders, datamodule: as in ``Trainer.fit``; or one Subject that contains all three.
-        mode: ``"power"`` doubles the size while it fits. ``"binsearch"`` then searches between the last size that fits
-            and the first size that does not fit.
+        model, train_dataloaders, datamodule: same as in ``Trainer.fit``, or one Subject that contains all three.
+        mode: ``"power"`` doubles the size as long as the micro-batch fits. ``"binsearch"`` also searches between the
+            last size that fits and the first size that does not fit.
         steps_per_trial: number of optimizer steps per trial.
         init_val: size of the first trial.
         max_trials: maximum number of trials.
-        margin: fraction by which the result is reduced.
-        max_val: maximum size of a trial.
-        memory_budget: limit on the measured memory of a step, in bytes or as a string such as ``"8GiB"``. Default: the
-            budget of the Trainer, or the memory of the device. Required on a CPU. After the search, no forecast checks
-            the budget of the Trainer.
+        margin: fraction by which the resulting size is reduced.
+        max_val: maximum size in a trial.
+        memory_budget: limit on the measured memory of a step, in bytes or as a string such as ``"8GiB"``. The default
+            is the budget of the Trainer, or the memory of the device. Required on a CPU. After the search, the budget
+            of the Trainer is not checked by a forecast.
 
     Returns:
-        The size; None in a fast development run.
+        The size of the micro-batch; None in a fast development run.
 
     Raises:
-        RoomierError: an argument is invalid, there are several ranks, the memory limit is unknown, batches cannot be
+        RoomierError: an argument is invalid, the run has several ranks, the memory limit is unknown, batches cannot be
             split, or the smallest size does not fit.
     """
     _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
@@ -105,14 +107,14 @@ def largest_that_fits(
     refines: bool = True,
     max_trials: int = 25,
 ) -> int | None:
-    """Return the largest of ``sizes`` that fits; None if no size fits. If a size fits, all smaller sizes must fit too.
+    """Return the largest of ``sizes`` that fits; None if no size fits. If a size fits, all smaller sizes must also fit.
 
     Args:
         sizes: sizes in ascending order.
-        fits: returns True if a size fits.
+        fits: function that returns True if a size fits.
         first: the first size to try.
-        refines: search between the last size that fits and the first size that does not fit. If False, only double the
-            size.
+        refines: whether to search between the last size that fits and the first size that does not fit. If False, only
+            double the size.
         max_trials: maximum number of calls of ``fits``.
     """
     best, too_large = -1, len(sizes)  # indices
@@ -148,10 +150,10 @@ def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, marg
 
 
 def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | None:
-    """Return the memory limit of a step; None for the memory of the device.
+    """Return the memory limit of a step; None uses the memory of the device.
 
     Raises:
-        RoomierError: the limit is unknown, or there are several ranks, because one rank could run out of memory alone.
+        RoomierError: the limit is unknown, or the run has several ranks, because a single rank could run out of memory.
     """
     plan = trainer.requested_plan
     if plan.parallel.strategy == "auto":
@@ -215,8 +217,7 @@ class _Trials:
         except torch.OutOfMemoryError:
             is_full = True
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_cached(resolve_device(self.plan.parallel.accelerator))
         if self.limit_bytes is None or is_full:
             notice(f"micro-batches of {size} samples {'do not fit' if is_full else 'fit'}")
             return not is_full
@@ -227,7 +228,8 @@ class _Trials:
 
 
 class _PeakOfAStep(Callback):
-    """Measures the peak memory of one step after the first step, which creates the optimizer states."""
+    """Measures the peak memory of one step after the first step, because the first step creates the optimizer
+    states."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -237,7 +239,7 @@ class _PeakOfAStep(Callback):
     def on_train_start(self, trainer: Tunable, pl_module: Module) -> None:
         of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         self._step = first_step_of(trainer)
-        if of_epoch > 1 and self._step % of_epoch == 0:  # the last step of an epoch may have fewer samples
+        if of_epoch > 1 and self._step % of_epoch == 0:  # the last step of an epoch may contain fewer samples
             self._step += 1
         self._tracked = tracked_step(trainer, self._step)
 

@@ -48,11 +48,11 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
 def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
     """Run the searches that the flags of ``trainer`` request, and use the results in the next fit.
 
-    The searches are skipped if the fit resumes from a checkpoint, or if the model was fitted before. In both cases, the
-    results of the first search are already available.
+    The searches are skipped if the fit resumes from a checkpoint, or if the model was fitted previously. In both cases,
+    the results of an earlier search are already available.
 
     Returns:
-        The curve of the learning rate search; None if this search did not run.
+        The curve of the learning rate search; None if the learning rate search did not run.
     """
     rate, size = trainer.auto_lr_find, trainer.auto_scale_batch_size
     if _was_fitted(trainer, subject.model):
@@ -84,7 +84,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
 
 
 def write_picture(curve: LearningRateCurve, run: Run) -> None:
-    """Write the curve to the run folder, if the run has one. If this fails, print a notice."""
+    """Write the curve to the run folder if the run has one. If this fails, print a notice."""
     if run.folder is None or not run.ranks.is_zero:
         return
     try:
@@ -114,7 +114,7 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
 
 
 def _put_kept_rate(trainer: Tunable, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
-    # The optimizer resumes with this rate in any case. Set the attribute too, for code that reads it.
+    # In any case, the optimizer resumes with this learning rate. Set the attribute too, for code that reads it.
     with suppress(RoomierError):  # the attribute does not exist anymore
         name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")
         if isinstance(hyperparameters.get(name), float):

@@ -1,4 +1,4 @@
-"""Result of a learning rate range test, with the measured losses, the suggested rate and a plot."""
+"""Result of a learning rate range test, which contains the measured losses, the suggested rate and a plot."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from roomier.core.errors import RoomierError
 
 _SMOOTHING = 0.98
-_REACH = 1 / 8  # extent of the fitted line to each side, as a fraction of all steps
+_REACH = 1 / 8  # extent of the fitted line on each side, as a fraction of all steps
 
 
 @dataclass(frozen=True)
 class LearningRateCurve:
-    """The loss as a function of the learning rate.
+    """Curve of the loss as a function of the learning rate.
 
     Attributes:
         learning_rates: learning rate of each optimizer step, in ascending order.
-        raw_losses: loss of each step, before its update.
+        raw_losses: loss of each step before its update.
         losses: smoothed losses (exponential average with factor 0.98, bias-corrected).
         mode: spacing of the rates: ``"exponential"`` or ``"linear"``.
 
@@ -41,21 +41,22 @@ class LearningRateCurve:
 
     @property
     def results(self) -> dict[str, list[float]]:
-        """``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's finder."""
+        """Dict ``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's finder."""
         return {"lr": list(self.learning_rates), "loss": list(self.losses)}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls most steeply; None if it never falls or there are too few steps.
+        """Return the rate at which the loss decreases most steeply; None if the loss never decreases or the number of
+        steps is too small.
 
         The slope at a step is the slope of a line fitted to the surrounding losses (an eighth of all steps on each
-        side), as a function of the logarithm of the rate, or of the rate itself if it rises linearly. A shorter line
-        would be too sensitive to the noise of individual batches. Smith (arXiv:1506.01186, section 3.3) reads two rates
-        from the curve: the rate at which the loss begins to fall, and the rate at which it stops falling. The rate of
-        the steepest descent is between them.
+        side). In this fit, the losses are a function of the logarithm of the rate, or of the rate itself if it
+        increases linearly. A line through fewer losses would be too sensitive to the noise of individual batches. Smith
+        (arXiv:1506.01186, section 3.3) reads two rates from the curve: the rate at which the loss begins to decrease,
+        and the rate at which it stops decreasing. The rate of the steepest descent is between these two rates.
 
         Args:
-            skip_begin: number of steps at the beginning that are ignored.
-            skip_end: number of steps at the end that are ignored.
+            skip_begin: number of steps to ignore at the beginning.
+            skip_end: number of steps to ignore at the end.
         """
         index = self._steepest(skip_begin, skip_end)
         return None if index is None else self.learning_rates[index]
@@ -66,7 +67,7 @@ class LearningRateCurve:
         Args:
             suggest: mark the suggested rate.
             show: open a window.
-            ax: axes to draw in; None creates a figure.
+            ax: axes to draw on; None creates a figure.
 
         Raises:
             RoomierError: matplotlib is not installed.
@@ -101,7 +102,7 @@ class LearningRateCurve:
         return figure
 
     def save_png(self, path: str | Path, *, suggest: bool = True) -> None:
-        """Save :meth:`plot` as a PNG file at ``path``.
+        """Save the figure of :meth:`plot` as a PNG file at ``path``.
 
         Raises:
             RoomierError: matplotlib is not installed.
@@ -130,7 +131,7 @@ def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def smoothed(losses: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the bias-corrected exponential average of ``losses`` up to each loss."""
+    """Return the bias-corrected exponential averages of ``losses``, one average for each loss."""
     average, found = 0.0, []
     for number, loss in enumerate(losses, start=1):
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss

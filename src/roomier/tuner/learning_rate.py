@@ -17,7 +17,8 @@ def attribute_of(model: nn.Module, name: str = "") -> str:
 
     Args:
         model: the model.
-        name: name of the attribute. If empty, the first existing attribute of ``lr`` and ``learning_rate`` is used.
+        name: name of the attribute. If ``name`` is empty, the attribute ``lr`` is used if it exists, otherwise
+            ``learning_rate``.
 
     Raises:
         RoomierError: the attribute does not exist.
@@ -37,7 +38,7 @@ def attribute_of(model: nn.Module, name: str = "") -> str:
 
 
 def set_attribute(model: nn.Module, name: str, learning_rate: float) -> None:
-    """Set ``name`` to ``learning_rate`` on ``model`` and in its ``hparams``, where this name exists."""
+    """Set ``name`` to ``learning_rate`` on ``model`` and in its ``hparams``, if they contain this name."""
     hparams = _hparams(model)
     if name in hparams:
         hparams[name] = learning_rate

@@ -38,31 +38,32 @@ def lr_find(
     update_attr: bool = False,
     attr_name: str = "",
 ) -> LearningRateCurve | None:
-    """Train a copy of ``model`` with a learning rate that rises at each step, and record the loss.
+    """Train a copy of ``model`` with a learning rate that increases at each step, and record the losses.
 
-    The search does not change the model, the data or random states, so a fit after the search is bit-identical to a fit
-    without a search. The search runs on the ranks and with the strategy of the Trainer. Schedulers do not step. If
-    there are several parameter groups, the ratios of their rates stay the same.
+    The search does not change the model, the data or the random states, so a fit after the search is bit-identical to a
+    fit without a search. The search uses the ranks and the strategy of the Trainer. Schedulers do not step. If the
+    optimizer has several parameter groups, the ratios of their learning rates stay the same.
 
     Args:
         trainer: the Trainer.
-        model, train_dataloaders, datamodule: as in ``Trainer.fit``; or all of them as a Subject.
+        model, train_dataloaders, datamodule: same as in ``Trainer.fit``, or one Subject that contains all three.
         min_lr: learning rate of the first step.
         max_lr: learning rate of the last step.
         num_training: number of optimizer steps.
         mode: spacing of the rates between ``min_lr`` and ``max_lr``.
-        early_stop_threshold: stop if the smoothed loss exceeds its minimum by this factor; None disables this
+        early_stop_threshold: stop the test if the smoothed loss exceeds its minimum by this factor; None disables this
             condition. A loss that is not finite always stops the test.
-        update_attr: use the suggested rate in the next fits. It is set on the optimizer that is selected by name in the
-            Trainer, or in the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
-        attr_name: name of the attribute, if it is neither ``lr`` nor ``learning_rate``.
+        update_attr: whether to use the suggested rate in the next fits. The rate is set on the optimizer that the
+            Trainer selects by name, or in the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
+        attr_name: name of the attribute if it is neither ``lr`` nor ``learning_rate``.
 
     Returns:
-        The curve, with ``suggestion()``, ``plot()`` and ``save_png(path)``. None in a fast development run.
+        The curve, which has the methods ``suggestion()``, ``plot()`` and ``save_png(path)``. None in a fast development
+        run.
 
     Raises:
         RoomierError: an argument is invalid, the number of optimizers is not 1, the attribute does not affect the rate,
-            or, with ``update_attr``, no rate can be suggested.
+            or ``update_attr`` is True and no rate can be suggested.
     """
     _check(min_lr, max_lr, num_training, mode, early_stop_threshold)
     if trainer.options.num_dev_batches:
@@ -137,7 +138,7 @@ def _rates(min_lr: float, max_lr: float, num_training: int, mode: str) -> list[f
 
 
 class _RangeTest(Callback):
-    """Sets the learning rate before each step and records the loss after it."""
+    """Sets the learning rate before each step and records the loss after each step."""
 
     def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
         self._rates = rates
@@ -146,11 +147,11 @@ class _RangeTest(Callback):
         self.losses: list[float] = []
 
     def take_groups(self, run: Run, name: str, probe: float) -> None:
-        """Take control of the parameter groups of the optimizer, instead of its schedulers.
+        """Control the learning rates of the parameter groups of the optimizer, in place of its schedulers.
 
         Args:
             run: the run of the trial.
-            name: the attribute of the model whose value is ``probe``; empty if there is no such attribute.
+            name: the attribute of the model whose value is ``probe``; empty if no such attribute exists.
             probe: learning rate that was assigned to the copy of the model.
 
         Raises:
@@ -195,7 +196,7 @@ class _RangeTest(Callback):
 
 
 def _highest_rate(group: dict[str, Any]) -> float:
-    """Return the highest learning rate of ``group``, regardless of the effect of a schedule on the first step."""
+    """Return the highest learning rate of ``group``, without the effect of a schedule on the first step."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 

@@ -1,10 +1,10 @@
-"""A few steps of a fit on a copy of all objects that a fit changes.
+"""Run a few steps of a fit on copies of all objects that a fit changes.
 
 [Note: trials have no side effects]
 The model and the DataModule are copied before their ``setup``. Datasets are not copied. The attributes, positions and
-random generators of loaders, samplers and datasets are restored, as are the generators of the process. The Trainer of a
-trial is also a copy, without callbacks and without files. Other effects of user code (files, network access, changes to
-lists in a dataset) are not undone.
+random generators of loaders, samplers and datasets are restored after the trial. The random generators of the process
+are also restored. The Trainer of a trial is also a copy, which has no callbacks and writes no files. Other effects of
+user code, such as changes to files, network access, and changes to lists in a dataset, are not undone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from roomier.api.datamodule import DataModule
 from roomier.api.overrides import is_one
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import quiet
-from roomier.core.rng import rng_state, separate_rng, set_rng_state
 from roomier.data.first_batch import check_is_repeatable, untouched
 from roomier.data.loaders import is_combined, is_loader_collection
+from roomier.device.rng import rng_state, separate_rng, set_rng_state
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
 from roomier.run.run import Run, call
@@ -61,7 +61,7 @@ class Subject:
 
 
 class TrialOverError(Exception):
-    """Raised to end a trial after its result is known."""
+    """Exception that ends a trial after its result is known."""
 
 
 def run_trial(
@@ -78,17 +78,17 @@ def run_trial(
     """Train a copy of ``subject`` for ``max_steps`` optimizer steps. See [Note: trials have no side effects].
 
     Args:
-        trainer: the Trainer; the trial runs on a copy of it.
+        trainer: the Trainer. The trial runs on a copy of this Trainer.
         subject: the model and the data.
         plan: plan of the trial.
         max_steps: number of optimizer steps.
         callback: the only callback of the trial.
-        change_model: called with the copy of the model.
+        change_model: function that is called with the copy of the model.
         cut: function that changes the micro-batches before the model is built.
-        prepare: called with the run before its first step.
+        prepare: function that is called with the run before the first step.
 
     Raises:
-        RoomierError: the model cannot be copied, or its data cannot be read two times.
+        RoomierError: the model cannot be copied, or the data cannot be read two times.
     """
     _refuse_fitted(trainer, subject.model)
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ def _options_of_trial(options: LoopOptions, max_steps: int) -> LoopOptions:
 
 
 def _copied(subject: Subject, trainer: Tunable, trial: Tunable) -> tuple[nn.Module, DataModule | None]:
-    """Return copies of the model and the DataModule, with the same data."""
+    """Return copies of the model and the DataModule that use the same data."""
     memo: dict[int, Any] = {id(trainer): trial}
     for part in subject.model.modules():
         former = vars(part).get("_trainer")
@@ -162,7 +162,7 @@ def _read_by(subject: Subject) -> list[Any]:
     """Return all objects that yield samples, without duplicates.
 
     Raises:
-        DataError: an object can be iterated only once.
+        DataError: an object can be iterated only one time.
     """
     found = [*_leaves(subject.train_dataloaders), *_held_data(subject)]
     for each in found:
@@ -184,7 +184,7 @@ def _held_data(subject: Subject) -> Iterator[Any]:
 
 
 def _leaves(loaders: Any) -> Iterator[Any]:
-    """Yield the loaders in ``loaders``, except lists of batches, which have no state."""
+    """Yield the loaders in ``loaders``. Lists of batches are skipped, because they have no state."""
     if is_combined(loaders):
         yield from _leaves(loaders.iterables)
     elif is_loader_collection(loaders):

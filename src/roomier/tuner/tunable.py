@@ -1,4 +1,4 @@
-"""Protocol of the Trainer as used by the tuner."""
+"""Protocol that describes how the tuner uses the Trainer."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class Tunable(TrainerView, Protocol):
 
     @property
     def auto_lr_find(self) -> bool | str:
-        """True, or the name of an attribute, to search for a learning rate before a fit."""
+        """True, or the name of an attribute, if a learning rate search runs before a fit."""
 
     @property
     def auto_scale_batch_size(self) -> bool | str:
-        """True, or a mode of :func:`scale_batch_size`, to search for the size of micro-batches before a fit."""
+        """True, or a mode of :func:`scale_batch_size`, if a micro-batch size search runs before a fit."""
 
     @property
     def set_path(self) -> Path | str | None:
         """The value that the user assigned to ``ckpt_path``."""
 
     def join_ranks(self) -> None:
-        """Join the other ranks. A trial requires the ranks before the fit joins them."""
+        """Join the other ranks. A trial requires the other ranks before the fit joins them."""
 
     def use_next(
         self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
     ) -> None:
-        """Use these values in the next fits. None keeps the current value."""
+        """Use the values found by the tuner in the next fits. None keeps the current value."""
 
     def use_learning_rate(self, learning_rate: float | None) -> None:
         """Use ``learning_rate`` for the optimizer that the Trainer creates."""
 
     def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Self:
-        """Return a Trainer with the same settings that writes no files and has ``callback`` as its only callback."""
+        """Return a Trainer that has the same settings, writes no files, and has ``callback`` as its only callback."""
 
     def session_of_trial(
         self,

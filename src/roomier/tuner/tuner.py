@@ -1,4 +1,4 @@
-"""Tuner, which provides both searches under Lightning's names."""
+"""Tuner that provides both searches with Lightning's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roomier.tuner.tunable import Tunable
 
 
 class Tuner:
-    """Searches for a learning rate or a batch size for ``trainer``.
+    """Searches for a learning rate or a batch size for the fits of ``trainer``.
 
     Args:
         trainer: the Trainer whose next fits use the results.
@@ -80,7 +80,7 @@ class Tuner:
     ) -> int | None:
         """Search for a batch size. See :func:`roomier.tuner.scale_batch_size`.
 
-        No attribute is changed, so ``batch_arg_name`` is not used.
+        The search changes no attribute, so ``batch_arg_name`` is not used.
         """
         _check_method(method, dataloaders)
         return scale_batch_size(

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.bench.accelerator import pinned, synchronize
 from roomier.bench.gpu.parts import Rows, Setting, Values
 from roomier.core.units import format_bytes
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import synchronize
 from roomier.hardware.this_machine import this_machine
 
 _NUM_BYTES = {"full": (2**20, 2**24, 2**28), "tiny": (2**16,)}
@@ -48,9 +49,10 @@ def summary(values: Mapping[str, Any]) -> str:
 
 def _row(kind: str, num_bytes: int, setting: Setting) -> Values:
     device = setting.device
-    on_host = pinned(num_bytes) if kind.endswith(" pinned") else torch.ones(num_bytes, dtype=torch.uint8)
-    if on_host is None:
+    pins = kind.endswith(" pinned")
+    if pins and not capabilities_of(device).has_pinned_memory:
         return {"unsupported": "the device does not support pinned host memory"}
+    on_host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pins)
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     between = on_device.clone() if kind == "device to device" else on_host
     source, target = (between, on_device) if not kind.startswith("device to host") else (on_device, between)

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from roomier.bench.accelerator import synchronize
 from roomier.bench.gpu.parts import Rows, Setting, Values
 from roomier.bench.gpu.planner import forecast_of_allocator
 from roomier.bench.strategy_ranks import TrainedGPT
@@ -32,6 +31,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.units import format_bytes, format_seconds
+from roomier.device.streams import synchronize
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure

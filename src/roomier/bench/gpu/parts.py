@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from roomier.bench.accelerator import device_of
+from roomier.device.resolve import resolve_device
 
 SIZES = ("tiny", "full")
 """``"full"`` is for GPUs. ``"tiny"`` takes seconds on a CPU, and its values have no meaning."""
@@ -34,7 +34,7 @@ class Setting:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return device_of(self.accelerator)
+        return resolve_device(self.accelerator)
 
 
 class PartModule(Protocol):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import roomier
-from roomier.bench.accelerator import device_name, num_devices
 from roomier.bench.gpu.parts import Setting
 from roomier.bench.machine import circumstances
+from roomier.device.resolve import device_name, num_devices
 
 KEY = ("commit", "source", "torch", "cpu", "device", "num_devices", "size")
 """Facts that are equal if a line in the file is valid for this run."""
@@ -31,7 +31,7 @@ def facts_of(setting: Setting) -> Record:
         **facts,
         "source": source_hash(),
         "cpu": facts["machine"]["cpu"],
-        "device": device_name(device),
+        "device": facts["machine"]["cpu"] if device.type == "cpu" else device_name(device) or device.type,
         "device_type": device.type,
         "num_devices": num_devices(device),
         "size": setting.size,

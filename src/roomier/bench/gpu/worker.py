@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -12,9 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from roomier.bench.accelerator import allocated_bytes, free_unused
 from roomier.bench.gpu.parts import PartModule, Setting
 from roomier.bench.gpu.results import COMPLETE, FAILED, INCOMPLETE, MEASURED, UNSUPPORTED, Results
+from roomier.device.capability import capabilities_of
+from roomier.device.memory import allocated_bytes, release_cached
 
 _USABLE_SHARE = 0.9  # of the time limit; the rest is for the last row, which may take longer than the rows before it
 _NUM_LAST_FRAMES = 4
@@ -44,6 +46,8 @@ def measure_part(
     start_s = clock()
     end_s = start_s + _USABLE_SHARE * limit_s
     finished = results.finished_rows(name)
+    device = setting.device
+    counts_bytes = capabilities_of(device).has_memory_statistics
     left = {row: measure for row, measure in module.rows(setting).items() if row not in finished}
     failed: list[str] = []
     longest_s = 0.0
@@ -51,7 +55,7 @@ def measure_part(
         row = next(iter(left))
         measure = left.pop(row)
         row_start_s = clock()
-        before_bytes = allocated_bytes(setting.device)
+        before_bytes = allocated_bytes(device) if counts_bytes else None
         values, status = _measured(measure)
         took_s = clock() - row_start_s
         longest_s = max(longest_s, took_s)
@@ -68,7 +72,8 @@ def measure_part(
         )
         if status == FAILED:
             failed.append(row)
-        free_unused(setting.device)
+        gc.collect()  # objects of this row
+        release_cached(device)
     status = FAILED if failed else INCOMPLETE if left else COMPLETE
     results.append("end", name, status=status, rows_left=list(left), rows_failed=failed, took_s=clock() - start_s)
 

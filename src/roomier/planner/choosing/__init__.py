@@ -1,1 +1,1 @@
-"""Candidate plans, the choice of the fastest plan that fits, and alternatives if no plan fits."""
+"""Candidate plans, choice of the fastest plan that fits, and alternatives if no plan fits."""

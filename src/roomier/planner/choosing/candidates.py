@@ -1,7 +1,7 @@
 """All plans for a request, with every value of each option that the request leaves open.
 
-Options that are open by default are exact, or change only how the sum over the batch is split (strategy, micro-batch).
-Options that round differently within a rank are open if the request allows them by name.
+Options that are open by default are exact, or they change only how the sum over the batch is split (strategy,
+micro-batch). Options that change the rounding within a rank are open only if the request allows them by name.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Candidate:
     """A plan that the planner can evaluate.
 
     Attributes:
-        plan: plan with a concrete strategy. If a rule rejects the plan, it is only for display and cannot be built.
+        plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.
         micro_batch: samples on each rank.
-        refusal: why the plan cannot run; empty if it can.
+        refusal: reason why the plan cannot run; empty if the plan can run.
     """
 
     plan: Plan
@@ -51,14 +51,14 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and rule.
 
-    Settings of ``plan`` that differ from their defaults do not change. If ``plan`` has a concrete strategy, it is the
-    only candidate. The global batch size never changes.
+    Settings of ``plan`` whose values differ from the defaults do not change. If ``plan`` has a concrete strategy,
+    ``plan`` is the only candidate. The global batch size never changes.
 
     Args:
-        workload: its ``batch_size`` is the given micro-batch.
+        workload: workload whose ``batch_size`` is the given micro-batch.
         plan: requested plan.
         machine: machine to plan for.
-        keeps_micro_batch: why micro-batches cannot be split; empty if they can.
+        keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
     """
     if plan.parallel.strategy != "auto":
         return (Candidate(plan, workload.batch_size),)
@@ -83,16 +83,17 @@ def candidates(
 
 
 def changed(plan: Plan, changes: Changes) -> Plan:
-    """Return ``plan`` with other values in some fields.
+    """Return a copy of ``plan`` with ``changes`` to some fields.
 
     Raises:
         PlanError: a rule rejects the new plan.
     """
-    return Plan(**_parts(plan, changes))  # type: ignore[arg-type]  # each section holds its own part
+    return Plan(**_parts(plan, changes))  # type: ignore[arg-type]  # each section contains a part of its type
 
 
 def refused_plan(plan: Plan, changes: Changes) -> Plan:
-    """Return a plan that a rule rejects, for display. It is constructed without checks and must not be run."""
+    """Return a plan that a rule rejects, for display. The rejected plan is constructed without checks and must not be
+    run."""
     made = object.__new__(Plan)
     for section, part in _parts(plan, changes).items():
         object.__setattr__(made, section, part)
@@ -100,7 +101,7 @@ def refused_plan(plan: Plan, changes: Changes) -> Plan:
 
 
 def reason_against_smaller_batches(module: Module) -> str:
-    """Return why smaller micro-batches would change training; empty if they would not."""
+    """Return the reason why smaller micro-batches would change training; empty if they would not."""
     network = network_of(module)
     if any(isinstance(each, BATCH_NORMS) and each.training for each in network.modules()):
         return "BatchNorm computes statistics of each micro-batch, so smaller micro-batches would change training"
@@ -123,7 +124,7 @@ def _parts(plan: Plan, changes: Changes) -> dict[str, Part]:
         section, _, name = field.partition(".")
         by_section.setdefault(section, {})[name] = value
     parts = {section: replace(getattr(plan, section), **by_section.get(section, {})) for section in PARTS}
-    # Allowed options are resolved now. The budget is kept as a record.
+    # Allowed options are resolved now. The budget is retained as a record.
     if changes.get("parallel.strategy", plan.parallel.strategy) != "auto":
         parts["choice"] = ChoicePlan(plan.choice.memory_budget_bytes)
     return parts
@@ -137,7 +138,7 @@ def _strategies(plan: Plan) -> list[Changes]:
     if parallel.num_ranks == 1:
         return [{"parallel.strategy": "single"}]
     found: list[Changes] = [{"parallel.strategy": name} for name in ("ddp", "zero1", "zero2", "zero3")]
-    # A replica spans one or several full nodes, but not all nodes, which would be zero3.
+    # A replica spans one or several full nodes, but not all nodes, because a replica on all nodes would be zero3.
     sizes = [parallel.devices * num for num in range(1, parallel.num_nodes) if parallel.num_nodes % num == 0]
     return found + [{"parallel.strategy": "hsdp", "parallel.shard_size": size} for size in sizes if size > 1]
 
@@ -146,7 +147,7 @@ def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[
     if plan.activation.policy != "none" or not workload.blocks:
         return [{}]
     found: list[Changes] = [{}, {"activation.policy": "selective"}, {"activation.policy": "full"}]
-    if machine.device.kind == "cuda" and plan.offload.activations == "none":
+    if machine.device.has_own_memory and plan.offload.activations == "none":
         found.append({"offload.activations": "cpu"})
     return found
 
@@ -182,7 +183,7 @@ def _splits(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Chan
 
 
 def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Candidate]:
-    """Return options that the model or its data rule out for every strategy, one candidate each."""
+    """Return one rejected candidate for each option that the model or its data exclude for every strategy."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
     def refused(changes: dict[str, object], micro_batch: int, reason: str) -> Candidate:
@@ -207,7 +208,7 @@ def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Itera
 
 
 def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
-    """Return whether ``lever`` changes ``plan`` and is supported by the model."""
+    """Return True if ``lever`` would change ``plan`` and the model supports the lever."""
     if lever.is_used(plan) or lever.conflict(plan):
         return False
     return not lever.changes_output_layer or _has_output_layer(workload)

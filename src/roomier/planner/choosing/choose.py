@@ -21,13 +21,14 @@ from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
 ESTIMATE_ERROR = 0.05
-"""Assumed error of the closed form. Plans that exceed the budget by a smaller fraction are verified by a dry run."""
+"""Assumed error of the closed form. Plans that exceed the budget by a smaller fraction than this error are verified by
+a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
 """Fraction of the device memory that remains free if no budget is set, by kind of device.
 
-On a GPU, this is the largest accepted error of a forecast. Memory shared with the host is also used by the system, the
-dataset and its workers, and file caches.
+Kinds that are not in the table are like ``"cuda"``. On a GPU, this fraction is the largest accepted error of a
+forecast. Memory shared with the host is also used by the system, the dataset and its workers, and file caches.
 """
 
 _NUM_KEPT = 12  # plans that fit, and plans that do not fit, in the result, in addition to the best of each strategy
@@ -46,24 +47,26 @@ def choose(
 ) -> Choice:
     """Return the fastest plan that fits, among all plans for the settings that ``plan`` leaves open.
 
-    If several plans are equally fast (within :data:`TIE`), the simplest is chosen: exact before near before
-    approximate, then fewer memory techniques, then a strategy that shards less. For the evaluated options, see
-    :mod:`roomier.planner.choosing.candidates`.
+    If several plans are equally fast (within :data:`TIE`), the simplest plan is chosen. Exact plans precede near plans,
+    and near plans precede approximate plans. Among plans with the same label, the plan with fewer memory techniques is
+    simpler, and then the plan whose strategy shards less. :mod:`roomier.planner.choosing.candidates` describes the
+    evaluated options.
 
     Args:
-        workload: its ``batch_size`` is the given micro-batch. Batches may be split; the global batch size is constant.
+        workload: workload whose ``batch_size`` is the given micro-batch. Batches may be split, but the global batch
+            size is constant.
         plan: requested plan.
         machine: machine to plan for.
         budget_bytes: memory that a device may use; None uses :func:`budget_of`.
-        keeps_micro_batch: why micro-batches cannot be split; empty if they can.
-        check: additional rule of the run, which raises a RoomierError to reject a plan.
+        keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
+        check: additional rule of the run, which is a function that raises a RoomierError to reject a plan.
         prices: source of forecasts; None uses the closed form.
-        deadline: plans that are not evaluated before it are skipped and reported. None sets the deadline after
-            :data:`SEARCH_S`.
+        deadline: time limit of the search. Plans that are not evaluated before the deadline are skipped and reported.
+            None sets the deadline after :data:`SEARCH_S`.
 
     Returns:
-        Choice whose ``chosen`` is None if no plan fits. :mod:`roomier.planner.choosing.nearest` then returns
-        alternatives.
+        Choice whose attribute ``chosen`` is None if no plan fits. If no plan fits,
+        :mod:`roomier.planner.choosing.nearest` can return alternatives.
 
     Raises:
         RoomierError: no step of the model can be forecast.
@@ -92,7 +95,7 @@ def budget_of(plan: Plan, machine: Machine) -> int:
     given = plan.choice.memory_budget_bytes
     if given is not None:
         return given
-    return int(machine.device.memory_bytes * (1 - FREE_SHARE[machine.device.kind]))
+    return int(machine.device.memory_bytes * (1 - FREE_SHARE.get(machine.device.kind, FREE_SHARE["cuda"])))
 
 
 def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
@@ -102,7 +105,7 @@ def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
             return error
         problem = f"cannot be forecast, because the step fails in a dry run ({type(error).__name__}: {error})"
         return RoomierError("strategy", plan.parallel.strategy, problem, "Set a strategy, and remove memory_budget")
-    if len({(each.field, each.problem) for each in priced.errors}) == 1:  # one common error, so the rules do not matter
+    if len({(each.field, each.problem) for each in priced.errors}) == 1:  # a single error that all plans have in common
         return priced.errors[0]
     reasons = "; ".join(dict.fromkeys(each.reason for each in priced.refused))
     action = "Change these settings, or set a strategy"
@@ -113,12 +116,13 @@ def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
 
 
 class _Search:
-    """Search that verifies the fastest plan by a dry run, and continues with the next plan if it does not fit.
+    """Search that verifies the fastest plan by a dry run, and continues with the next plan if the verified plan does
+    not fit.
 
     Attributes:
         budget_bytes: memory that a device may use.
-        fitting: forecasts that fit and are not chosen.
-        too_large: forecasts that do not fit.
+        fitting: forecasts of plans that fit but are not chosen.
+        too_large: forecasts of plans that do not fit.
     """
 
     def __init__(self, budget_bytes: int, pricing: Pricing, dry_runs: DryRuns) -> None:
@@ -138,7 +142,7 @@ class _Search:
                 confirmed = self._confirm(picked)
                 if confirmed is not None and confirmed.fits(self.budget_bytes):
                     self._divide(picked)
-                    return replace(confirmed, time=picked.time)  # times are compared, so they come from one method
+                    return replace(confirmed, time=picked.time)  # compared times must come from one method
                 self._pricing.reject(picked)
                 find()
         self._divide(None)
@@ -175,7 +179,8 @@ def _stage(forecast: Forecast) -> str:
 
 
 def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
-    """Return the simplest of the forecasts that are as fast as the fastest. ``forecasts`` must not be empty."""
+    """Return the simplest of the forecasts that are as fast as the fastest forecast. ``forecasts`` must not be
+    empty."""
     fastest_s = min(map(time_s, forecasts))
     tied = [each for each in forecasts if time_s(each) <= fastest_s * (1 + TIE)]
     return min(tied, key=lambda each: (*simplicity(each.plan), time_s(each), each.peak_bytes))
@@ -184,9 +189,9 @@ def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
 def simplicity(plan: Plan) -> tuple[int, ...]:
     """Return a sort key of the distance from a plain step.
 
-    The key contains the least exact label within a rank, the number of memory techniques, how much the strategy shards,
-    and the number of micro-batches. Labels of strategy and micro-batch do not count, because every plan on several
-    ranks is near.
+    The key contains the least exact label within a rank, the number of memory techniques, the degree of sharding of the
+    strategy, and the number of micro-batches. Labels of strategy and micro-batch do not count, because every plan on
+    several ranks is near.
     """
     used = used_levers(plan)
     kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]
@@ -217,7 +222,7 @@ def _not_chosen(forecast: Forecast, *, fits: bool, reason: str) -> Considered:
 
 
 def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
-    """Yield the first forecasts, and the first forecast of each strategy."""
+    """Yield a limited number of forecasts from the start of the list, and the first forecast of each strategy."""
     seen: set[str] = set()
     for index, each in enumerate(forecasts):
         if index < _NUM_KEPT or _stage(each) not in seen:
@@ -226,7 +231,8 @@ def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
 
 
 def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
-    """Yield one plan for each strategy. Its reason contains the number of other plans of this strategy."""
+    """Yield one plan for each strategy. The reason of this plan contains the number of other plans that use the same
+    strategy."""
     by_strategy: dict[str, list[Considered]] = {}
     for each in found:
         by_strategy.setdefault(each.plan.parallel.strategy, []).append(each)

@@ -14,7 +14,7 @@ from roomier.plan.parts import ParallelPlan, Part
 
 
 def trainer_keywords(plan: Plan) -> dict[str, Any]:
-    """Return the keywords that produce ``plan``, without keywords that have default values."""
+    """Return the keywords that produce ``plan``, without keywords whose values are the defaults."""
     strategy = _strategy(plan)
     found: dict[str, Any] = {} if strategy == "single" else {"strategy": strategy}
     parallel, batch, optimizer, activation = plan.parallel, plan.batch, plan.optimizer, plan.activation
@@ -85,7 +85,7 @@ def _recompute(plan: Plan) -> Any:
 
 
 def _bytes(num_bytes: int) -> int | str:
-    """Return a text such as ``"6GiB"`` if it is exact, otherwise the number."""
+    """Return a text such as ``"6GiB"`` if the text is exact, otherwise return the number of bytes."""
     for unit in ("GiB", "MiB"):
         text = f"{num_bytes / parse_bytes('', f'1{unit}'):g}{unit}"
         if parse_bytes("", text) == num_bytes:

@@ -40,17 +40,17 @@ def no_plan_fits(
     prices: Prices | None = None,
     deadline: Deadline | None = None,
 ) -> PlanError:
-    """Return an error with the smallest plan, its memory, and alternatives that fit.
+    """Return an error that contains the smallest plan, its memory, and alternatives that fit.
 
     Args:
         workload: workload of the choice.
         plan: requested plan.
         choice: result of :func:`choose` in which no plan fits.
-        keeps_micro_batch: why micro-batches cannot be split; empty if they can.
+        keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
         check: additional rule of the run, as in :func:`choose`.
         prices: source of forecasts; None uses the closed form.
-        deadline: alternatives that are not evaluated before it are omitted, which the error reports. None sets the
-            deadline after :data:`ADVICE_S`.
+        deadline: time limit of the search. Alternatives that are not evaluated before the deadline are omitted, and the
+            error reports this. None sets the deadline after :data:`ADVICE_S`.
     """
     deadline = deadline or Deadline.after(ADVICE_S)
     smallest = min((each.forecast for each in choice.considered if each.forecast), key=lambda each: each.peak_bytes)
@@ -122,7 +122,8 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
 
 
 class _Peaks:
-    """Peaks of plans that were not requested, from the closed form, and from a dry run if the plan fits.
+    """Peaks of plans that were not requested. A peak comes from the closed form, and also from a dry run if the plan
+    fits.
 
     Attributes:
         machine: machine to plan for.
@@ -142,13 +143,13 @@ class _Peaks:
         self._prices = {machine.device.name: prices}
 
     def peak_bytes(self, plan: Plan, micro_batch: int, budget_bytes: int, machine: Machine | None = None) -> int | None:
-        """Return the peak of a step; None if it cannot be forecast or the deadline has passed.
+        """Return the peak of a step; None if the peak cannot be forecast or the deadline has passed.
 
         Args:
             plan: plan with a concrete strategy.
             micro_batch: samples of a micro-batch on each rank.
             budget_bytes: memory that a device may use.
-            machine: another machine instead of the requested one.
+            machine: machine to use instead of the requested machine.
         """
         if self.deadline.is_over:
             self.ran_out = True
@@ -172,7 +173,8 @@ class _Peaks:
 
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
-    """Return the advice to allow the fewest choices with which a plan fits, exact labels first, or None."""
+    """Return the advice to allow the fewest choices with which a plan fits, or None. Choices with exact labels are
+    tried first."""
     levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
@@ -204,7 +206,7 @@ def _words(plan: Plan) -> tuple[str, ...]:
 
 def _settings_of_auto(plan: Plan) -> dict[str, Any]:
     auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None), choice=ChoicePlan())
-    found = trainer_keywords(auto)["strategy"]  # exists, because "auto" is not the default
+    found = trainer_keywords(auto)["strategy"]  # the key exists, because "auto" is not the default
     return {} if isinstance(found, str) else {name: value for name, value in found.items() if name != "name"}
 
 
@@ -221,7 +223,7 @@ def _smaller_batch(peaks: _Peaks, given: int, smallest: Forecast, budget: int) -
 
 
 def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
-    """Return the advice to use 2, 4, ... times as many devices, which share the sharded tensors."""
+    """Return the advice to use 2, 4 or more times as many devices, which share the sharded tensors."""
     parallel, times = smallest.plan.parallel, 2
     last = smallest.peak_bytes
     while times <= _MAX_TIMES:
@@ -247,10 +249,10 @@ def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
 
 
 def _larger_device(peaks: _Peaks, plan: Plan, smallest: Forecast, choice_bytes: int) -> str | None:
-    """Return the advice to use the smallest device of the table on which the plan fits with the same number of
+    """Return the advice to use the smallest device in the table on which the plan fits with the same number of
     ranks."""
     if plan.choice.memory_budget_bytes is not None:
-        return None  # the budget is a setting, not the size of the device
+        return None  # the budget is a setting and does not depend on the size of the device
     machine = peaks.machine
     for sheet in sorted(SHEETS, key=lambda each: each.device.memory_bytes):
         other = sheet.machine(machine.devices_per_node, machine.num_nodes)

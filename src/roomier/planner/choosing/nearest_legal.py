@@ -1,10 +1,12 @@
-"""The valid plan that is nearest to an invalid request. A few keywords differ, and all others stay as requested.
+"""The valid plan that is nearest to an invalid request. A few keywords differ from the request, and all other keywords
+stay as requested.
 
 [Note: near]
-Some keywords determine the result of training, and others determine how it is computed. If possible, the nearest plan
-only changes keywords of the second kind. Another strategy computes the same result. Without a memory technique,
-training computes the same result with more memory. Another precision or optimizer changes the result and has the
-highest cost. Among changes of equal cost, changes that the error itself suggests come first.
+Some keywords determine the result of training, and other keywords determine how the result is computed. If possible,
+the nearest plan changes only keywords that determine how the result is computed. Another strategy computes the same
+result. Without a memory technique, training computes the same result with more memory. A different precision or
+optimizer changes the result and has the highest cost. Among changes of equal cost, changes that the error itself
+suggests have precedence.
 """
 
 from __future__ import annotations
@@ -16,12 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from roomier.api.module import Module
-from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
+from roomier.device.resolve import accelerator_type, resolve_device
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
@@ -37,14 +37,15 @@ Keywords = Mapping[str, Any]
 Works = Callable[[Plan], bool]
 
 _MAX_EDITS = 3
-_MAX_BUILDS = 12  # builds that are tried for one error
+_MAX_BUILDS = 12  # maximum number of builds that are tried for one error
 _STRATEGIES = ("zero2", "ddp", "zero3", "zero1", "single", "hsdp")
 _DEFAULT = object()
 
 
 @dataclass(frozen=True)
 class _Edit:
-    """One change of a request: keywords with new values, where ``_DEFAULT`` removes a keyword, and its cost."""
+    """One change of a request: keywords with new values, and the cost of the change. The value ``_DEFAULT`` removes a
+    keyword."""
 
     changes: Mapping[str, Any]
     cost: float
@@ -53,7 +54,8 @@ class _Edit:
 def with_nearest(
     error: RoomierError, asked: Keywords, works: Works | None = None, *, fixed: Collection[str] = ()
 ) -> RoomierError:
-    """Return ``error`` with the nearest plan that works, as keywords to copy, or unchanged if no such plan is found.
+    """Return ``error`` with the nearest valid plan, as keywords to copy. If no such plan is found, return ``error``
+    unchanged.
 
     Args:
         error: error of the request.
@@ -62,7 +64,7 @@ def with_nearest(
         fixed: keywords that cannot change anymore.
     """
     found = nearest_legal(error, asked, works or has_its_device, fixed=fixed)
-    if not found:  # None, or a Trainer without keywords, which is no useful advice
+    if not found:  # either None, or a Trainer without keywords, which is no useful advice
         return error
     advice = f"The nearest plan that works: {as_call(found)}"
     if isinstance(error, CombinedPlanError):
@@ -74,7 +76,8 @@ def with_nearest(
 def nearest_legal(
     error: RoomierError, asked: Keywords, works: Works, *, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Return ``asked`` with the smallest changes that give a plan that works; None if a few changes do not suffice."""
+    """Return ``asked`` with the smallest changes that result in a valid plan; None if a few changes are not
+    sufficient."""
     edits = sorted(_edits(asked, error), key=lambda each: each.cost)
     edits = [each for each in edits if not each.changes.keys() & set(fixed)]
     num_builds = 0
@@ -116,7 +119,7 @@ def can_build(plan: Plan, module: Module) -> bool:
                 plan, copied, lambda blocks: configure(plan, copied, lambda: 1000.0, blocks), EagerEngine, ranks
             )
             engine.close()
-    except Exception:  # advice only, so a failure here must not hide the original error
+    except Exception:  # the result is only advice, so a failure here must not hide the original error
         return False
     return True
 
@@ -163,7 +166,7 @@ def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
         if fields & edit.changes.keys():
             near += 0.05
         elif is_alone and "strategy" in edit.changes:
-            near -= 3  # on one rank, all strategies are equal
+            near -= 3  # on one rank, all strategies are equivalent
         yield _Edit(edit.changes, edit.cost - near)
 
 
@@ -252,7 +255,6 @@ def _of_arithmetic(asked: Keywords) -> Iterator[_Edit]:
 
 def _of_hardware(asked: Keywords) -> Iterator[_Edit]:
     if asked.get("accelerator", "auto") not in ("auto", "cpu"):
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        yield _Edit({"accelerator": found}, 2.5)
+        yield _Edit({"accelerator": accelerator_type() or "cpu"}, 2.5)
     if asked.get("devices", 1) not in (1, "auto"):
         yield _Edit({"devices": 1}, 5)

@@ -1,14 +1,16 @@
-"""Forecasts of the candidates that are needed to find the fastest plan that fits.
+"""Forecasts of the candidates that are required to find the fastest plan that fits.
 
 [Note: plans that are not evaluated]
-Most of the planning time is spent in traces, one for each combination of techniques that save activations. A memory
-technique never makes a step faster, and neither does a smaller micro-batch. So the *plain* plan of a strategy, without
-memory techniques and with full micro-batches, is as fast as any plan of that strategy, and is evaluated first. A
-strategy is skipped if its plain plan is not faster than a plan that fits. For one set of techniques, micro-batches
-smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not fit, the sizes between it and the
-largest do not fit either. If no plan fits, all plans are evaluated to find the nearest plan.
+Most of the planning time is spent in traces. Each combination of techniques that save activations requires one trace.
+Neither a memory technique nor a smaller micro-batch makes a step faster. Therefore, the *plain* plan of a strategy,
+without memory techniques and with full micro-batches, is at least as fast as any other plan of that strategy, and is
+evaluated first. A strategy is skipped if its plain plan is not faster than a plan that fits. For one set of techniques,
+micro-batches smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not fit, the sizes
+between the smallest and the largest micro-batch do not fit either. If no plan fits, all plans are evaluated to find the
+nearest plan.
 
-A chunked loss can be faster than a plain loss, because it moves fewer bytes. It still counts as a memory technique.
+A chunked loss can be faster than a plain loss, because a chunked loss moves fewer bytes. A chunked loss still counts as
+a memory technique.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from roomier.planner.formula.estimate import Estimator
 from roomier.planner.workload import Workload
 
 TIE = 0.02
-"""Relative difference of step times below which plans count as equally fast, because a measurement cannot rank them."""
+"""Relative difference of step times below which plans count as equally fast, because a measurement cannot rank such
+plans."""
 
 Check = Callable[[Plan], None]
-"""Function that raises a RoomierError if the run does not support a plan."""
+"""Function that raises a RoomierError if the run does not support the given plan."""
 
 
 class Prices(Protocol):
@@ -69,7 +72,7 @@ class DryRuns:
 
 
 class ClosedForms:
-    """Forecasts by the closed form. If it fails for a model, dry runs are used, and a notice reports this.
+    """Forecasts by the closed form. If the closed form fails for a model, dry runs are used, and a notice reports this.
 
     Args:
         workload: workload with any batch size.
@@ -119,8 +122,8 @@ class Priced:
     Attributes:
         priced: forecasts, in the order of the candidates.
         refused: plans that rules or the build reject.
-        unpriced: plans that were not evaluated, with the reason.
-        errors: errors of plans that were rejected, but not by a rule of Plan, in their order.
+        unpriced: plans that were not evaluated, with the reason for each plan.
+        errors: errors of plans that were rejected for reasons other than a rule of Plan, in order of occurrence.
         failures: exceptions of dry runs that are not rejections of a plan.
     """
 
@@ -132,7 +135,7 @@ class Priced:
 
 
 def prices_of(workload: Workload, machine: Machine) -> Prices:
-    """Return the forecasts for ``workload`` on ``machine`` by the closed form."""
+    """Return the source of closed-form forecasts for ``workload`` on ``machine``."""
     return ClosedForms(workload, machine)
 
 
@@ -144,7 +147,8 @@ class Pricing:
         prices: source of forecasts.
         check: additional rule of the run; None if there is no such rule.
         budget_bytes: memory that a device may use.
-        deadline: candidates that are not evaluated before it are skipped. One candidate is always evaluated.
+        deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped. One
+            candidate is always evaluated.
 
     Attributes:
         priced: results so far.
@@ -193,11 +197,11 @@ class Pricing:
         self._add_unpriced("not faster than the chosen plan, and saves memory that is available")
 
     def fits(self, forecast: Forecast) -> bool:
-        """Return whether ``forecast`` fits according to the results so far."""
+        """Return whether the plan of ``forecast`` fits according to the results so far."""
         return id(forecast) not in self._too_large and forecast.fits(int(self._budget_bytes))
 
     def reject(self, forecast: Forecast) -> None:
-        """Mark ``forecast`` as not fitting, after a dry run."""
+        """Record that ``forecast`` does not fit, after a dry run."""
         self._too_large.add(id(forecast))
 
     def price_all(self) -> None:
@@ -241,7 +245,7 @@ class Pricing:
         except RoomierError as error:
             self.priced.errors.append(error)
             reason = f"{error.field}: {error.problem}"
-        except Exception as error:  # code of the user in a dry run can raise anything
+        except Exception as error:  # user code in a dry run can raise any exception
             self.priced.failures.append(error)
             reason = f"the step fails in a dry run ({type(error).__name__}: {error})"
         else:
@@ -268,7 +272,7 @@ def time_s(forecast: Forecast) -> float:
 
 
 def _stage(plan: Plan) -> Hashable:
-    """Return the settings that memory techniques do not change."""
+    """Return the settings of ``plan`` that memory techniques do not change."""
     return plan.parallel, plan.precision, plan.optimizer.name
 
 

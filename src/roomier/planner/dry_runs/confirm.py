@@ -1,8 +1,8 @@
 """Forecasts by dry run, which are slower than the closed form but execute the code of the real run.
 
 [Note: limits of a dry run]
-A dry run has only one memory for host and device. Plans that move data from a GPU to host memory are therefore forecast
-with the closed form.
+A dry run has only one memory for both host and device. Plans that move data from a GPU to host memory are therefore
+forecast with the closed form.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
     The ``method`` of the forecast is ``"dry run"``, or ``"closed form"`` as described in [Note: limits of a dry run].
 
     Args:
-        workload: its ``batch_size`` is the micro-batch.
+        workload: workload whose ``batch_size`` is the micro-batch.
         plan: plan with a concrete strategy.
-        machine: machine that the forecast is for.
+        machine: machine for which the forecast is computed.
 
     Raises:
         RoomierError: ``build`` rejects the plan.

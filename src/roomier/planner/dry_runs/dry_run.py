@@ -1,4 +1,4 @@
-"""Dry runs: the ``build`` of a run and two steps of its engine, in a fake environment without memory."""
+"""Dry runs, which execute the ``build`` of a run and two steps of its engine, in a fake environment without memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from roomier.precision.policy import precision_of
 
 NumBytes = dict[Kind, int]
 OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
-"""Kinds that can differ from a forecast, if shapes depend on values or kernels allocate more than their results."""
+"""Kinds whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
+results."""
 _NUM_STEPS = 1000  # length of the run, for schedules. It does not affect memory.
 
 
@@ -44,7 +45,7 @@ class Stretch:
         phase: ``"forward"``, ``"backward"`` or ``"update"``.
         place: name of the part of the model; empty between parts.
         begin: bytes by kind at the start.
-        peak: bytes by kind when their total is highest.
+        peak: bytes by kind at the moment when their total is highest.
         end: bytes by kind at the end.
     """
 
@@ -60,7 +61,8 @@ class Stretch:
         return total_bytes(self.peak)
 
     def with_activations(self, factor: float) -> Stretch:
-        """Return this stretch with activations and temporaries, which depend on the batch, multiplied by ``factor``."""
+        """Return this stretch with its activations and temporaries multiplied by ``factor``, because their sizes depend
+        on the batch."""
         moments = (
             {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
             for moment in (self.begin, self.peak, self.end)
@@ -73,7 +75,7 @@ class DryRun:
     """One optimizer step of one rank, after the first step.
 
     Attributes:
-        stretches: parts of the step in their order.
+        stretches: parts of the step in execution order.
         work: amount of computation, by phase and part of the model.
     """
 
@@ -94,15 +96,16 @@ class DryRun:
 def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu") -> DryRun:
     """Run a step of ``workload`` under ``plan`` without memory or a device.
 
-    The module is copied as shapes, and no values are computed. For code that reads values of tensors, see
-    [Note: values in a dry run]. For plans with an activation budget, see :func:`within_budget`.
+    Only the shapes of the module are copied, and no values are computed. [Note: values in a dry run] describes code
+    that reads values of tensors. :func:`within_budget` handles plans with an activation budget.
 
     Args:
         workload: module and micro-batch.
         plan: plan with a concrete strategy.
-        rank: rank to simulate. Rank 0 never needs less memory than another rank.
+        rank: rank to simulate. Rank 0 requires at least as much memory as any other rank.
         is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
-        like: ``"cpu"`` or ``"cuda"``, the device whose kernels determine the saved memory; see [Note: like CUDA].
+        like: kind of the device whose kernels determine the saved memory; see
+            :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
         RoomierError: ``build`` rejects the plan, or shapes in the step depend on unknown values.
@@ -131,17 +134,19 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
 
 
 def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
-    """Return the step of a ``plan`` with an activation budget, interpolated between full and no recomputation.
+    """Return the step of a ``plan`` with an activation budget, interpolated between full recomputation and no
+    recomputation.
 
-    Blocks select recomputation by measured times, so the actual step is between these two steps.
+    Blocks select recomputation by measured times, so the actual step is between the step with full recomputation and
+    the step without recomputation.
 
-    The peak is the budget, or the nearer of the two peaks if the budget is outside of their range. Activations are
-    taken from the step without recomputation, and limited to the highest level at which the peak is within the budget.
-    Work is interpolated in proportion to the bytes.
+    The peak equals the budget. If the budget is outside the range of the two peaks, the peak equals the nearer of the
+    two peaks. Activations are copied from the step without recomputation, and are limited to the highest level at which
+    the peak is within the budget. Work is interpolated in proportion to the bytes.
 
     Args:
         plan: plan with the activation policy ``"budget"``.
-        run: function that returns the step of a plan without a budget.
+        run: function that returns the step of a given plan without an activation budget.
     """
     wanted = plan.activation
     least = run(replace(plan, activation=ActivationPlan("full")))
@@ -174,13 +179,14 @@ def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
 
 
 def _micro_batches(workload: Workload, plan: Plan, like: str) -> Sequence[Any]:
-    """Return the micro-batches of a step. The engine moves only one at a time to a device with separate memory."""
+    """Return the micro-batches of a step. The engine moves only one micro-batch at a time to a device with separate
+    memory."""
     one_by_one = _OneByOne(lambda: shapes_of_batch(workload.batch), plan.batch.accumulate_grad_batches)
     return list(one_by_one) if like == "cpu" else one_by_one
 
 
 class _OneByOne(Sequence[Any]):
-    """Sequence of ``num`` items. Each access creates a new item, and the sequence keeps no reference to it."""
+    """Sequence of ``num`` items. Each access creates a new item, and the sequence retains no reference to the item."""
 
     def __init__(self, make: Callable[[], Any], num: int) -> None:
         self._make = make
@@ -196,7 +202,7 @@ class _OneByOne(Sequence[Any]):
 
 
 def _copies(engine: EagerEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
-    """Return the tensors that callbacks keep from the start of a run, such as averages."""
+    """Return the tensors that callbacks retain from the start of a run, such as averages."""
     saved = engine.weights() if any(each.with_buffers for each in copies) else {}
     buffers = [(name, each) for name, each in engine.module.named_buffers() if name in saved]
     averages = [
@@ -218,7 +224,7 @@ def _tracked_step(
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     places = named_places(engine.module, engine.blocks)
     counter = WorkCounter()
-    at_hand: list[Any] = []  # a loop holds each micro-batch until the next one begins, the last until the update ends
+    at_hand: list[Any] = []  # batches that a loop still retains; the last batch is retained until the update ends
     engine.hooks.batch_start = lambda batch, _: at_hand.append(batch)
     engine.hooks.batch_end = lambda _: at_hand.clear()
 
@@ -244,7 +250,7 @@ def _tracked_step(
             tracker.place = place
 
         stack.enter_context(reporting_places(places, tell))
-        for _ in range(num_steps_before):  # creates optimizer states, and lets the tracker learn the kind of storages
+        for _ in range(num_steps_before):  # creates optimizer states, and identifies the kinds of storages
             step(tracker)
         tracker.restart()
         stack.enter_context(counter.counting(lambda: (tracker.phase, tracker.place)))

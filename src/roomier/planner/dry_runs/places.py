@@ -1,4 +1,4 @@
-"""Notifications of which part of a model runs, in forward and in backward."""
+"""Notifications that name the running part of a model, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from roomier.core.tree import tensors
 from roomier.loss.lazy_logits import LazyLogits
 
-_PLACE = "_roomier_place"  # attribute of a tensor: the part of the model that returned it
+_PLACE = "_roomier_place"  # attribute of a tensor: name of the part of the model that returned the tensor
 
 
 def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Return the parts of ``network`` to distinguish with their names: its blocks, and the leaf modules outside
-    them."""
+    """Return the parts of ``network`` that a dry run distinguishes, with their names. The parts are the blocks, and the
+    leaf modules outside the blocks."""
     in_blocks = {part for block in blocks for part in block.modules()}
     return {
         module: name
@@ -28,7 +28,8 @@ def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Mod
 
 @contextmanager
 def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that calls ``set_place`` with the name of each part when it starts, and with "" when it ends.
+    """Context manager that calls ``set_place`` with the name of each part when the part starts, and with "" when the
+    part ends.
 
     In backward, a part starts when the gradient of its output is complete, and ends when the gradient of its input is
     complete.
@@ -52,7 +53,7 @@ def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], No
 def _hooks(name: str, set_place: Callable[[str], None]) -> tuple[Callable[..., None], Callable[..., None]]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         others = (each for each in tensors([args, kwargs]) if not hasattr(each, _PLACE))
-        _at_gradient_of(others, lambda: set_place(""))  # the output of another part reports the name of that part
+        _at_gradient_of(others, lambda: set_place(""))  # the output of a different part reports the name of that part
         set_place(name)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,9 +1,10 @@
 """Repeating blocks of a deep model, and copies of the model with fewer blocks.
 
 [Note: equal blocks]
-Blocks in a row are equal if their class, parts, plain attributes, and shapes and dtypes of parameters and buffers are
-equal. Integer attributes may differ if they count the blocks. Some models alternate between kinds of blocks, such as
-one block with full attention after five with a window. The repeating unit is then a period of several blocks.
+Consecutive blocks are equal if their class, submodules and plain attributes are equal, and if the shapes and dtypes of
+their parameters and buffers are equal. Integer attributes of equal blocks may differ if these attributes count the
+blocks. Some models alternate between kinds of blocks, such as one block with full attention after five blocks with a
+window. In such a model, the repeating unit is a period of several blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PLAIN = (bool, str, float, complex, type(None), bytes)
 
 @dataclass(frozen=True)
 class Repeat:
-    """Equal blocks in a row, in one ``ModuleList`` or ``Sequential``.
+    """Equal consecutive blocks in one ``ModuleList`` or ``Sequential``.
 
     Attributes:
         container: name of the container in the network; empty for the network itself.
@@ -55,7 +56,7 @@ class Repeat:
 
 
 def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
-    """Return rows of at least ``least`` periods of blocks that ``plan`` treats identically."""
+    """Return rows with at least ``least`` periods of blocks that ``plan`` treats identically."""
     if plan.activation.policy == "budget" or _names_a_block(plan):
         return []
     step = (plan.activation.every_n or 2) if plan.activation.policy == "every_n" else 1
@@ -65,13 +66,14 @@ def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
     for name, container in network.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)) and type(container) in (nn.ModuleList, nn.Sequential):
             faces = [_face_of(each) if each in blocks else None for each in container.children()]
-            if len(faces) >= least and len(faces) == len(container):  # unequal if the container has a block twice
+            if len(faces) >= least and len(faces) == len(container):  # lengths differ if a block is listed two times
                 found += _runs(name, faces, least, step)
     return found
 
 
 def report_full_trace(module: Module, repeats: Sequence[Repeat], error: Exception) -> None:
-    """Print one time per model that all of its blocks are traced, because copies with fewer blocks cannot be used."""
+    """Print a notice that all blocks of a model are traced, because copies with fewer blocks cannot be used. The notice
+    is printed one time per model."""
     if module in _reported:
         return
     _reported.add(module)
@@ -86,15 +88,15 @@ class Shallow:
     """A model with fewer blocks.
 
     Attributes:
-        module: copy that shares everything with the original except the containers of the blocks.
-        positions: container -> position in the original model of each of its children.
+        module: copy that shares all modules with the original, except the containers of the blocks.
+        positions: map from each container to the positions of its children in the original model.
     """
 
     module: Module
     positions: Mapping[str, Sequence[int]]
 
     def place_in_model(self, place: str) -> str:
-        """Return the name in the original model of the part with the name ``place`` in this copy."""
+        """Return the original model's name for the part that has the name ``place`` in this copy."""
         for container, positions in self.positions.items():
             prefix = f"{container}." if container else ""
             number, *rest = place.removeprefix(prefix).split(".", 1)
@@ -109,8 +111,9 @@ def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int
     Args:
         module: model to copy.
         repeats: rows of equal blocks.
-        counts: number of periods to keep of each of ``repeats``.
-        num_last: how many of the kept periods are taken from the end of the row. The others are taken from its start.
+        counts: number of retained periods for each of ``repeats``.
+        num_last: number of retained periods from the end of the row. The other retained periods are from the start of
+            the row.
     """
     network = network_of(module)
     positions = {
@@ -140,8 +143,8 @@ def _names_a_block(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class _Face:
-    """Properties that determine the cost of a block. Equal blocks have equal ``kept``; ``counted`` may count the
-    blocks."""
+    """Properties that determine the cost of a block. Equal blocks have equal ``kept``. The integers in ``counted`` may
+    count the blocks."""
 
     kept: tuple[Any, ...]
     counted: tuple[int, ...]
@@ -202,7 +205,8 @@ def _are_alike(one: _Face | None, other: _Face | None, distance: int) -> bool:
 
 
 def _copied_around(module: Any, cut: Mapping[nn.Module, nn.Module]) -> Any:
-    """Return ``module`` with the modules in ``cut`` replaced. Modules that contain one of them are copied."""
+    """Return ``module`` with the modules in ``cut`` replaced. Modules that contain one of the replaced modules are
+    copied."""
     known: dict[nn.Module, nn.Module] = dict(cut)
 
     def copied(part: nn.Module) -> nn.Module:

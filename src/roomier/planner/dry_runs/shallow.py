@@ -2,16 +2,17 @@
 
 [Note: depth]
 If equal blocks are in a row (see :mod:`roomier.planner.dry_runs.repeats`), a copy with four periods of each row is
-traced: the first two and the last two. For each row, another copy has one additional period in the middle. The two
-timelines are equal except for the visits to the additional period, one in each forward and backward. The difference
-between the timelines is the effect of a period on all other points in time. The difference between the end and the
-start of a visit is the effect of the visit on the following stretches. The timeline of the full model repeats the visit
-for each omitted period, and each visit includes the effects of the previous visits.
+traced. This copy contains the first two and the last two periods of the row. For each row, another copy has one
+additional period in the middle. The timelines of the two copies are equal except for the visits to the additional
+period, one in each forward and one in each backward. The difference between the timelines is the effect of one period
+on all points in time outside the visits. The difference between the end and the start of a visit is the effect of the
+visit on the following stretches. The timeline of the full model repeats the visit for each omitted period, and each
+visit includes the effects of the previous visits.
 
-Two periods on each side are required, because the ends affect one block inside the row: buffers of the last block are
-sent while the previous block computes, and no all-gather precedes the first block. The result is verified. If the
-timelines have different stretches outside the visits, or if the effect of a visit is inconsistent with the difference
-between the timelines, the full model is traced.
+Two periods on each side are required, because each end of the row affects one adjacent block inside the row. Buffers of
+the last block are sent while the previous block computes, and no all-gather precedes the first block. The result is
+verified. If the timelines have different stretches outside the visits, or if the effect of a visit is inconsistent with
+the difference between the timelines, the full model is traced.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _NUM_TRACED = _NUM_FIRST + _NUM_LAST
 _LEAST = _NUM_TRACED + 2  # shorter rows are traced in full
 
 
-class _IsNotLinear(Exception):  # noqa: N818 - a finding; it is never raised to a caller
-    """The timelines of two depths do not determine the timelines of other depths."""
+class _IsNotLinear(Exception):  # noqa: N818 - a finding, not an error; callers never see it
+    """The timelines of copies of two depths do not determine the timelines of models of different depths."""
 
     def __str__(self) -> str:
         return "changes in more than the added blocks"
@@ -43,7 +44,8 @@ class _IsNotLinear(Exception):  # noqa: N818 - a finding; it is never raised to 
 def dry_run_by_depth(
     workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu"
 ) -> DryRun:
-    """Return the same as :func:`roomier.planner.dry_runs.dry_run.dry_run`, but trace only a few blocks of a deep model.
+    """Return the same result as :func:`roomier.planner.dry_runs.dry_run.dry_run`, but trace only a few blocks of a deep
+    model.
 
     See [Note: depth].
 
@@ -71,7 +73,7 @@ def dry_run_by_depth(
 
 
 def _saves(repeats: Sequence[Repeat]) -> bool:
-    """Return whether all copies together have fewer blocks than the model."""
+    """Return whether the shallow copies together have fewer blocks than the model."""
     num_own = sum(_NUM_TRACED * each.length for each in repeats)
     num_traced = num_own * (1 + len(repeats)) + sum(each.length for each in repeats)
     return num_traced < sum(each.count * each.length for each in repeats)
@@ -96,8 +98,8 @@ class _Timeline:
 
     Attributes:
         work: amount of computation by part.
-        visits: groups of consecutive stretches. Each group has the number of its row if it is the middle period of this
-            row, otherwise None.
+        visits: groups of consecutive stretches. Each group has the number of its row if the group is the middle period
+            of this row, otherwise None.
         stretches: all stretches in their order.
     """
 
@@ -137,10 +139,10 @@ class _Row:
 
     Attributes:
         repeat: the row.
-        num_more: periods of the model that were not traced.
+        num_more: number of periods of the model that were not traced.
         by_depth: for each stretch of the base, the bytes that an additional period adds.
-        visits: index into the stretches of the base -> visit of an additional period before this stretch.
-        work: work that an additional period causes outside of its own blocks.
+        visits: for an index into the stretches of the base, the visit of an additional period before this stretch.
+        work: work that an additional period causes outside its blocks.
         own_work: work of the blocks of the period.
     """
 
@@ -178,8 +180,8 @@ class _Row:
             self.by_depth.append(_Change(*changes))
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
-        """Return True if the visit before a stretch of the base follows the previous period, False if the next
-        period."""
+        """Return True if the visit before a stretch of the base follows the previous period, False if the visit follows
+        the next period."""
         for stretch in reversed(base.stretches[:index]):
             if stretch.place in self.repeat.places(_NUM_FIRST - 1):
                 return True
@@ -206,7 +208,7 @@ def _stretches(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Stretch]:
 
 def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Iterator[Stretch]:
     visit, goes_up = row.visits[index], row.goes_up(base, index)
-    # Other rows, and the other added periods of this row, add the same bytes during all visits.
+    # The other rows, and the other added periods of this row, add the same number of bytes during all visits.
     depth = [(each.by_depth[index - 1].end, each.num_more - (each is row)) for each in rows]
     names = row.repeat.places(_NUM_FIRST)
     for number in range(row.num_more):
@@ -217,7 +219,7 @@ def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Ite
 
 
 def _raised(stretch: Stretch, place: str, added: Sequence[Sequence[tuple[NumBytes, int]]]) -> Stretch:
-    """Return ``stretch`` at another place, with bytes added a number of times at each of the three moments."""
+    """Return ``stretch`` at another place. Each of its three moments is increased by multiples of byte counts."""
     found = []
     for moment, changes in zip(_MOMENTS, added, strict=True):
         num_bytes: NumBytes = dict(getattr(stretch, moment))

@@ -18,11 +18,12 @@ from roomier.core import torch_fake, torch_private
 from roomier.core.tree import tensors
 
 Part = tuple[str, str]
-"""Phase of a step and part of the model."""
+"""Phase of a step, and part of the model to which the work belongs."""
 
-# Queries of tensors, profiler marks, and communication with its packing, whose time step_time.py computes.
+# Operations whose time is not computed from this work: queries of tensors, profiler marks, and communication with its
+# packing, for which step_time.py computes the time.
 _NOT_COMPUTED_IN = ("prim", "profiler", "c10d", "fsdp")
-# Allocations and views, which neither read nor write.
+# Allocations and views, which neither read nor write data.
 _NOT_COMPUTED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 # Operations that read rows of a table, not the full table.
 _READS_ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
@@ -75,7 +76,8 @@ class WorkCounter:
         self._part: Callable[[], Part] = lambda: ("", "")
 
     def counting(self, part: Callable[[], Part]) -> AbstractContextManager[Any]:
-        """Return a context manager that counts operations for the part that ``part`` returns at the time."""
+        """Return a context manager that counts each operation for the part that ``part`` returns when the operation
+        runs."""
         self._part = part
         return torch_private.intercept(self._on_operation)
 
@@ -96,7 +98,7 @@ def _is_computed(func: Any) -> bool:
 
 @cache
 def _name_of(func: Any) -> str:
-    """Return the name of an operation, such as ``"addmm"`` for ``aten.addmm.default``."""
+    """Return the name of an operation, for example ``"addmm"`` for ``aten.addmm.default``."""
     _, _, name = str(func).partition(".")
     return name.partition(".")[0]
 
@@ -104,7 +106,7 @@ def _name_of(func: Any) -> str:
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Return the work of one operation, as dispatched below autograd."""
     moved_bytes = sum(_bytes_of(each) for each in tensors([args, kwargs, result]))
-    if _name_of(func) in _READS_ROWS:  # reads the indices, and as many bytes of the table as it writes
+    if _name_of(func) in _READS_ROWS:  # reads the indices and the same number of bytes of the table as it writes
         table, *_ = tensors(args)
         moved_bytes += sum(_bytes_of(each) for each in tensors(result)) - _bytes_of(table)
     count = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else func)

@@ -14,14 +14,16 @@ from roomier.planner.fake.rnn import rnn_answers
 
 aten = torch.ops.aten
 Answer = Callable[[Any, Any, Any], Any]
-"""Substitute for an operation: its function, positional and keyword arguments -> its result."""
+"""Substitute for an operation: a callable that receives the function, its positional and its keyword arguments, and
+returns the result."""
 
 
 class Answers:
-    """Handler for each operation (:func:`roomier.core.torch_private.intercept`), which substitutes some of them.
+    """Handler of each operation (:func:`roomier.core.torch_private.intercept`), which substitutes the results of some
+    operations.
 
     Args:
-        is_cuda: allocate memory like the kernels of a GPU; see [Note: like CUDA].
+        is_cuda: allocate memory in the same way as the kernels of a GPU; see [Note: like CUDA].
     """
 
     def __init__(self, *, is_cuda: bool = False) -> None:
@@ -129,7 +131,8 @@ def _bincount(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Return a mean with the memory of all elements, because torch allocates all elements and resizes the result."""
+    """Return a mean that occupies the memory of all elements, because torch allocates all elements and then resizes the
+    result."""
     result: Tensor = func(*args, **kwargs)
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:
@@ -139,7 +142,7 @@ def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return statistics in the dtype of the weights if it is wider than the dtype of the input."""
+    """Return statistics in the dtype of the weights if this dtype is wider than the dtype of the input."""
     output, *statistics = func(*args, **kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]
     if weight is not None and weight.dtype is not args[0].dtype:
@@ -175,8 +178,8 @@ def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute the shape of a grouped matmul, with one matrix per group of rows. torch supports only bfloat16 on a
-    GPU."""
+    """Compute the shape of a grouped matmul, which has one matrix per group of rows. On a GPU, torch supports only
+    bfloat16 for this operation."""
     one, other = args[0], args[1]
     out_dtype = kwargs.get("out_dtype") or one.dtype
     if one.dim() == 2 and other.dim() == 2:

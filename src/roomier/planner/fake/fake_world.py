@@ -1,8 +1,8 @@
-"""Fake environment without tensor memory or other ranks, in which the code of a run is executed.
+"""Fake environment in which the code of a run is executed without tensor memory and without other ranks.
 
 [Note: values in a dry run]
-Tensors are torch's fake tensors on the CPU. Shapes, dtypes and lifetimes are the same as in the run, but values do not
-exist. Code that reads a value receives the value of a typical step; see [Note: assumed values].
+Tensors are torch's fake tensors on the CPU. Shapes, dtypes and lifetimes are the same as in the run, but the tensors
+have no values. Code that reads a value receives the typical value in a training step; see [Note: assumed values].
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from roomier.core import torch_fake, torch_private
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.planner.fake.answers import Answers
 from roomier.planner.fake.like_cuda import attention_like_cuda, functions_like_cuda
 from roomier.planner.fake.rnn import rnn_kernels
@@ -30,11 +31,11 @@ _FEW_PARTS = 16  # largest number of chunks of a tensor that are created separat
 
 
 class FakeRanks(Ranks):
-    """Ranks that all have the values of this rank.
+    """Simulated ranks, all of which have the same values as this rank.
 
     Args:
-        world: number of ranks, and which of them this process represents.
-        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        world: number of ranks, and the rank that this process represents.
+        is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
     """
 
     def __init__(self, world: World, *, is_pairwise: bool) -> None:
@@ -46,7 +47,7 @@ class FakeRanks(Ranks):
         return self._is_pairwise
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return ``values`` times the number of ranks."""
+        """Return ``values`` multiplied by the number of ranks."""
         return values * self.world.size
 
     def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
@@ -65,18 +66,25 @@ class FakeRanks(Ranks):
         """Return immediately."""
 
 
+def updates_together(kind: str) -> bool:
+    """Return whether optimizers of torch update all parameters together by default (``foreach``) on this device."""
+    return kind not in ("cpu", "mps")
+
+
 @contextmanager
 def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterator[FakeRanks]:
     """Context manager in which tensors and process groups are fake and notices are not printed.
 
     Args:
-        world: number of ranks, and which of them this process represents.
-        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
-        like: ``"cpu"``, or ``"cuda"`` for the known differences of a GPU; see [Note: like CUDA].
+        world: number of ranks, and the rank that this process represents.
+        is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
+            GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU, but attention keeps its scores,
+            because torch has no fused attention for them in general.
 
     Raises:
-        RoomierError: code inside the context fails. A RoomierError stays unchanged, and any other error becomes a
-            DryRunError.
+        RoomierError: code inside the context fails. A RoomierError is raised unchanged, and any other error is
+            converted to a DryRunError.
     """
     is_cuda = like == "cuda"
     functions: dict[Any, Any] = functions_like_cuda() if is_cuda else {}
@@ -90,18 +98,20 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         if world.size > 1:
             stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_fake.fake_tensors())
-        stack.enter_context(torch_fake.fake_tensors_in_groups(as_on_cuda=is_cuda))
+        stack.enter_context(torch_fake.fake_tensors_in_groups(by_default=updates_together(like)))
         stack.enter_context(torch_private.intercept(Answers(is_cuda=is_cuda)))
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:
             stack.enter_context(attention_like_cuda())
-        if functions:  # replacement adds a check to each function call
+        elif like != "cpu":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if functions:  # the replacement adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 
 
 def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Split ``tensor`` like ``torch.chunk``, but return one tensor for all chunks of equal size.
+    """Split ``tensor`` in the same way as ``torch.chunk``, but return one tensor for all chunks of equal size.
 
     ``fully_shard`` splits each parameter into as many chunks as there are ranks.
     """
@@ -116,7 +126,7 @@ def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _generators_as_before() -> Iterator[None]:
-    """Restore the state of random number generators at the end."""
+    """Restore the state of the random number generators at the end."""
     state = rng_state()
     try:
         yield
@@ -126,7 +136,8 @@ def _generators_as_before() -> Iterator[None]:
 
 @contextmanager
 def _masks_of_hugging_face() -> Iterator[None]:
-    """Let transformers treat fake tensors as real. For fake tensors, it creates masks that it would otherwise omit."""
+    """Let transformers treat fake tensors as real tensors. For fake tensors, transformers creates masks that it omits
+    for real tensors."""
     found: Any = sys.modules.get("transformers.utils.import_utils")
     name = "is_fake_tensor"
     before = getattr(found, name, None)

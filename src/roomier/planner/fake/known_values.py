@@ -1,17 +1,17 @@
 """Values of integer and boolean tensors in a dry run.
 
 [Note: assumed values]
-Shapes can depend on values, such as the number of tokens that a mask keeps, or lengths of sequences. Fake tensors have
-no values. Small integer and boolean tensors therefore carry a real tensor, which is computed operation by operation
-from known values. Unknown values are assumed as follows, as in a typical step:
+Shapes can depend on values, such as sequence lengths or the number of tokens that a mask retains. Fake tensors have no
+values. Small integer and boolean tensors therefore carry a real tensor. Each operation computes its result as a real
+tensor from the known values. Unknown values are assumed as follows, which corresponds to a typical step:
 
-- A number is 1 and a flag is true, so no value is infinite, no element is dropped, and a mask keeps all elements. If a
-  mask is computed from numbers in the batch, their actual values are used.
-- The position of the largest of several values (``topk``, ``argmax``) cycles through all positions, so experts have
-  equal load, which is the goal of their balancing loss.
-- Unknown values are all different (``unique``), which gives the largest possible result.
+- A number is 1 and a flag is true, so no value is infinite, no element is dropped, and a mask retains all elements. If
+  a mask is computed from numbers in the batch, the actual values of these numbers are used.
+- The position of the largest of several values (``topk``, ``argmax``) cycles through all positions. Experts therefore
+  have equal load, which is the goal of a balancing loss.
+- Unknown values are all different (``unique``), so the result has the largest possible size.
 
-If all elements have the same value, the real tensor has the memory of one element.
+If all elements have the same value, the real tensor uses the memory of one element.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def is_known(tensor: Tensor) -> bool:
 
 
 def is_kept(tensor: Tensor) -> bool:
-    """Return whether a fake copy of ``tensor``, which is real, must carry its value."""
+    """Return whether a fake copy of the real tensor ``tensor`` must carry its value."""
     is_real = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_meta
     return is_real and tensor.dtype in _WHOLE and tensor.numel() <= _MAX_ELEMENTS
 
@@ -154,7 +154,8 @@ def _run(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _each(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Compute an elementwise operation. If every input has equal elements, the result has equal elements."""
+    """Compute an elementwise operation. If the elements of each input are equal, the elements of the result are
+    equal."""
     values = _real(args)
     if isinstance(result, Tensor) and all(_is_uniform(each) for each in _tensors(values)):
         with torch_private.without_interception():
@@ -178,7 +179,8 @@ def _write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _take_turns(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Set the positions of the largest values. The positions are computed for known integers, and cycle otherwise."""
+    """Set the positions of the largest values. The positions are computed for known integers. For all other values, the
+    positions cycle."""
     if is_known(args[0]) and args[0].dtype in _WHOLE:
         _run(func, args, kwargs, result)
         return

@@ -1,20 +1,23 @@
-"""Differences of GPU kernels, modeled with fake CPU tensors according to torch's documentation, without measurements.
+"""Differences of GPU kernels, modeled with fake CPU tensors. The differences come from torch's documentation, not from
+measurements.
 
 [Note: like CUDA]
 Fake tensors are on the CPU, because a build of torch without CUDA has kernels only for the CPU. The following
-differences of a GPU, which change the memory of a step, are modeled:
+differences, which affect the memory of a step on a GPU, are modeled:
 
-- **Attention.** On a GPU, ``scaled_dot_product_attention`` has kernels with dropout, which regenerate their mask in
-  backward. The fused CPU kernel supports no dropout (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), so the full
-  scores are saved. Dropout is therefore disabled here, and attention saves its inputs, its output and one number per
-  row.
+- **Attention.** On a GPU, ``scaled_dot_product_attention`` has kernels that support dropout and regenerate the dropout
+  mask in backward. The fused CPU kernel does not support dropout (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), so
+  without the fused kernel the full scores are saved. Dropout is therefore disabled in the fake environment, and
+  attention saves its inputs, its output and one number per row.
 - **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
-  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and others in 16 bits.
+  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations in 16 bits.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
-- **Optimizers** of ``torch.optim`` and clipping process all parameters together (``foreach``), the default for
-  parameters on a GPU, with temporary tensors for all of them.
+- **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
+  parameters on a GPU). Their temporary tensors exist for all parameters. This is also the default on other accelerators
+  with their own memory.
 
-Kernels of cuDNN (an LSTM saves the memory of oneDNN's kernel) and workspaces, which are not tensors, are not modeled.
+cuDNN kernels and workspaces, which are not tensors, are not modeled. For an LSTM, the saved memory of oneDNN's kernel
+is counted instead.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def functions_like_cuda() -> dict[Any, Callable[..., Any]]:
-    """Return substitutes for functions of torch; see [Note: like CUDA]."""
+    """Return substitutes for torch functions; see [Note: like CUDA]."""
     found: dict[Any, Callable[..., Any]] = {}
     for name in (*_IN_FLOAT32.split(), *_LOSSES.split()):
         for place in (torch, F, Tensor):
@@ -55,7 +58,7 @@ def functions_like_cuda() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def attention_like_cuda() -> Iterator[None]:
-    """Context manager in which functions of torch that call attention also use the substitute."""
+    """Context manager in which the substitute also applies to torch functions that call attention."""
     F.scaled_dot_product_attention = _attention
     try:
         yield

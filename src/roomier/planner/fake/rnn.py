@@ -41,7 +41,7 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
     """Return the bytes that oneDNN saves for backward, for one LSTM layer in one direction.
 
     The regions follow ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
-    github.com/oneapi-src/oneDNN): gates, products, states, cells, and gradients of the last three in float32.
+    github.com/oneapi-src/oneDNN). They are the gates, products, states, cells, and float32 gradients of the last three.
 
     Args:
         length: steps of a sequence.
@@ -65,7 +65,8 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
 
 
 def _padded(width: int, itemsize: int) -> int:
-    """Return the row length padded to full cache lines, but not to a multiple of 256, which causes cache conflicts."""
+    """Return the row length padded to full cache lines. The padded length is not a multiple of 256, which would cause
+    cache conflicts."""
     line = 64 // itemsize
     width = _rounded_up(width, line)
     return width + line if width % 256 == 0 else width
@@ -97,7 +98,7 @@ def _packed(kernel: Callable[..., Any], given: Tensor, lengths: Tensor, batch_fi
 
 
 class _Packing(torch.autograd.Function):
-    """Packing whose backward allocates a full gradient of the input, as in torch."""
+    """Packing operation whose backward allocates a full gradient of the input, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ State = tuple[Tensor, Tensor]
 
 
 def _lstm(kernel: Callable[..., Any], *args: Any) -> Any:
-    """Run an LSTM over packed sequences with the operations of torch's C++ code (``RNN.cpp``: PackedLayer,
+    """Run an LSTM over packed sequences with the same operations as torch's C++ code (``RNN.cpp``: PackedLayer,
     LSTMCell)."""
     if not isinstance(args[1], Tensor):  # padded sequences
         return kernel(*args)

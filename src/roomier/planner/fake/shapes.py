@@ -2,10 +2,10 @@
 
 [Note: copies for a dry run]
 Every tensor of a module (parameters, buffers, and tensors in plain attributes) is recreated as a fake tensor. All other
-attributes are copied with ``copy.deepcopy``. Tensors that share memory share it in the copy. Small integer tensors keep
-their values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes are shared with the copy.
-Parameters on ``meta``, and parameters of which this rank holds a page, have their full shape. If a module has no
-parameters and constructs itself in ``configure_model``, the copy calls this method.
+attributes are copied with ``copy.deepcopy``. Tensors that share memory in the module also share memory in the copy.
+Small integer tensors retain their values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes
+are shared with the copy. In the copy, parameters on ``meta`` and parameters of which this rank stores a page have their
+full shape. If a module has no parameters and constructs itself in ``configure_model``, the copy calls this method.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
 
     Args:
         module: module to copy.
-        weight_dtype: dtype of its floating-point weights; None keeps their dtype.
+        weight_dtype: dtype of the floating-point weights of the copy; None retains the dtype of each weight.
 
     Raises:
         RoomierError: a layer is lazy, an earlier run sharded the module, or the module cannot be copied.
@@ -68,7 +68,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
 
 
 def shapes_of_batch(batch: Any) -> Any:
-    """Return a copy of ``batch`` that keeps only the values of small integer tensors. Call this inside
+    """Return a copy of ``batch`` that retains only the values of small integer tensors. Call this inside
     :func:`fake_world`."""
 
     def fake(tensor: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def shapes_of_batch(batch: Any) -> Any:
 
 
 class _Makers:
-    """Creates fake tensors. Fake tensors share memory if the originals share memory."""
+    """Creates fake tensors. Fake tensors share memory if the original tensors share memory."""
 
     def __init__(self, module: nn.Module, weight_dtype: torch.dtype | None) -> None:
         self._weight_dtype = weight_dtype
@@ -88,7 +88,7 @@ class _Makers:
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def make(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor or parameter like ``tensor``."""
+        """Return a fake tensor or parameter with the shape and dtype of ``tensor``."""
         dtype = self._weight_dtype
         if dtype is None or dtype is tensor.dtype or not tensor.is_floating_point() or id(tensor) not in self._weights:
             made = self._alike(tensor)

@@ -1,4 +1,4 @@
-"""Errors of user code in a dry run, with the line of the user's file and the next action."""
+"""Errors of user code in a dry run, with the line in the user's file and a recommended action."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class DryRunError(RoomierError):
 
 @contextmanager
 def locating_errors() -> Iterator[None]:
-    """Context manager that converts errors to a DryRunError that names the last line outside of torch and roomier.
+    """Context manager that converts an error to a DryRunError that names the last line of code outside torch and
+    roomier.
 
     A RoomierError is raised unchanged.
     """
@@ -56,7 +57,8 @@ def reason_of(error: Exception) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """Return ``file:line (code)`` of the innermost line outside of torch and roomier; empty if it does not exist."""
+    """Return ``file:line (code)`` of the innermost line of code outside torch and roomier, or an empty string if no
+    such line exists."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_python = path.is_relative_to(_PYTHON) and "site-packages" not in path.parts

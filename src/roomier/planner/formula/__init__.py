@@ -1,1 +1,1 @@
-"""Forecasts by formula, from one trace of the model."""
+"""Forecasts that are calculated from one trace of the model."""

@@ -2,13 +2,14 @@
 
 [Note: closed form]
 A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activations and temporaries while each part of
-the model runs. :class:`~roomier.memory.walk.Walk` contains the memory that is gathered, sent and reduced when a part is
-entered and left. The trace determines the order of the parts. For each part, memory that the walk records at its entry
-is added to the trace at the beginning of the part, and memory recorded at its exit to the trace at the end of the part.
-In between, the highest moment of the trace is added to the current state of the walk. Unsharded gradients are counted
-at their moments in the trace until the walk counts them.
+the model runs. :class:`~roomier.memory.walk.Walk` contains the memory that is gathered, sent and reduced at the entry
+and exit of each part. The trace determines the order of the parts. For each part, the memory that the walk records at
+the entry of the part is added to the trace at the beginning of the part. Memory that the walk records at the exit is
+added to the trace at the end of the part. Between the entry and the exit, the highest moment of the trace is added to
+the current state of the walk. Unsharded gradients are counted at their moments in the trace until the walk counts these
+gradients.
 
-With gradient accumulation, only the first micro-batch, one in the middle, and the last are computed, because all
+With gradient accumulation, only three micro-batches are computed: the first, one in the middle, and the last. All
 micro-batches in the middle are equal.
 """
 
@@ -33,7 +34,7 @@ class States:
     """Model states with one layout.
 
     Attributes:
-        units: units in the order of the modules, the root first.
+        units: units in the order of the modules, starting with the root.
         sizes: bytes of each unit.
         kept: bytes between two steps, without gradients.
         gradient_bytes: gradients of the full model, in the dtype of its weights.
@@ -54,7 +55,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
         trace: trace of one micro-batch, recorded for a sharded model if ``layout`` shards it.
         states: model states with ``layout``.
         layout: strategy and its settings.
-        order: order of the units in ``trace``; None computes it.
+        order: order of the units in ``trace``; None computes the order.
     """
     step: _WholeStep | _CutStep
     if layout.is_sharded:
@@ -67,7 +68,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
 
 def _micro_batches(layout: Layout) -> Sequence[int]:
     last = layout.num_micro_batches - 1
-    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last micro-batch equals the middle ones
+    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last micro-batch equals the micro-batches in the middle
         return (0, last) if last else (0,)
     return (0, 1, last) if last > 1 else range(last + 1)
 
@@ -82,14 +83,14 @@ class _Step:
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
     def update(self) -> Stretch:
-        """Return the stretch of the optimizer, during which the loop still holds all batches or the last batch."""
+        """Return the stretch of the optimizer, during which the loop still references all batches or the last batch."""
         self.owned[_ACTIVATION] += self.trace.batch_bytes * self._num_batches
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
         return Stretch("update", "", begin, peak, begin)
 
     def with_level(self, base: Sequence[int], level: Rise, gradient_bytes: int) -> list[int]:
-        """Return ``base`` plus the memory of the trace."""
+        """Return the sum of ``base`` and the memory of the trace."""
         now = list(base)
         now[_ACTIVATION] += level[0] + self.other_batches_bytes
         now[_TEMPORARY] += level[1]
@@ -123,7 +124,8 @@ class _WholeStep(_Step):
         return visit.highest_reduced if index else visit.highest
 
     def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> int:
-        """Return gradients outside of the buckets of DDP. With step in backward, only pending gradients exist."""
+        """Return the bytes of gradients outside the buckets of DDP. With step in backward, gradients exist only while
+        they are pending."""
         if self.layout.steps_in_backward:
             return level.pending
         before = self.states.gradient_bytes if index else 0
@@ -226,17 +228,17 @@ class _CutStep(_Step):
 
 
 class Order:
-    """Positions in a trace at which the units of a model run.
+    """Positions in a trace at which the units of a model are executed.
 
     Args:
         trace: trace of one micro-batch.
         units: units in the order of the modules.
 
     Attributes:
-        root: the unit that is gathered during the full step; None if it does not exist.
+        root: the unit that is gathered during the full step; None if the model has no such unit.
         num_forward: number of passages that belong to the forward.
-        units_at: for each passage, the units that are needed from its start, a block before its norms.
-        ending_at: for each passage, the units whose backward ends with it, norms before their block.
+        units_at: for each passage, the units that are required from its start. A block comes before its norms.
+        ending_at: for each passage, the units whose backward ends with the passage. Norms come before their block.
         late: units whose backward ends with the backward of the model.
         gathering: units in the order in which a backward gathers them.
     """
@@ -270,8 +272,8 @@ class Order:
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
-    """Return the units of a part of the model: the part and the norms in it, or units inside it, or the unit around
-    it."""
+    """Return the units of a part of the model: the unit of the part and of the norms in it, the units inside the part,
+    or the unit around the part."""
     if not place:
         return []
     return [
@@ -283,7 +285,7 @@ def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
 
 
 def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
-    """Group each block with its norms, without units that are not gathered in backward."""
+    """Group each block with its norms. Units that are not gathered in backward are skipped."""
     groups: list[list[int]] = []
     for unit in order:
         if units[unit].is_inner:
@@ -294,7 +296,7 @@ def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
 
 
 def _stretch(passage: Passage, moments: Sequence[Sequence[int]]) -> Stretch:
-    """Return the stretch with the first, the largest and the last of ``moments``."""
+    """Return the stretch that consists of the first, the largest and the last of ``moments``."""
     return Stretch(
         passage.phase, passage.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
     )

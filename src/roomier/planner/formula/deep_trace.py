@@ -1,4 +1,4 @@
-"""Traces of deep models, in which only a few of the blocks in a row of equal blocks are traced."""
+"""Traces of deep models, which are computed by tracing only a few blocks in each row of equal blocks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _LEAST = _NUM_TRACED + 2
 
 
 def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
-    """Return the same as :func:`roomier.planner.formula.trace.take_trace`, but trace only a few blocks of a deep model.
+    """Return the same result as :func:`roomier.planner.formula.trace.take_trace`, but trace only a few blocks of a deep
+    model.
 
-    If equal blocks are in a row, a model with three periods of them is traced. The passages of the middle period are
-    repeated for the full length of the row (see [Note: equal blocks] in :mod:`roomier.planner.dry_runs.repeats`).
+    If a model contains a row of equal blocks, a copy with three periods of these blocks is traced. The passages of the
+    middle period are repeated for the full length of the row (see [Note: equal blocks] in
+    :mod:`roomier.planner.dry_runs.repeats`).
 
     Args:
         workload: module and micro-batch.
         plan: plan whose techniques inside the forward are applied.
         is_sharded: trace the model as sharded across ranks.
-        like: ``"cpu"`` or ``"cuda"``; see :func:`roomier.planner.fake.fake_world.fake_world`.
+        like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
         RoomierError: ``build`` rejects the plan.
@@ -66,7 +68,8 @@ def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Ca
 
 
 def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
-    """Return the trace of the full model, in which the visits to middle blocks are repeated between ``others``."""
+    """Return the trace of the full model, in which the passages of ``others`` and the repeated visits to middle blocks
+    alternate."""
     passages: list[Passage] = []
     waiting = iter(others)
     for visit in base.visits:
@@ -87,11 +90,11 @@ def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
 
 @dataclass(frozen=True)
 class _Block:
-    """The blocks that a block of a shallow model represents.
+    """The blocks of the full model that one block of a shallow model represents.
 
     Attributes:
         row: number of its row.
-        is_middle: whether it is neither in the first nor in the last period.
+        is_middle: whether the block is neither in the first nor in the last period.
         names: names of the represented blocks in the full model.
     """
 
@@ -109,7 +112,7 @@ class _Visit:
 
 
 class _Shallow:
-    """The trace of a shallow model, and the blocks that its blocks represent."""
+    """The trace of a shallow model, and the blocks of the full model that its blocks represent."""
 
     def __init__(self, trace: Trace, blocks: Mapping[str, _Block]) -> None:
         self.trace = trace
@@ -120,11 +123,12 @@ class _Shallow:
         self.visits = [_Visit(row[1], tuple(passages)) for row, passages in groups]
 
     def names(self, place: str) -> tuple[str, ...]:
-        """Return the names in the full model of the part ``place``."""
+        """Return the names that the part ``place`` has in the full model."""
         return self._blocks[place].names if place in self._blocks else (place,)
 
     def keeps_memory(self, row: int) -> bool:
-        """Return whether a forward and a backward of a middle block keep memory other than gradients."""
+        """Return whether memory other than gradients remains allocated after the forward and backward of a middle
+        block."""
         ends = [each.end for visit in self.visits if visit.row == row for each in visit.passages]
         return any((sum(each.activation for each in ends), sum(each.temporary for each in ends)))
 
@@ -139,7 +143,7 @@ class _Shallow:
 
 
 def _blocks(repeats: Sequence[Repeat], counts: Sequence[int]) -> dict[str, _Block]:
-    """Return the blocks by their names in a model with ``counts`` periods of each of ``repeats``."""
+    """Return the blocks, by their names, in a model that has ``counts`` periods of each of ``repeats``."""
     found: dict[str, _Block] = {}
     left_out: dict[str, int] = {}  # omitted blocks of the container before this row
     for row, (repeat, count) in enumerate(zip(repeats, counts, strict=True)):

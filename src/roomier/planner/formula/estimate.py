@@ -1,4 +1,4 @@
-"""Forecasts by the closed form, which take milliseconds each, to compare thousands of plans."""
+"""Forecasts by the closed form, each of which takes milliseconds, to compare thousands of plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roomier.optim.averaging import tensors_to_average
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
 from roomier.plan.levers import LEVERS, without
 from roomier.planner.dry_runs.dry_run import Stretch
-from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.fake_world import fake_world, updates_together
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.closed_form import Order, States, timeline
@@ -53,10 +53,11 @@ class _Built:
 
 
 class Estimator:
-    """Computes forecasts for one workload on one machine by :mod:`roomier.planner.formula.closed_form`.
+    """Computes forecasts for one workload on one machine with :mod:`roomier.planner.formula.closed_form`.
 
-    Most of the time is spent in traces. One trace is taken for each combination of memory techniques that act inside a
-    forward, and a second one if another micro-batch size is needed. Traces are taken on demand and cached.
+    Most of the computation time is spent in traces. One trace is recorded for each combination of memory techniques
+    that act inside a forward. A second trace is recorded if another micro-batch size is required. Traces are recorded
+    on demand and cached.
 
     Args:
         workload: workload with any batch size.
@@ -80,8 +81,8 @@ class Estimator:
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
-        With an activation budget, the peak is the budget, limited to the range between the peaks with full and with no
-        recomputation. Work is interpolated in proportion to the bytes.
+        With an activation budget, the peak equals the budget, limited to the range between the peak with full
+        recomputation and the peak without recomputation. Work is interpolated in proportion to the bytes.
 
         Raises:
             RoomierError: ``build`` rejects the plan.
@@ -112,7 +113,7 @@ class Estimator:
         )
 
     def memory(self, plan: Plan, micro_batch: int) -> tuple[Stretch, ...]:
-        """Return only the timeline of :meth:`estimate`, without computing its seconds."""
+        """Return only the timeline of :meth:`estimate`, without computing the duration of the step."""
         layout = self._layout(plan)
         trace, _ = self._trace_within_budget(plan, layout, micro_batch)
         return self._workload.calibrated(self._timeline(trace, self._states_of(plan, layout), layout), plan)
@@ -184,7 +185,7 @@ class Estimator:
 
     @staticmethod
     def _on_a_line(known: dict[int, Trace], micro_batch: int) -> Trace | None:
-        # With one sample, some operations avoid a copy that they need with more samples.
+        # With one sample, some operations avoid a copy that is required with more samples.
         taken = [each for size, each in known.items() if size > 1]
         if micro_batch == 1 or len(taken) < 2 or not taken[0].is_like(taken[1]):
             return None
@@ -198,13 +199,13 @@ class Estimator:
 
     @staticmethod
     def _is_onebit(plan: Plan) -> Hashable:
-        # Its optimizer states are sharded although the model is not.
+        # 1-bit Adam shards its optimizer states although the model is not sharded.
         return plan.parallel if plan.optimizer.name == "onebit_adam" else None
 
     def _make_states(self, plan: Plan, layout: Layout) -> States:
         built = self._built_of(plan)
         sizes = state_bytes_of(plan, built.names)
-        at_once = self._machine.device.kind == "cuda"
+        at_once = updates_together(self._machine.device.kind)
         with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True):
             update = {} if layout.steps_in_backward else update_bytes(built.optimizers, layout, at_once=at_once)
         kept = kept_bytes(built.units, layout, sizes, built.buffer_bytes)

@@ -1,37 +1,38 @@
-"""Device memory in addition to the tensors of a step, which a dry run does not include.
+"""Device memory that is used in addition to the tensors of a step, and that a dry run does not include.
 
-These values were not measured with roomier. They come from the sources below, and :func:`calibrate` replaces them with
-values from a run.
+These values were not measured with roomier itself. The values come from the sources below, and :func:`calibrate`
+replaces them with values from a run.
 
 [Note: fixed bytes of a GPU]
-*context*: memory of CUDA for a process and its loaded kernels. It takes 426 MiB with PyTorch 2.10 and CUDA 13 on an RTX
-6000 Ada before the first kernel (unslothai/unsloth-zoo#1053), and about 400 MB if kernels are loaded at their first
-use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a training step are assumed to need 100
-MiB.
+*context*: memory of CUDA for a process and its loaded kernels. The context uses 426 MiB with PyTorch 2.10 and CUDA 13
+on an RTX 6000 Ada before the first kernel (unslothai/unsloth-zoo#1053). It uses about 400 MB if kernels are loaded at
+their first use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a training step are assumed
+to require 100 MiB.
 
 *communication*: buffers of NCCL. For each connection of a channel, the receiver has buffers of 4 MiB (protocol Simple,
-``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL), which take 10 MiB in pieces of 2 MiB. The sender has 2 MiB
-(NVIDIA/nccl#1685 counts buffers of 10,485,760 and 2,097,152 bytes). The number of channels is 2 for each NVLink, which
-saturates it (NVIDIA/nccl#1703), at most 32 (32 on H100, #1685), and is assumed to be 4 over PCIe. With 24 channels on
-A100, 544 MiB were measured with 2 devices and 688 MiB with 3 or 4 (#964). These measurements correspond to a constant
-of 256 MiB, plus 12 MiB for each channel with two devices, or 18 MiB with more. A second node adds a network buffer for
+``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL). They occupy 10 MiB, because memory is allocated in pieces of 2
+MiB. The sender has a buffer of 2 MiB (NVIDIA/nccl#1685 lists buffers of 10,485,760 and 2,097,152 bytes). The number of
+channels is 2 for each NVLink, which is sufficient to saturate the link (NVIDIA/nccl#1703), and at most 32 (32 on H100,
+#1685). Over PCIe, the number of channels is assumed to be 4. With 24 channels on A100 GPUs, 544 MiB were measured with
+2 devices and 688 MiB with 3 or 4 devices (#964). These measurements correspond to a constant of 256 MiB, plus 12 MiB
+for each channel with two devices, or 18 MiB for each channel with more devices. A second node adds a network buffer for
 each channel (#1450). A third node adds no buffer (#986, on #864). Memory is proportional to the number of
-communicators: hsdp has one across replicas, one inside each replica, and one of all ranks. PyTorch's allocator does not
-count this memory.
+communicators. Strategy hsdp has one communicator across replicas, one inside each replica, and one for all ranks.
+PyTorch's allocator does not include the memory of NCCL in its statistics.
 
 *workspace*: workspaces of cuBLAS, one for each thread that runs matrix products: the threads of forward and backward.
 The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671),
-32 MiB on Hopper (pytorch/pytorch#89027) and Blackwell (#175344), and 64 MiB on AMD (ROCm/hipBLASLt#1212). Unlike the
-other kinds, this memory comes from PyTorch's allocator, so ``memory_allocated`` includes it.
+32 MiB on Hopper (pytorch/pytorch#89027) and Blackwell (#175344), and 64 MiB on AMD (ROCm/hipBLASLt#1212). PyTorch's
+allocator provides the workspaces, so ``memory_allocated`` includes them, unlike the other kinds of fixed bytes.
 
-*allocator*: memory that the caching allocator reserves and cannot use. Blocks are rounded to 512 bytes. Blocks below 1
+*allocator*: memory that the caching allocator reserves but cannot use. Blocks are rounded to 512 bytes. Blocks below 1
 MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger blocks are rounded to 2 MiB
-(``CUDACachingAllocator.cpp``, from memory). The rest is fragmentation, which is proportional to the tensors. It is
-small if all steps allocate the same memory. For steps with recomputation, sharding or offloading, an allocator without
-fragmentation saved 15 % on average over eight models (GMLake, Guo et al. 2024, arXiv 2401.08156, abstract), before
-``fully_shard`` freed memory without ``record_stream`` (pytorch/pytorch#114299). The values used here are assumptions: 4
-% for steps that allocate the same memory, 10 % for other steps, and 2 % with ``expandable_segments``, which grow
-instead.
+(``CUDACachingAllocator.cpp``, from memory). The remaining unusable memory is fragmentation, which is proportional to
+the tensor bytes. Fragmentation is small if all steps allocate the same memory. For steps with recomputation, sharding
+or offloading, an allocator without fragmentation saved 15 % on average over eight models (GMLake, Guo et al. 2024,
+arXiv 2401.08156, abstract). This result predates the change in ``fully_shard`` that frees memory without
+``record_stream`` (pytorch/pytorch#114299). The values in this module are assumptions: 4 % for steps that allocate the
+same memory, 10 % for other steps, and 2 % with ``expandable_segments``, because these segments grow.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class Calibration:
 
     Attributes:
         context_bytes: device memory outside of the allocator, in a run with one rank.
-        communication_bytes: device memory outside of the allocator and the context, in a run with several ranks.
-        fragmented: peak of reserved memory in excess of allocated memory, as a fraction of allocated memory, in steps
-            with recomputation, sharding or offloading.
+        communication_bytes: device memory outside of the allocator and the context, in a run on several ranks.
+        fragmented: excess of the reserved-memory peak over the allocated memory, as a fraction of allocated memory, in
+            steps with recomputation, sharding or offloading.
         fragmented_steady: the same fraction in steps without these techniques.
     """
 
@@ -80,8 +81,9 @@ class Calibration:
 def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str, int]:
     """Return device memory in addition to tensors, by purpose; see [Note: fixed bytes of a GPU].
 
-    The result is empty for a CPU, where forecasts are compared with the bytes of tensors. It is also empty for Apple's
-    GPUs, which share the memory of the host and for which no values are known.
+    The result is empty for a CPU, because forecasts for a CPU are compared with the bytes of tensors. It is also empty
+    for Apple's GPUs, which share the memory of the host, and for devices other than CUDA, for which no values are
+    known.
 
     Args:
         plan: strategy and techniques, which determine communication and fragmentation.
@@ -108,7 +110,7 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
 def calibrate(
     plan: Plan, machine: Machine, *, allocated_bytes: int, reserved_bytes: int, used_bytes: int | None = None
 ) -> Calibration:
-    """Derive fixed bytes from one run of ``plan``, and store them for all plans on devices of this kind.
+    """Derive fixed bytes from one run of ``plan``, and store these values for all plans on devices of this kind.
 
     ``roomier plan --calibrated_by RUN`` calls this function. The fragmentation applies to plans that allocate in the
     same way as ``plan``: with or without recomputation, sharding and offloading.
@@ -116,13 +118,13 @@ def calibrate(
     Args:
         plan: plan of the run.
         machine: machine of the run.
-        allocated_bytes: ``torch.cuda.max_memory_allocated()`` after some steps.
-        reserved_bytes: ``torch.cuda.max_memory_reserved()`` at the same time.
+        allocated_bytes: ``torch.accelerator.max_memory_allocated()`` after some steps.
+        reserved_bytes: ``torch.accelerator.max_memory_reserved()`` at the same time.
         used_bytes: memory in use on the device at the same time (total minus free, from
-            ``torch.cuda.mem_get_info()``); None if other processes use the device.
+            ``torch.accelerator.get_memory_info()``); None if other processes use the device.
 
     Raises:
-        RoomierError: the values cannot belong to one run on a GPU.
+        RoomierError: the values cannot come from one run on a GPU.
     """
     _check(machine, allocated_bytes, reserved_bytes, used_bytes)
     before = _learned(machine.device.name)
@@ -153,7 +155,7 @@ def _check(machine: Machine, allocated_bytes: int, reserved_bytes: int, used_byt
 
 
 def _workspace_bytes(sheet: Sheet | None) -> int:
-    """Return the workspace bytes of the threads of forward and backward. Unknown devices count as recent ones."""
+    """Return the workspace bytes of the threads that run forward and backward. Unknown devices count as recent ones."""
     if sheet is not None and sheet.capability == 0:
         return 2 * 64 * MIB
     is_large = sheet is None or sheet.capability >= 9
@@ -193,7 +195,7 @@ def _fragmented(plan: Plan) -> float:
 
 
 def _is_steady(plan: Plan) -> bool:
-    """Return whether all steps allocate the same memory, without freeing and reallocating it in between."""
+    """Return whether all steps allocate the same memory without freeing and reallocating memory in between."""
     is_kept = plan.activation.policy == "none" and plan.offload.activations == "none"
     return is_kept and plan.parallel.strategy in ("single", "ddp")
 

@@ -1,8 +1,8 @@
 """Traces of models whose blocks store their activations in host memory.
 
-A dry run has only one memory, so the result is computed by formula; see [Note: two blocks at a time] in
-:mod:`roomier.activation.offload`. While a block runs in forward or backward, the device holds the activations of this
-block and the previous block. The host holds the activations of all blocks.
+A dry run has only one memory, so the memory on the device and on the host is calculated; see [Note: two blocks at a
+time] in :mod:`roomier.activation.offload`. While a block runs in forward or backward, the device stores the activations
+of this block and the previous block. The host stores the activations of all blocks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from roomier.planner.formula.trace import Passage, Rise, Trace
 
 
 def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
-    """Return ``trace`` with the memory of the device, and the bytes in host memory at the end of a forward.
+    """Return ``trace`` with only the memory that remains on the device, and the bytes in host memory at the end of a
+    forward.
 
     Args:
         trace: trace with all activations on the device.
-        blocks: names of the blocks that move their activations.
+        blocks: names of the blocks whose activations are moved to the host.
     """
     kept = {place: num_bytes for place, num_bytes in trace.kept_bytes(blocks).items() if num_bytes >= MIN_BYTES}
     order = list(kept)

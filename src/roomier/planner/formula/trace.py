@@ -1,17 +1,18 @@
-"""Traces: the memory of a forward and backward in addition to model states, recorded one time for all strategies.
+"""Traces: the memory that forward and backward use in addition to model states, recorded one time for all strategies.
 
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer and with the techniques of the plan that
-act inside the forward. Each :class:`Passage` contains the growth of tensors since its start. The states that strategies
-shard are added by formula. Two effects inside a forward depend on sharding. If matrices are gathered in 16 bits,
-autocast creates no copies of them, and their gradients are in 16 bits. In addition, a view that a unit returns becomes
-a separate tensor. So there is one trace for unsharded models and one for sharded models.
+act inside the forward. Each :class:`Passage` contains the growth of tensors since its start. The sizes of the states
+that strategies shard are calculated and added. Two effects inside a forward depend on sharding. If weights of matmuls
+are gathered in 16 bits, autocast creates no copies of them, and their gradients are in 16 bits. In addition, a view
+that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models and one for sharded
+models.
 
 [Note: pending gradients]
 A gradient is *complete* when it has been added to the gradient of its parameter. Before that, it is pending. DDP copies
-a complete gradient into a bucket and frees it, and further micro-batches add theirs to the existing gradients. In
-sharded models, 16-bit gradients remain pending, because further micro-batches add them to the 32-bit gradients only at
-the end of the backward of their unit.
+a complete gradient into a bucket and frees it, and further micro-batches add their gradients to the existing gradients.
+In sharded models, 16-bit gradients remain pending, because further micro-batches add these gradients to the 32-bit
+gradients only at the end of the unit's backward.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Passage:
         phase: ``"forward"`` or ``"backward"``.
         place: name of the part; empty between parts.
         moments: growth since the start, after each change. The last is the end.
-        needs_inner: in a backward, whether the norms and embeddings in the part are needed from this passage on; see
+        needs_inner: in a backward, whether the norms and embeddings in the part are required from this passage on; see
             :attr:`roomier.memory.weights.Unit.is_inner`.
     """
 
@@ -93,16 +94,17 @@ class Passage:
 
     @cached_property
     def highest_reduced(self) -> Rise:
-        """Highest growth in total if complete gradients are freed."""
+        """Highest total growth if complete gradients are freed."""
         return self.highest_by(0, 1)
 
     @cached_property
     def highest_moved(self) -> Rise:
-        """Highest growth in total if each complete gradient also frees an earlier gradient."""
+        """Highest total growth if each complete gradient also frees an earlier gradient."""
         return self.highest_by(-1, 2)
 
     def highest_by(self, gradient_weight: float, pending_weight: float) -> Rise:
-        """Return the moment with the highest sum, in which gradients and pending gradients have the given weights."""
+        """Return the moment with the highest sum, which is calculated with the given weights for gradients and pending
+        gradients."""
         return max(
             (Rise(), *self.moments),
             key=lambda each: (
@@ -118,8 +120,8 @@ class Passage:
     def between(self, other: Passage, share: float) -> Passage:
         """Interpolate linearly between this passage (``share`` 0) and ``other`` (1), or extrapolate.
 
-        If both have the same number of moments, each moment is interpolated, so the highest moment can change.
-        Otherwise only the highest moments and the end are interpolated.
+        If both passages have the same number of moments, each moment is interpolated, so the highest moment can change.
+        Otherwise, only the highest moments and the end are interpolated.
         """
 
         def number_between(mine: int, theirs: int) -> int:
@@ -132,7 +134,7 @@ class Passage:
 
 
 class Visit(NamedTuple):
-    """A passage with its levels above the level between two steps.
+    """A passage and its levels of memory, relative to the level between two steps.
 
     Attributes:
         passage: the passage.
@@ -152,14 +154,14 @@ class Visit(NamedTuple):
 
     @classmethod
     def of(cls, passage: Passage, begin: Rise) -> Visit:
-        """Return the visit of ``passage`` that starts at the level ``begin``."""
+        """Return the visit of ``passage``, which starts at the level ``begin``."""
         rises = (passage.highest, passage.highest_reduced, passage.highest_moved, passage.end)
         return cls(passage, begin, *map(begin.plus, rises))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one micro-batch; see [Note: traces and strategies].
+    """The recorded memory of one micro-batch; see [Note: traces and strategies].
 
     Attributes:
         batch_size: samples of the micro-batch.
@@ -175,25 +177,27 @@ class Trace:
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
-        """The passages with their levels above the level between two steps."""
+        """The passages and their levels of memory, relative to the level between two steps."""
         return tuple(map(Visit.of, self.passages, self.levels))
 
     @cached_property
     def levels(self) -> list[Rise]:
-        """Levels at the start of each passage, above the level between two steps, and at the end of the last one."""
+        """Levels above the level between two steps, at the start of each passage and at the end of the last passage."""
         begin = Rise(activation=self.batch_bytes)
         return list(accumulate((each.end for each in self.passages), Rise.plus, initial=begin))
 
     def at(self, batch_size: int, other: Trace) -> Trace:
-        """Return the trace for ``batch_size`` samples, on the line through this trace and ``other``.
+        """Return the trace for ``batch_size`` samples, interpolated or extrapolated linearly from this trace and
+        ``other``.
 
-        ``other`` must have another number of samples. Bytes and work are affine functions of this number.
+        ``other`` must have a different number of samples. Bytes and work are affine functions of the number of samples.
         """
         share = (batch_size - self.batch_size) / (other.batch_size - self.batch_size)
         return replace(self.between(other, share), batch_size=batch_size)
 
     def between(self, other: Trace, share: float) -> Trace:
-        """Interpolate linearly between this trace (``share`` 0) and ``other`` (1), which has the same passages."""
+        """Interpolate linearly between this trace (``share`` 0) and ``other`` (1), which must have the same
+        passages."""
         passages = [mine.between(theirs, share) for mine, theirs in zip(self.passages, other.passages, strict=True)]
         batch_bytes = round(self.batch_bytes + (other.batch_bytes - self.batch_bytes) * share)
         work = {
@@ -223,13 +227,13 @@ def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Ris
 
 
 def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
-    """Run a micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward.
+    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward.
 
     Args:
         workload: module and micro-batch.
         plan: plan whose techniques inside the forward are applied.
         is_sharded: trace the model as sharded across ranks.
-        like: ``"cpu"`` or ``"cuda"``; see :func:`roomier.planner.fake.fake_world.fake_world`.
+        like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
         RoomierError: ``build`` rejects the plan.
@@ -253,7 +257,8 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
 
 
 def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
-    """Convert weights to the dtype in which they would be gathered, and remove views from the outputs of units.
+    """Convert weights to the dtype in which a sharded run would gather them, and remove views from the outputs of
+    units.
 
     Returns:
         For each unit with two groups of parameters, the modules of the group whose weights are not in matrix products.
@@ -289,7 +294,7 @@ class _Passed(torch.autograd.Function):
     """The operation through which ``fully_shard`` passes the inputs of a unit to detect when their gradients are
     complete.
 
-    An input that a unit returns unchanged becomes a view by this operation.
+    This operation converts an input that a unit returns unchanged to a view.
     """
 
     @staticmethod
@@ -311,7 +316,7 @@ def _pass_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 class _Place(str):
-    """A place with the state at the time when it was reported.
+    """A place, with the state at the time when the place was reported.
 
     Attributes:
         complete_bytes: bytes of complete gradients.

@@ -26,16 +26,16 @@ Key = tuple[tuple[int, ...], torch.dtype]
 
 
 def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bool) -> dict[Kind, int]:
-    """Return the temporary bytes at the peak of an update.
+    """Return the peak of the temporary bytes during an update.
 
-    Call this inside :func:`~roomier.planner.fake.fake_world.fake_world`. Each optimizer runs a step on a few weights
-    with the shapes of a rank's shards; see :func:`few_alike`. For updates of all weights together (``foreach``), the
-    bytes of all shapes are summed.
+    Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`. Each optimizer performs a step on a
+    few weights that have the shapes of a rank's shards; see :func:`few_alike`. If an update processes all weights
+    together (``foreach``), the bytes of all shapes are summed.
 
     Args:
         optimizers: optimizers of the full model in its training form.
         layout: how the weights are sharded.
-        at_once: torch updates lists of weights together if possible, which is the case for unsharded weights on a GPU.
+        at_once: torch updates lists of weights together if possible, as for unsharded weights on a GPU.
     """
     peak_bytes = 0
     for optimizer in optimizers:
@@ -52,7 +52,7 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
 
 
 def few_alike(keys: Sequence[Key]) -> list[Key]:
-    """Return a short sequence with the same consecutive pairs as ``keys``.
+    """Return a short sequence that contains the same consecutive pairs as ``keys``.
 
     While a weight is updated, temporaries of the previous weight can still exist, so the order of shapes matters.
     """

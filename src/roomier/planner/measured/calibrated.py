@@ -2,15 +2,15 @@
 
 [Note: calibration]
 Model states follow from shapes, so their forecast is exact. Tensors that depend on the batch can differ from their
-forecast, because shapes can follow from values (a forecast assumes that a mask keeps all elements), and because kernels
-on a GPU allocate memory within an operation. Calibration is one factor for a model: the ratio of its actual activations
-and temporaries to the forecast. With this factor, the forecast of the run has the measured peak. The same factor
-applies to other micro-batches, strategies and memory techniques. It is valid for the model and the data of that run,
-and is not stored.
+forecast for two reasons. Shapes can depend on values (a forecast assumes that a mask retains all elements), and kernels
+on a GPU allocate memory within an operation. The calibration is one factor for a model: the ratio of measured
+activations and temporaries to their forecast. With the calibration factor, the forecast of the measured run has the
+measured peak. The same factor applies to forecasts with different micro-batches, strategies and memory techniques. The
+factor is valid for the model and the data of the measured run, and is not stored.
 
-The device memory in addition to tensors does not depend on the model.
-:func:`roomier.planner.formula.fixed_bytes.calibrate` derives it from the same step, and stores it for all plans on
-devices of this kind, including plans of ``strategy="auto"``.
+Device memory that is used in addition to tensors does not depend on the model.
+:func:`roomier.planner.formula.fixed_bytes.calibrate` derives this memory from the same step, and stores it for all
+plans on devices of this kind, including plans of ``strategy="auto"``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -
         workload: workload to plan for.
         record: record of that run.
         machine: machine to plan for.
-        run: name of the run in error messages.
+        run: name of the run, for error messages.
 
     Raises:
-        RoomierError: the run had another model or another kind of device, or no activation factor explains the error of
-            its forecast.
+        RoomierError: the run used another model or another kind of device, or no activation factor explains the
+            forecast error.
     """
     own, kind = record.num_parameters, record.forecast.machine.device.kind
     if own is not None and own != workload.num_parameters:
@@ -54,14 +54,15 @@ def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -
 
 
 def activation_factor(record: Record, run: str = "") -> float:
-    """Return the factor of forecast activations and temporaries that gives the measured peak; 1 for an exact forecast.
+    """Return the factor for forecast activations and temporaries that results in the measured peak; 1 for an exact
+    forecast.
 
     Args:
         record: record of a run.
-        run: name of the run in error messages.
+        run: name of the run, for error messages.
 
     Raises:
-        RoomierError: no factor gives the measured peak.
+        RoomierError: no factor results in the measured peak.
     """
     measured_bytes = record.measured_bytes
     if record.worst.allocator_bytes is not None:  # includes cuBLAS's workspace
@@ -83,7 +84,8 @@ def activation_factor(record: Record, run: str = "") -> float:
 
 
 def learn_device(record: Record) -> Calibration | None:
-    """Store the run's device memory in addition to tensors. Return None if it was not measured, as on a CPU."""
+    """Store the run's device memory in addition to tensors. Return None if this memory was not measured, for example on
+    a CPU."""
     worst, forecast = record.worst, record.forecast
     if forecast.machine.device.kind != "cuda" or worst.allocator_bytes is None or worst.reserved_bytes is None:
         return None

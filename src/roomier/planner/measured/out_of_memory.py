@@ -3,8 +3,8 @@
 [Note: after an out-of-memory error]
 Other ranks continue until they wait for this rank in the next collective, so this code does not communicate. The
 original failure is always reported: each part of the message is computed separately and omitted if its computation
-fails, and torch's error is both the cause and a base class of the raised error. The tensors of the failed step are
-released before planning, and planning works on shapes without device memory.
+fails. torch's error is both the cause and a base class of the raised error. The tensors of the failed step are released
+before planning, which uses shapes without device memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from roomier.api.kept_weights import kept_by
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.units import format_bytes
+from roomier.device import memory
+from roomier.device.capability import capabilities_of
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.kinds import Kind
 from roomier.plan.levers import used_levers
@@ -48,10 +50,11 @@ _LESS = 0.9  # if a plan that was forecast to fit failed: largest forecast of th
 
 
 class OutOfMemory(TrainingError, torch.OutOfMemoryError):  # noqa: N818 - torch's class has the suffix Error
-    """A fit ran out of device memory. torch's error is its cause, and also a base class, so existing handlers work.
+    """A fit ran out of device memory. torch's error is the cause and a base class of this error, so existing exception
+    handlers still catch it.
 
     Attributes:
-        plan: the nearest plan that fits according to its forecast; None if no such plan was found.
+        plan: the nearest plan that is forecast to fit; None if no such plan was found.
     """
 
     plan: Plan | None = None
@@ -67,8 +70,8 @@ class FailedRun:
         callbacks: callbacks of the run.
         module: module that was trained.
         choice: the plans that the planner compared; None if the plan was given.
-        shapes: the model before it was built, without values; None if it was not stored.
-        engine: None if the model was still being built. ``batch`` and ``step`` are then None too.
+        shapes: the model in its state before it was built, without values; None if it was not stored.
+        engine: the engine; None if the model was still being built. ``batch`` and ``step`` are also None in this case.
         batch: the current micro-batch; None between two steps.
         step: number of completed optimizer steps.
     """
@@ -85,7 +88,7 @@ class FailedRun:
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> OutOfMemory:
-    """Return ``error`` with an explanation. Raise it from ``error``, whose frames are cleared."""
+    """Return ``error`` with an explanation. Raise the result from ``error``, whose frames are cleared."""
     if isinstance(error, OutOfMemory):
         return error
     plan, engine, attempt = failed.plan, failed.engine, _Attempts()
@@ -114,12 +117,12 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
     explained = OutOfMemory("strategy", plan.parallel.strategy, ". ".join(problem), action)
     explained.plan = nearest
     for failure in attempt.failures:
-        explained.add_note(f"roomier could not compute all of this message: {failure}")
+        explained.add_note(f"roomier could not complete this message: {failure}")
     return explained
 
 
 class _Attempts:
-    """Runs computations that may fail, so that the original error is reported in any case.
+    """Runs computations that may fail, so that the original error is always reported.
 
     Attributes:
         failures: one line for each failed computation.
@@ -129,7 +132,7 @@ class _Attempts:
         self.failures: list[str] = []
 
     def __call__(self, make: Callable[[], T]) -> T | None:
-        """Return the result of ``make``, or None if it fails."""
+        """Return the result of ``make``, or None if the call fails."""
         try:
             return make()
         except Exception as error:
@@ -156,15 +159,16 @@ def _held(engine: Engine) -> str:
         pass
     num_bytes = look.now().num_bytes
     parts = [f"{name} {format_bytes(num_bytes.get(kind, 0))}" for kind, name in _NAMES.items() if num_bytes.get(kind)]
-    if engine.device.type != "cuda":
+    if not capabilities_of(engine.device).has_memory_statistics:
         return ", ".join(parts)
-    allocated = torch.cuda.memory_allocated(engine.device)
+    allocated = memory.allocated_bytes(engine.device)
     rest = max(allocated - sum(num_bytes.get(kind, 0) for kind in _NAMES), 0)
-    free, total = torch.cuda.mem_get_info(engine.device)
     parts.append(f"activations and other tensors {format_bytes(rest)}")
+    info = memory.free_and_total_bytes(engine.device)
+    of_device = "" if info is None else f" of {format_bytes(info[1])}, {format_bytes(info[0])} free"
     return (
         f"{', '.join(parts)}; the allocator had allocated {format_bytes(allocated)} and reserved "
-        f"{format_bytes(torch.cuda.memory_reserved(engine.device))} of {format_bytes(total)}, {format_bytes(free)} free"
+        f"{format_bytes(memory.reserved_bytes(engine.device))}{of_device}"
     )
 
 
@@ -185,7 +189,7 @@ def _workload(failed: FailedRun) -> Workload | None:
 
 
 def _plain(failed: FailedRun) -> Module | None:
-    """Return the module if the plan did not change it, otherwise None."""
+    """Return the module if the plan did not modify it, otherwise None."""
     plan, module = failed.plan, failed.module
     is_plain = plan.parallel.strategy in ("single", "ddp") and plan.adapter.lora_rank is None
     changes_model = any(lever.changes_output_layer for lever in used_levers(plan))
@@ -197,11 +201,7 @@ def _machine(failed: FailedRun) -> Machine:
     if failed.choice is not None:
         return failed.choice.machine
     parallel = failed.plan.parallel
-    machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
-    if machine.device.kind != "cuda":
-        return machine
-    total_bytes = torch.cuda.mem_get_info()[1]  # available without other programs
-    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory_bytes=total_bytes))
+    return this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
 
 
 def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
@@ -211,7 +211,7 @@ def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
 
 
 def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast | None) -> tuple[str, Plan | None]:
-    """Return Trainer keywords for the user to copy, and the plan that they give."""
+    """Return Trainer keywords that the user can copy, and the plan that results from these keywords."""
     from roomier.planner.choosing.choose import budget_of, choose
 
     budget_bytes = budget_of(plan, machine)

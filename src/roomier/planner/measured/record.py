@@ -23,7 +23,7 @@ _FORMAT = 1
 
 
 def moment_text(phase: str, place: str) -> str:
-    """Return a point in time of a step as text, such as ``"backward of blocks.3"``."""
+    """Return a point in time of a step as text, for example ``"backward of blocks.3"``."""
     if phase == "rest":
         return "the start of the step"
     return f"{phase} of {place}" if place else phase
@@ -35,7 +35,7 @@ class Measured:
 
     Attributes:
         rank: the rank.
-        timeline: stretches of the step. Only the peak is stored for ranks that use less memory than the fullest rank.
+        timeline: stretches of the step. For ranks that use less memory than the fullest rank, only the peak is stored.
         allocator_bytes: peak of the bytes that CUDA's allocator had allocated; None on other devices.
         reserved_bytes: peak of the bytes that CUDA's allocator had reserved.
         beside_bytes: other memory in use on the device, including other programs.
@@ -61,7 +61,7 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step according to the allocator if there is one, otherwise the peak of all tensors."""
+        """Peak of the step according to the allocator if an allocator reports it, otherwise the peak of all tensors."""
         return self.peak.peak_bytes if self.allocator_bytes is None else self.allocator_bytes
 
 
@@ -70,14 +70,14 @@ class Record:
     """The forecast of a run, and the memory of one of its steps.
 
     Attributes:
-        forecast: forecast for the rank that needs the most memory.
-        step: number of the tracked step, from 1.
+        forecast: forecast for the rank that requires the most memory.
+        step: number of the tracked step, starting with 1.
         ranks: measurement of each rank.
         budget_bytes: memory that a device may use; None if no budget is set.
-        source: ``"planned"`` if the forecast was created when the run chose its plan, ``"dry run"`` if it was created
-            for a given plan.
+        source: ``"planned"`` if the forecast was created when the run chose its plan, ``"dry run"`` if the forecast was
+            created for a given plan.
         notes: remarks on the measurements.
-        num_parameters: number of parameters of the original model; None if it was not stored.
+        num_parameters: number of parameters of the original model; None if the number was not stored.
     """
 
     forecast: Forecast
@@ -110,12 +110,12 @@ class Record:
 
     @property
     def error_text(self) -> str:
-        """The error as text, such as ``"+0.6 %"``. A value that rounds to 0 has no sign."""
+        """The error as text, such as ``"+0.6 %"``. A value that rounds to 0 is formatted without a sign."""
         rounded = round(self.error, 3)
         return f"{rounded:+.1%}".replace("%", " %") if rounded else "0.0 %"
 
     def line(self) -> str:
-        """Return forecast and measurement in one line."""
+        """Return the forecast and the measurement as one line of text."""
         peak = self.worst.peak
         where = moment_text(peak.phase, peak.place)
         return (
@@ -124,7 +124,7 @@ class Record:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, from which :func:`record_from` restores this value."""
+        """Return plain data, from which :func:`record_from` restores this record."""
         worst = self.worst
         return {
             "format": _FORMAT,
@@ -190,7 +190,7 @@ def record_from(data: Mapping[str, Any]) -> Record:
     """Restore the record from ``data``, the result of :meth:`Record.as_dict`.
 
     Raises:
-        ValueError: the format differs, or a value is invalid.
+        ValueError: the format is different, or a value is invalid.
         KeyError: a key is missing.
         TypeError: a value has another type.
     """

@@ -21,11 +21,11 @@ class Grid:
     """Peaks for other batches.
 
     Attributes:
-        row_name: quantity of the rows, such as tokens of a sequence.
+        row_name: quantity of the rows, such as tokens per sequence.
         rows: value of each row.
-        column_name: quantity of the columns, such as samples of a micro-batch.
+        column_name: quantity of the columns, such as samples per micro-batch.
         columns: value of each column.
-        peak_bytes: peak by row and column; None if it is not known.
+        peak_bytes: peak for each row and column; None if the peak is not known.
         budget_bytes: memory that a device may use.
     """
 
@@ -38,7 +38,7 @@ class Grid:
 
 
 def heat_table(grid: Grid) -> str:
-    """Return a table with one cell for each row and column. Darker cells use more of the budget; cells over the budget
+    """Return a table with one cell for each row and column. Darker cells use more of the budget. Cells over the budget
     are marked."""
     head = "".join(f'<th scope="col">{number}</th>' for number in grid.columns)
     rows = "".join(
@@ -91,7 +91,8 @@ def _some_of_each(priced: Sequence[Considered]) -> list[Considered]:
 
 
 def _by_reason(refused: Sequence[Considered]) -> dict[str, list[str]]:
-    """Group rejected plans by reason: the strategies of each reason, or the plan if it is the only one."""
+    """Group rejected plans by reason: list the strategies for each reason, or the plan if the reason applies to only
+    one plan."""
     found: dict[str, list[Considered]] = {}
     for each in refused:
         found.setdefault(each.reason, []).append(each)
@@ -126,7 +127,7 @@ def _plan_row(each: Considered, *, is_chosen: bool) -> str:
 
 
 def kinds_table(record: Record) -> str:
-    """Return a table of bytes by kind at the peak: forecast, measurement and difference."""
+    """Return a table of bytes by kind at the peak, with the forecast, the measurement and the difference."""
     forecast, measured = record.forecast.bytes_by_kind, record.worst.peak.peak
     rows = "".join(
         f'<tr><th scope="row"><span class="kind">{swatch(colour)}{escape(NAMES[kind])}</span></th>'
@@ -156,7 +157,7 @@ def _pair(forecast_bytes: int, measured_bytes: int) -> str:
 
 
 def seconds_text(duration_s: float) -> str:
-    """Format a duration with a non-breaking space: ``0.0123`` -> ``"12.3 ms"``."""
+    """Format a duration with a non-breaking space, for example ``0.0123`` as ``"12.3 ms"``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if duration_s * factor >= 1 or unit == "µs":
             return f"{duration_s * factor:.3g}\u00a0{unit}" if duration_s < 1000 else f"{duration_s:.0f}\u00a0s"

@@ -1,4 +1,5 @@
-"""HTML page of a choice: one self-contained file without network access or scripts, which is readable on a phone."""
+"""HTML page of a choice: one self-contained file that uses no network access and no scripts, and is readable on a
+phone."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ def page_of(
 
     Args:
         choice: result of the planner.
-        what_if: peaks for other batches; None omits this table.
-        record: measured run of the chosen plan, which is overlaid on the forecast.
-        title: title of the page; by default the chosen plan.
-        subject: subtitle, such as the model; by default the machine.
+        what_if: peaks for other batches; None omits the table of these peaks.
+        record: measured run of the chosen plan, whose values are overlaid on the forecast.
+        title: title of the page; the default is the chosen plan.
+        subject: subtitle, such as the model; the default is the machine.
     """
     chosen = choice.chosen
     winner = choice.considered[0] if chosen is not None and choice.considered else None
@@ -74,9 +75,9 @@ def page_of_record(record: Record, facts: Mapping[str, str] | None = None, *, su
     """Return the HTML page that compares a run with its forecast.
 
     Args:
-        record: forecast and measurement of the run.
+        record: forecast and measurements of the run.
         facts: additional facts about the run, by name.
-        subject: subtitle, such as the model; by default the machine.
+        subject: subtitle, such as the model; the default is the machine.
     """
     forecast = record.forecast
     name = words_of(forecast.plan, forecast.micro_batch)
@@ -91,7 +92,7 @@ def page_of_record(record: Record, facts: Mapping[str, str] | None = None, *, su
 
 
 def fragment_of(choice: Choice) -> str:
-    """Return the short form for a notebook."""
+    """Return the short form of the page for a notebook."""
     parts = [_figures(choice.chosen, choice.budget_bytes, choice)]
     if choice.chosen is None:
         parts.append(_no_plan_fits(choice))
@@ -123,7 +124,7 @@ def _fragment(parts: Iterable[str]) -> str:
 
 
 def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: int | None = None) -> str:
-    """Return the stacked areas of one step with scale, phases and the label of the peak."""
+    """Return the stacked areas of one step, with a scale, the phases and a label at the peak."""
     fixed_bytes = 0 if record is not None else sum(forecast.fixed_bytes.values())
     drawn = joined(forecast.timeline)
     measured = [] if record is None else joined(record.worst.timeline)
@@ -158,7 +159,7 @@ def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: 
 
 
 def _limit(budget_bytes: int, top_bytes: float) -> str:
-    """Return the line of the budget across the chart, with its label below."""
+    """Return the line of the budget across the chart, with its label below the line."""
     height = f"bottom:{budget_bytes / top_bytes:.2%}"
     return (
         f'<svg class="limit" style="{height}" viewBox="0 0 10 2" preserveAspectRatio="none" aria-hidden="true">'

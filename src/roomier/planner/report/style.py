@@ -15,7 +15,7 @@ COLOURS = {
     Kind.COMMUNICATION: "#aa3377",
     Kind.TEMPORARY: "#a8a8a8",
 }
-"""Colors by kind, in stacking order. Kinds that exist during the full step are at the bottom."""
+"""Colors by kind, in stacking order. Kinds of memory that exist during the full step are at the bottom."""
 
 NAMES = {
     Kind.PARAMETER: "weights",
@@ -110,4 +110,4 @@ text-align:right;white-space:normal;background:none!important}
 .roomier .facts{grid-template-columns:1fr;gap:0}.roomier .facts dd{margin-bottom:.5rem}}
 @media print{.roomier{--ground:#fff;--text:#000}}
 """
-"""CSS. All selectors are below the class ``roomier``, so a notebook is not affected."""
+"""CSS. All selectors are nested in the class ``roomier``, so the style of a notebook is not affected."""

@@ -1,5 +1,5 @@
-"""Drawings of the planner's page, as SVG without text. Labels are HTML, so their size is readable on a narrow
-screen."""
+"""Drawings of the planner's page, as SVG without text elements. Labels are HTML text, so they remain readable on a
+narrow screen."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _HATCH = (
 )
 
 Segments = Sequence[tuple[str, int, str]]
-"""Parts of a bar: name, bytes and color."""
+"""Segments of a bar: name, bytes and color."""
 
 
 def joined(timeline: Sequence[Stretch], limit: int = MAX_STRETCHES) -> list[Stretch]:
     """Return ``timeline`` reduced to about ``limit`` stretches.
 
-    Neighbors in one phase are represented by the stretch with the highest peak, so no peak is lost.
+    Neighbors in one phase are represented by the stretch with the highest peak, so that all peaks are preserved.
     """
     size = -(-len(timeline) // limit)
     if size <= 1:
@@ -49,7 +49,7 @@ def _as_one(group: Sequence[Stretch]) -> Stretch:
 
 
 def phases_of(timeline: Sequence[Stretch]) -> list[tuple[str, float, float]]:
-    """Return the phases in their order, each with begin and end as fractions of the width."""
+    """Return the phases in their order, with the begin and end of each phase as fractions of the width."""
     found: list[tuple[str, float, float]] = []
     for index, each in enumerate(timeline):
         begin, end = index / len(timeline), (index + 1) / len(timeline)
@@ -68,7 +68,7 @@ def areas(
     Args:
         timeline: stretches to draw.
         fixed_bytes: constant bytes at the bottom.
-        top_bytes: bytes of the full height.
+        top_bytes: bytes that correspond to the full height.
         title: title of the drawing.
         measured: another timeline of the same step, whose total is drawn as a line.
     """
@@ -92,11 +92,12 @@ def areas(
 
 
 def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]], title: str) -> str:
-    """Return one bar of the ladder. A bar longer than ``top_bytes`` is truncated, with a gap that indicates this.
+    """Return one bar of the ladder. A bar longer than ``top_bytes`` is truncated, and a gap in the bar indicates the
+    truncation.
 
     Args:
         segments: parts of the bar.
-        top_bytes: bytes of the full width.
+        top_bytes: bytes that correspond to the full width.
         marks: bytes and color of each vertical line.
         title: title of the drawing.
     """
@@ -143,13 +144,13 @@ def swatch(colour: str) -> str:
 
 
 def line_swatch() -> str:
-    """Return the mark of the measured line in a legend."""
+    """Return the legend symbol of the measured line."""
     path = '<path d="M0 6H12" stroke="currentColor" stroke-width="2" stroke-dasharray="4 2"/>'
     return f'<svg viewBox="0 0 12 12" aria-hidden="true">{path}</svg>'
 
 
 def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
-    """Return at most ``num_most`` round numbers of bytes up to ``top_bytes``, and 0, with their texts."""
+    """Return 0 and at most ``num_most`` round numbers of bytes up to ``top_bytes``, with their texts."""
     unit_bytes, unit = 1, "B"
     for name in ("KiB", "MiB", "GiB", "TiB"):
         if unit_bytes * 1024 <= top_bytes:
@@ -161,7 +162,7 @@ def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
 
 
 def _moments(timeline: Sequence[Stretch]) -> list[tuple[float, Mapping[Kind, int]]]:
-    """Return three moments of each stretch: position as a fraction of the width, and bytes by kind."""
+    """Return three moments of each stretch, with the position as a fraction of the width and the bytes by kind."""
     width = 1 / max(len(timeline), 1)
     found: list[tuple[float, Mapping[Kind, int]]] = []
     for index, each in enumerate(timeline):
@@ -227,7 +228,7 @@ def _hints(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
 
 
 def _described(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
-    """Return a text alternative of the drawing, with one clause for each phase."""
+    """Return a text alternative for the drawing, with one clause for each phase."""
     found = []
     for phase in dict.fromkeys(each.phase for each in timeline):
         top = max((each for each in timeline if each.phase == phase), key=lambda each: each.peak_bytes)

@@ -30,12 +30,14 @@ ACTIVATIONS = (Kind.ACTIVATION,)
 def choice_table(
     choice: Choice, *, tokens_per_sample: int | None = None, max_plans: int = _MAX_PLANS
 ) -> RenderableType:
-    """Return a table of the chosen plan and the best alternatives, followed by rejected plans with their reasons.
+    """Return a table of the chosen plan and the best alternatives. The table also lists the rejected plans with their
+    reasons.
 
     Args:
         choice: result of the planner.
-        tokens_per_sample: number of tokens for throughput in tokens/s; None gives samples/s.
-        max_plans: number of plans with a forecast to show. The best plan of each strategy is always shown.
+        tokens_per_sample: number of tokens per sample, which is used to show the throughput in tokens/s. None shows
+            samples/s.
+        max_plans: maximum number of plans with a forecast to show. The best plan of each strategy is always shown.
     """
     shown = _best_of_all(choice.considered, max_plans)
     unit, unit_bytes = _common_unit([each.forecast.peak_bytes for each in shown if each.forecast is not None])
@@ -73,7 +75,7 @@ def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table
 
 
 def what_if_table(grid: Grid) -> Table:
-    """Return a table of the peak for other batches. Peaks over the budget are in brackets."""
+    """Return a table of the peak for other batches. Peaks over the budget are enclosed in brackets."""
     title = f"Peak on each device; values in brackets exceed {format_bytes(grid.budget_bytes)}"
     table = _table(Text(title))
     table.add_column(f"{grid.row_name} \\ {grid.column_name}".lstrip(" \\"))
@@ -86,7 +88,7 @@ def what_if_table(grid: Grid) -> Table:
 
 
 def label_of(plan: Plan) -> Label:
-    """Return the label of the plan: the least exact label of its choices."""
+    """Return the label of the plan, which is the least exact label of its choices."""
     kinds = {row.kind for row in rows(plan)}
     return next(label for label in _LABELS if label in kinds)
 
@@ -139,7 +141,7 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
 
 
 def _common_unit(counts: Sequence[int]) -> tuple[str, int]:
-    """Return the unit in which all of ``counts`` are short."""
+    """Return the unit in which all of ``counts`` have few digits."""
     largest = max(counts, default=0)
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 

@@ -1,4 +1,4 @@
-"""The peak of one plan for other batches: smaller and larger batches, shorter and longer sequences."""
+"""The peak of one plan for other batches: smaller or larger batches, and shorter or longer sequences."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def what_if(
     *,
     row_name: str = "tokens",
 ) -> Grid:
-    """Return the peak of ``plan`` on ``machine`` for each workload and micro-batch, by the closed form.
+    """Return the peak of ``plan`` on ``machine`` for each workload and micro-batch, computed by the closed form.
 
     Args:
-        workloads: for each row, its value, and a function that returns the workload with any micro-batch.
+        workloads: for each row, its value and a function that returns the workload. The micro-batch size of this
+            workload can be any size.
         micro_batches: micro-batch of each column, in samples.
         plan: plan with a concrete strategy.
         machine: machine to plan for.
@@ -50,7 +51,7 @@ def what_if(
 
 
 def around(given: int, most: int | None = None) -> list[int]:
-    """Return ``given``, half, twice and four times its value, sorted.
+    """Return ``given``, half of ``given``, and two and four times ``given``, in ascending order.
 
     Args:
         given: positive number.

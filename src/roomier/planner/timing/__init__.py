@@ -1,1 +1,1 @@
-"""Forecast of the seconds of a step."""
+"""Forecast of the duration of a step."""

@@ -4,16 +4,16 @@
 For ``B`` bytes on ``N`` ranks, each rank sends ``(N-1)/N B`` in an all-gather or a reduce-scatter, and twice that in an
 all-reduce, which runs both in sequence (Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur,
 Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1, 4.4 and 4.5).
-No algorithm sends less. Ring and pairwise exchange both reach this volume and differ only in latency.
+No algorithm sends less. The ring and the pairwise exchange both reach this volume and differ only in latency.
 
 [Note: links]
 In a ring over several nodes, the number of parallel links between two nodes equals the number of ranks of the ring on
-each node (NCCL creates as many rings, each with a fraction of the bytes). The bandwidth is therefore the lower of two:
-the link of one rank within its node, or the links of all ranks of a node to the next node. A ring of ``N`` ranks takes
-``N-1`` steps, and twice as many for an all-reduce. Steps between nodes have the latency of the network. For an
-all-reduce, NCCL can also use trees (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"), which
-send the same bytes and have a latency that grows with the logarithm of the number of nodes. NCCL selects the faster
-algorithm.
+each node, because NCCL creates this number of rings, each of which sends a fraction of the bytes. The bandwidth is
+therefore the lower of two bandwidths: the link of one rank within its node, and the links of all ranks of a node to the
+next node. A collective in a ring of ``N`` ranks consists of ``N-1`` steps, and an all-reduce of twice as many. Steps
+between nodes have the latency of the network. For an all-reduce, NCCL can also use trees (Sanders, Speck and Träff
+2009, "Two-tree algorithms for full bandwidth"), which send the same bytes and have a latency that grows with the
+logarithm of the number of nodes. NCCL selects the faster algorithm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Group:
 
     Attributes:
         num_ranks: number of ranks.
-        ranks_per_node: number of these ranks on one node.
+        ranks_per_node: number of ranks of the group on one node.
     """
 
     num_ranks: int
@@ -43,13 +43,14 @@ class Group:
 
     @classmethod
     def of_copies(cls, num_ranks: int, shard_size: int, devices_per_node: int) -> Group:
-        """Return the group of the ranks with the same position in each of the shard groups of ``shard_size`` ranks."""
+        """Return the group of the ranks that have the same position in each of the shard groups of ``shard_size``
+        ranks."""
         num_copies = num_ranks // shard_size
         return cls(num_copies, min(num_copies, max(devices_per_node // shard_size, 1)))
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes with ranks of the group."""
+        """Number of nodes that contain ranks of the group."""
         return math.ceil(self.num_ranks / self.ranks_per_node)
 
     @property
@@ -59,14 +60,14 @@ class Group:
 
 
 def gather_s(num_bytes: float, group: Group, machine: Machine) -> float:
-    """Return the seconds of an all-gather of ``num_bytes``, the sum over all shards."""
+    """Return the seconds of an all-gather of ``num_bytes``, which is the sum over all shards."""
     if group.num_ranks == 1 or num_bytes == 0:
         return 0.0
     return _half_s(num_bytes, group, machine, machine.in_node)
 
 
 def reduce_scatter_s(num_bytes: float, group: Group, machine: Machine) -> float:
-    """Return the seconds of a reduce-scatter of ``num_bytes``, the size of the input on each rank."""
+    """Return the seconds of a reduce-scatter of ``num_bytes``, which is the size of the input on each rank."""
     if group.num_ranks == 1 or num_bytes == 0:
         return 0.0
     return _half_s(num_bytes, group, machine, machine.in_node_reduce or machine.in_node)
@@ -102,6 +103,6 @@ def _ring_latency_s(group: Group, within: Link, machine: Machine) -> float:
 
 
 def _tree_latency_s(group: Group, machine: Machine) -> float:
-    # In both directions: a chain within each node, and a tree between the nodes.
+    # In both directions, the data passes through a chain within each node and a tree between the nodes.
     within_s = (group.ranks_per_node - 1) * machine.in_node.latency_s
     return 2 * (within_s + math.ceil(math.log2(group.num_nodes)) * machine.between_nodes.latency_s)

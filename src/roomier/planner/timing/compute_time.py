@@ -1,25 +1,27 @@
-"""Duration of computation: a roofline model of the work that a dry run or a trace counted.
+"""Duration of computation, estimated by a roofline model from the work that a dry run or a trace counted.
 
 [Note: roofline]
-Matrix products take the longer of the times for their arithmetic and their bytes (Williams, Waterman and Patterson
-2009, "Roofline: an insightful visual performance model"). All other operations take the time to move their bytes,
-because memory limits them even on a CPU. The host takes time to launch each operation. On a GPU, the host runs ahead,
-so the longer of the two times counts. On a CPU, both run in one thread, so the times are added.
+The duration of matrix products is the longer of two times: the time for their arithmetic and the time to move their
+bytes (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model"). The duration of all
+other operations is the time to move their bytes, because memory bandwidth limits them even on a CPU. The host requires
+time to launch each operation. On a GPU, the host runs ahead, so the longer of the host time and the device time counts.
+On a CPU, launch and computation run in one thread, so the two times are added.
 
 [Note: cost of Python]
 :attr:`~roomier.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that autograd
-records. Launching an operation of a model takes four times as long, because of its module, its arguments and its
-kernel. Models of a few thousand parameters, in which other costs are negligible, took the time of 3.7 to 4.3 lightest
-operations for each counted operation (a GPT and a BERT-like encoder; an MLP took 2.9 and a convolutional network 6.3).
-These are process times on one core of an Intel Xeon with torch 2.13.
+records. Launching an operation of a model takes four times as long, because its module, its arguments and its kernel
+add overhead. In models with a few thousand parameters, in which other costs are negligible, each counted operation took
+the time of 3.7 to 4.3 lightest operations (a GPT and a BERT-like encoder; an MLP took 2.9 and a convolutional network
+6.3). These are process times on one core of an Intel Xeon with torch 2.13.
 
-Recomputation of a block costs 60 operations in addition to its computation, for hooks, random states and a second pass
-through its modules. Python also handles each operation of the block. With ``"selective"``, it does so in both forwards.
-With four blocks, the four models above took the time of 188, 360, 510 and 338 lightest operations per block with
-``"full"``, for forwards of 5, 10, 30 and 7 operations, and 290, 648, 1035 and 449 with ``"selective"``.
+The recomputation of a block costs 60 operations in addition to its computation. These operations are hooks, random
+states and a second pass through the modules of the block. Python also executes code for each operation of the block.
+With ``"selective"``, Python handles each operation in both forwards. Overhead per block was measured with four blocks
+for the four models above, whose forwards have 5, 10, 30 and 7 operations. The overhead was 188, 360, 510 and 338
+lightest operations with ``"full"``, and 290, 648, 1035 and 449 with ``"selective"``.
 
-Fusion in compiled blocks (``compile=True``), which moves fewer bytes, is not modeled, because no factor was measured. A
-compiled plan has the same forecast as the plan without compilation.
+Fusion in compiled blocks (``compile=True``) moves fewer bytes. Fusion is not modeled, because no factor was measured.
+Therefore, a compiled plan has the same forecast as the plan without compilation.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Duration:
     host_s: float
 
     def on(self, device: Device) -> float:
-        """Return the seconds on ``device`` if no other work overlaps."""
+        """Return the duration in seconds on ``device`` if no other work overlaps with this work."""
         return self.device_s + self.host_s if device.kind == "cpu" else max(self.device_s, self.host_s)
 
 
@@ -73,7 +75,7 @@ def duration(work: Work, device: Device, matmul: str = "highest") -> Duration:
     Args:
         work: amount of computation.
         device: device that computes.
-        matmul: precision of float32 matrix products: ``plan.precision.matmul``.
+        matmul: precision of float32 matrix products, which is ``plan.precision.matmul``.
 
     Raises:
         RoomierError: the rate of a dtype is not known.
@@ -86,9 +88,9 @@ def duration(work: Work, device: Device, matmul: str = "highest") -> Duration:
 
 
 def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> float:
-    """Return the floating-point operations per second that matrix products of ``dtype`` reach.
+    """Return the number of floating-point operations per second that matrix products of ``dtype`` achieve.
 
-    A device without 16-bit arithmetic converts to float32.
+    A device without 16-bit arithmetic converts the inputs to float32.
 
     Raises:
         RoomierError: the rate is not known.
@@ -96,7 +98,7 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
     rates = device.flops_per_s
     name = _RATES.get(dtype, str(dtype))
     if name == "fp32" and matmul != "highest":
-        # CUDA uses tf32 for both other levels. A CPU uses bfloat16 for "medium" if it supports bfloat16.
+        # CUDA uses tf32 for both "high" and "medium". A CPU uses bfloat16 for "medium" if it supports bfloat16.
         faster = "tf32" if device.kind == "cuda" else "bf16" if matmul == "medium" else "fp32"
         name = faster if rates.get(faster, 0) > rates["fp32"] else name
     if name in ("bf16", "fp16") and name not in rates:
@@ -108,11 +110,11 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
 
 
 def second_forward(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[Part, Work]:
-    """Return the work that the backward of each block recomputes, from the work of a step in forward.
+    """Return the work that the backward of each block recomputes, derived from the forward work of a step.
 
-    This is the full forward of each block with ``"full"``, of one block in ``n`` with ``"every_n"``, and all operations
-    except matrix products with ``"selective"``. The choice of an activation budget is unknown before the run, so all
-    blocks are assumed to be recomputed in full, as in its first steps.
+    The recomputed work is the full forward of each block with ``"full"``, of one block in ``n`` with ``"every_n"``, and
+    all operations except matrix products with ``"selective"``. The blocks that an activation budget selects are unknown
+    before the run. All blocks are therefore assumed to be recomputed in full, as in the first steps of the run.
 
     Args:
         work: work of a step, by phase and part.
@@ -143,7 +145,7 @@ def repeating(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> d
 
 
 def _repeated(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[str, Keep]:
-    """Return the recomputed blocks, with the activations that each block saves."""
+    """Return the recomputed blocks and the activations that each block saves."""
     activation = plan.activation
     if activation.policy == "none":
         return {}

@@ -1,11 +1,11 @@
-"""Forecast of the seconds of a step, from computation and communication.
+"""Forecast of the duration of a step, from computation and communication.
 
 [Note: forecast of time]
 The parts of the model are simulated in their order (``timeline.py``), each with its duration from the roofline model
-(``compute_time.py``) and the collectives of its unit (``traffic.py``). A second simulation without collectives gives
-the exposed time as the difference. The update is added (``update_time.py``). The forecast is suitable for ranking
-plans. Costs that all plans share (loader, callbacks, kernels slower than their roofline) are not included. Compiled
-blocks have the same forecast as eager blocks.
+(``compute_time.py``) and the collectives of its unit (``traffic.py``). The exposed time is the difference between this
+simulation and a second simulation without collectives. The duration of the update is added (``update_time.py``). The
+forecast is suitable for ranking plans. Costs that all plans share are not included, such as the loader, callbacks, and
+kernels that are slower than their roofline. Compiled blocks have the same forecast as eager blocks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from roomier.planner.timing.update_time import update_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
-# Host cost of a sharded unit, in operations. It was measured with a process group without communication on a model of
-# eight tiny units, in which an operation took 3.2 us, an all-gather 0.25 ms, a reduce-scatter 0.19 ms, and the hooks of
-# a unit in forward and backward 0.27 ms (torch 2.13).
+# Host cost of a sharded unit, as a number of lightest operations. This cost was measured for a model of eight tiny
+# units, with a process group that does not communicate. An operation took 3.2 us, an all-gather 0.25 ms, a
+# reduce-scatter 0.19 ms, and the hooks of a unit in forward and backward 0.27 ms (torch 2.13).
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
-# Additional cost of each weight of a unit. Two gloo ranks took 13 to 30 more operations per weight in process time, for
-# an encoder with 54 small weights and an MLP with 16 weights. These values are the middle of that range.
+# Additional host cost of each weight of a unit. In process time, two gloo ranks took the time of 13 to 30 additional
+# operations per weight, for an encoder with 54 small weights and an MLP with 16 weights. The two values below are in
+# the middle of the measured range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8
 _OPERATIONS_OF_WEIGHT_REDUCED = 12
 _COUNT_BYTES = 8  # ranks sum the number of terms of their losses
@@ -60,19 +61,20 @@ def step_time(
         workload: workload with the micro-batch of ``plan``.
         plan: plan with a concrete strategy.
         machine: machine that the forecast is for.
-        work: work of one optimizer step on one rank, for all micro-batches together, by phase and part of the model in
-            their order. It includes recomputation and excludes communication. Phase ``"update"`` is used if the plan
-            names no optimizer.
-        units: units of the network; None computes them.
+        work: work of one optimizer step on one rank, summed over all micro-batches, by phase and part of the model, in
+            the order of the parts. It includes recomputation and excludes communication. The work of phase ``"update"``
+            is used if the plan names no optimizer.
+        units: units of the network; None computes the units.
         kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
-            half of the bytes that its forward moves outside of matrix products, because each result is written one time
-            and read one time.
+            half of the bytes that the forward of the block moves outside of matrix products, because each result is
+            written one time and read one time.
 
     Raises:
-        RoomierError: the rate of the device for a dtype is not known.
+        RoomierError: the rate of the device is not known for a dtype.
     """
     network = network_of(workload.module)
-    device = torch.device(machine.device.kind)
+    # This build of torch may not know the device of a planned machine. With its own memory, it is planned like CUDA.
+    device = torch.device("cuda" if machine.device.has_own_memory else machine.device.kind)
     precision = precision_of(plan.precision.mode, device)
     if units is None:
         adapted, blocks_of_adapted = with_adapters(network, workload.blocks, plan.adapter)
@@ -115,9 +117,9 @@ def _duration(work: Work, device: Device, plan: Plan) -> Duration:
 
 
 def _start_exchange_s(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """Return the seconds of communication before the first forward.
+    """Return the seconds of communication that precedes the first forward.
 
-    Ranks sum the number of terms of mean losses. With DDP, rank 0 also broadcasts buffers.
+    Ranks sum the numbers of terms of their mean losses. With DDP, rank 0 also broadcasts buffers.
     """
     parallel = plan.parallel
     if parallel.num_ranks == 1:
@@ -146,7 +148,7 @@ class _Step:
         plan: plan with a concrete strategy.
         machine: machine that the forecast is for.
         layout: how the model is sharded.
-        traffic: collectives of each unit, the root first.
+        traffic: collectives of each unit, starting with the root.
         num_buckets: number of buckets in which DDP reduces gradients.
         work: work of all micro-batches.
     """
@@ -177,12 +179,13 @@ class _Step:
         )
 
     def communication_s(self) -> float:
-        """Return the seconds of all collectives in sequence, with their packing."""
+        """Return the seconds of all collectives in sequence, including packing."""
         counted = exchanges(self.traffic, self.num_micro_batches, self.layout.num_backwards)
         return sum(count * (each.link_s + self._copied_s(each)) for each, count in counted)
 
     def copies_s(self, blocks: Sequence[str], kept_bytes: Mapping[str, float] | None) -> dict[str, float]:
-        """Return the seconds of copying the activations of each block to the host, in one micro-batch and direction."""
+        """Return the seconds that copying the activations of each block to the host takes, in one micro-batch and one
+        direction."""
         if self.plan.offload.activations == "none":
             return {}
         if kept_bytes is None:
@@ -258,7 +261,7 @@ class _Step:
 
 
 def _place_of(unit: str, places: Sequence[str]) -> str | None:
-    """Return the part of the model that equals, contains or is contained in ``unit``; None for the root."""
+    """Return the part of the model that equals ``unit``, contains it, or is inside it; None for the root."""
     if not unit:
         return None
     around = [each for each in places if each and (unit == each or unit.startswith(f"{each}."))]

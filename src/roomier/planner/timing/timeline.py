@@ -1,16 +1,16 @@
 """Simulation of a step: the host launches work, the device computes, and links transfer bytes.
 
 [Note: overlap]
-On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered while the
-previous unit computes, not earlier. Its reduction starts after its backward, and the computation waits for the previous
-reduction. The end of a backward waits for all reductions. A collective is therefore exposed only for the time by which
-it exceeds the computation of the neighboring unit. The first all-gather and the last reduction are fully exposed. DDP
-reduces a bucket when its gradients are complete, and waits for all buckets at the end of the last backward. The streams
-share one link, which transfers one collective at a time.
+On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered only while the
+previous unit computes. The reduction of a unit starts after its backward, and the computation waits for the previous
+reduction. The end of the model's backward waits for all reductions. A collective is therefore exposed only to the
+extent that its duration exceeds the computation of the neighboring unit. The first all-gather and the last reduction
+are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for all buckets at the end of the
+last backward. The streams share one link, on which one collective is transferred at a time.
 
-Between ranks on a CPU, communication does not overlap with computation, because the threads that send and receive, and
-the copies to and from sockets, use the cores that compute. Collectives are started early (``parallel/collectives.py``)
-to hide delays of other ranks, not the cost of sending.
+Between ranks on a CPU, communication does not overlap with computation. The threads that send and receive data, and the
+copies to and from sockets, use the same cores as the computation. Collectives are started early
+(``parallel/collectives.py``) to hide delays of other ranks. An early start does not hide the cost of sending.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Transfer:
     """A collective or a copy to the host in the simulation.
 
     Attributes:
-        link_s: time on the link, or on a separate stream.
-        device_s: time of the computing device for packing and unpacking.
-        host_s: time of the host for launching the transfer.
-        in_first: whether it runs in the first micro-batch.
-        in_others: whether it runs in the micro-batches in the middle.
-        in_last: whether it runs in the last micro-batch.
-        is_late: whether it waits for the end of the backward.
+        link_s: time that the transfer occupies the link or a separate stream.
+        device_s: time that the device spends on packing and unpacking.
+        host_s: time that the host spends on launching the transfer.
+        in_first: whether the transfer runs in the first micro-batch.
+        in_others: whether the transfer runs in the micro-batches in the middle.
+        in_last: whether the transfer runs in the last micro-batch.
+        is_late: whether the transfer waits for the end of the backward.
     """
 
     link_s: float
@@ -55,7 +55,7 @@ class Segment:
         is_backward: whether the segment belongs to the backward.
         gathers: all-gathers before the computation.
         reduces: reductions after the computation.
-        copy_s: time of copying saved activations to the host in forward, or back in backward.
+        copy_s: time to copy saved activations to the host in forward, or back to the device in backward.
     """
 
     duration: Duration
@@ -80,14 +80,14 @@ class _Clocks:
 def play(
     segments: Sequence[Segment], num_micro_batches: int, *, is_cpu: bool, waits_each: bool, bucket_s: float = 0.0
 ) -> float:
-    """Return the seconds of forward and backward of all micro-batches.
+    """Return the duration of forward and backward of all micro-batches, in seconds.
 
     Args:
         segments: segments of one micro-batch, in their order.
-        num_micro_batches: micro-batches of a step.
+        num_micro_batches: number of micro-batches in a step.
         is_cpu: simulate ranks on a CPU, without overlap.
         waits_each: the end of each backward waits for its reductions (``fully_shard``).
-        bucket_s: time of a bucket on the link (DDP); 0 sends each reduction separately.
+        bucket_s: time that one bucket occupies the link (DDP); 0 sends each reduction separately.
     """
     num_played = min(num_micro_batches, _MOST_PLAYED)
     clocks, ends = _Clocks(), [0.0]
@@ -170,7 +170,7 @@ def _compute(clocks: _Clocks, duration: Duration) -> None:
 
 
 def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]]) -> list[float]:
-    """Return the link time of the next all-gather in the same phase for each segment, or 0."""
+    """Return, for each segment, the link time of the next all-gather in the same phase, or 0."""
     found = [0.0] * len(segments)
     next_s = 0.0
     for index in reversed(range(len(segments))):
@@ -183,7 +183,7 @@ def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]
 
 
 def _gather(clocks: _Clocks, gathers: Sequence[Transfer], following_s: float) -> None:
-    """Wait for an all-gather, and start the next one, which takes ``following_s``."""
+    """Wait for an all-gather, and start the next all-gather, which takes ``following_s``."""
     clocks.host_s += sum(each.host_s for each in gathers)
     link_s = sum(each.link_s for each in gathers)
     if link_s and clocks.gathered_s is None:
@@ -206,8 +206,8 @@ def _reduce(clocks: _Clocks, transfer: Transfer) -> None:
 
 
 def _reduce_in_buckets(clocks: _Clocks, transfer: Transfer, pending_s: float, bucket_s: float, begin_s: float) -> float:
-    """Send the buckets that the gradients of a segment fill at a constant rate, and return the time of the
-    remainder."""
+    """Send the buckets that the gradients of a segment fill at a constant rate, and return the link time of the
+    remaining gradients."""
     clocks.host_s += transfer.host_s
     clocks.device_s += transfer.device_s
     left_s = transfer.link_s

@@ -11,8 +11,8 @@ ZeRO-2 sends as much as DDP, and ZeRO-3 1.5 times as much)::
     zero3    M (2 G + B)          gathered again in each backward, except the root and embeddings
     hsdp     M (2 G + B)          within a group, and the all-reduce of shards, 2 (C-1)/C B/N, over ``C`` replicas
 
-In addition, each rank copies data locally: shards are packed into one buffer and unpacked from it, so each byte is read
-and written one time. Ranks that send their shards pairwise also sum them.
+In addition, each rank copies data locally. Shards are packed into one buffer and unpacked from it, so each byte is read
+and written one time. Ranks that send their shards pairwise also sum the received shards.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ class UnitTraffic:
 
     Attributes:
         name: name of the unit; empty for the root.
-        gather: all-gather of its weights; empty for ``ddp``.
-        reduce: reduction of its gradients; for ``ddp``, its share of the buckets.
-        gathers_each: whether it is all-gathered in the forward of each micro-batch, not only the first one.
-        gathers_again: whether it is all-gathered in each backward.
-        reduces_each: whether it is reduced after each micro-batch, not only the last one.
-        is_last: whether its reduction waits for the end of the backward.
-        num_weights: number of weights, each of which the host handles.
+        gather: all-gather of the weights of the unit; empty for ``ddp``.
+        reduce: reduction of the gradients of the unit; for ``ddp``, the share of the unit in the buckets.
+        gathers_each: whether the unit is all-gathered in the forward of each micro-batch, not only of the first
+            micro-batch.
+        gathers_again: whether the unit is all-gathered again in each backward.
+        reduces_each: whether the gradients are reduced after each micro-batch, not only after the last micro-batch.
+        is_last: whether the reduction waits for the end of the backward.
+        num_weights: number of weights. The host handles each weight separately.
     """
 
     name: str
@@ -87,11 +88,11 @@ class UnitTraffic:
 
 
 def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machine) -> list[UnitTraffic]:
-    """Return the collectives of each unit, in the order of the forward, the root first.
+    """Return the collectives of each unit in the order of the forward, starting with the root.
 
     Args:
         units: units of the network.
-        plan: plan with a concrete strategy. It determines the number of ranks and their nodes.
+        plan: plan with a concrete strategy. The plan determines the number of ranks and their nodes.
         layout: result of :func:`roomier.memory.predict.layout_of`.
         machine: machine whose links are used.
     """
@@ -99,7 +100,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
         return []
     if layout.strategy == "ddp":
         return _of_replicas(units, plan, machine)
-    # An exact step in backward with clipping by norm runs two backwards per micro-batch.
+    # An exact step in backward runs two backwards per micro-batch if gradients are clipped by norm.
     frees = layout.frees_parameters or layout.num_backwards > 1
     found = []
     known: dict[Any, tuple[Exchange, Exchange]] = {}  # cache for equal blocks
@@ -131,7 +132,7 @@ def sent_bytes(traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backw
 def exchanges(
     traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1
 ) -> list[tuple[Exchange, int]]:
-    """Return all collectives of one optimizer step, each with its number of executions."""
+    """Return all collectives of one optimizer step and the number of executions of each collective."""
     found = []
     for unit in traffic:
         num_gathers = num_micro_batches if unit.gathers_each else 1
@@ -155,11 +156,11 @@ def num_buckets_of(units: Sequence[Unit]) -> int:
 
 
 def wire_dtype_of(unit: Unit, layout: Layout) -> torch.dtype:
-    """Return the dtype in which the gradients of ``unit`` are sent if the model is sharded."""
+    """Return the dtype in which the gradients of ``unit`` are sent in a sharded model."""
     if layout.wire_dtype is not None:
         return layout.wire_dtype
     is_cast = unit.weights[0].dtype != unit.gathered_dtype
-    # Only the pairwise collectives can send gradients in 16 bits and sum them in 32 bits.
+    # Only the pairwise collectives support sending gradients in 16 bits and summing them in 32 bits.
     is_low = is_cast and layout.on_gloo and not layout.accumulates_unsharded
     return unit.gathered_dtype if is_low else unit.sum_dtype
 
@@ -184,7 +185,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
     num_elements = own_elements * layout.num_shards
     whole_bytes = num_elements * wire_dtype_of(unit, layout).itemsize
     copied_bytes = num_elements * unit.gathered_dtype.itemsize + whole_bytes
-    if layout.on_gloo and machine.in_node_reduce is None:  # this rank copies its shard and adds the others' to it
+    if layout.on_gloo and machine.in_node_reduce is None:  # copies its own shard and adds the shards of other ranks
         sum_bytes = own_elements * unit.sum_dtype.itemsize
         copied_bytes += whole_bytes + sum_bytes * (2 * layout.num_shards - 1)
     found = Exchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
@@ -197,7 +198,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
 
 
 def _own_elements(weight: Weight, layout: Layout) -> int:
-    # Tensors without a dimension are not sharded. They are reduced one time per step, in negligible time.
+    # Tensors without a dimension are not sharded. These tensors are reduced one time per step, in negligible time.
     return math.prod(own_shape(weight.shape, layout)) if weight.shape else 0
 
 
@@ -206,7 +207,8 @@ def _all_reduce(num_bytes: float, group: Group, machine: Machine) -> Exchange:
 
 
 def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[UnitTraffic]:
-    # Latency is proportional to the number of buckets, not units. Each unit has a share of it.
+    # Latency is proportional to the number of buckets, not to the number of units. Each unit has a share of the
+    # latency.
     wire = torch.bfloat16 if plan.parallel.reduce_dtype == "bf16" else None
     group = shard_group(plan)
     trained = [[each for each in unit.weights if each.is_trained] for unit in units]

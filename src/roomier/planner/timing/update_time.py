@@ -1,11 +1,13 @@
-"""Duration of clipping and the optimizer, computed from the bytes that they move, because memory limits both.
+"""Duration of gradient clipping and of the optimizer. Both are limited by memory bandwidth, so their duration is
+computed from the bytes that they move.
 
 [Note: bytes of an update]
-Fused AdamW reads a weight, its gradient and two moments, and writes all of them except the gradient. This is seven
-times the size of a weight, or 28 bytes in float32. Optimizers that consist of several operations read and write in each
-operation. Their bytes were counted with :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers
-that work on blocks in a CPU's cache move few bytes and compute much. Their value is the time on one core, expressed as
-the bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``roomier/bench/step_time.py``).
+Fused AdamW reads a weight, its gradient and its two moments, and writes all of these tensors except the gradient. The
+bytes moved are seven times the size of a weight, or 28 bytes per element in float32. Optimizers that consist of several
+operations read and write tensors in each operation. The bytes of these optimizers were counted with
+:class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that process blocks in a CPU's cache are
+limited by computation, because they move few bytes. For these optimizers, the value is the time on one core, expressed
+as the bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``roomier/bench/step_time.py``).
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from roomier.planner.timing.traffic import shard_group
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that an optimizer moves for a weight.
+    """Bytes that an optimizer moves per element of a weight.
 
     Attributes:
         cuda_bytes: bytes read and written per element on a GPU.
         cpu_bytes: bytes read and written per element on a CPU.
-        num_operations: operations for each tensor; 0 for a fused optimizer, which has one for all tensors.
-        itemsize: size of an element for which the bytes are given. The bytes are proportional to the actual size.
+        num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
+            all tensors.
+        itemsize: size of an element for which the bytes are specified. The bytes are proportional to the actual size of
+            an element.
     """
 
     cuda_bytes: float
@@ -71,9 +75,9 @@ _ROUNDED = {
 }
 _SIGN_BYTES = 0.15625  # per element of 1-bit Adam: a bit, and a float32 for each 128 (docs/design/communication.md)
 _MUON_STEPS = 5
-# Costs in lightest operations. A step of fused AdamW took 22, plus 2 to 3 for each of 16 to 54 weights. A step in
-# backward, which updates one weight at a time, took 7 for each weight (6.1 to 8; 10 for convolutions). These are
-# process times on one core of an Intel Xeon with torch 2.13.
+# Costs in lightest operations. A step of fused AdamW took the time of 22 lightest operations, plus 2 to 3 for each of
+# 16 to 54 weights. A step in backward, which updates one weight at a time, took the time of 7 lightest operations for
+# each weight (6.1 to 8; 10 for convolutions). These are process times on one core of an Intel Xeon with torch 2.13.
 _OPERATIONS_OF_STEP = 22
 _OPERATIONS_OF_WEIGHT = {"none": 2, "exact": 7}
 
@@ -102,7 +106,7 @@ def update_time(
     blocks: Sequence[str] = (),
     work: Mapping[Part, Work] | None = None,
 ) -> Update:
-    """Return the duration of the update of one optimizer step, for this rank's shard of the weights.
+    """Return the duration of the optimizer update in one step, for this rank's shard of the weights.
 
     Args:
         units: units of the network.
@@ -110,8 +114,8 @@ def update_time(
         machine: machine that the forecast is for.
         layout: how the weights are sharded.
         blocks: names of the blocks, which contain Muon's matrices.
-        work: counted work. Its phase ``"update"`` is used if the module configures its own optimizer. If this phase is
-            missing, fused AdamW is assumed.
+        work: counted work. The work of phase ``"update"`` is used if the module configures its own optimizer. If the
+            work contains no such phase, fused AdamW is assumed.
     """
     device = machine.device
     counted = Work()
@@ -143,7 +147,7 @@ def update_time(
 
 
 def _seconds(work: Work, device: Device) -> float:
-    # Updates have a different memory access pattern, so the rate of updates is used if it was measured.
+    # Updates have a different memory access pattern, so their rate is used if it was measured.
     rate = device.update_bytes_per_s or device.memory_bytes_per_s
     return Duration(work.other_bytes / rate, work.num_operations * device.operation_s).on(device)
 
@@ -195,7 +199,8 @@ def _is_hidden(weight: Weight, blocks: Sequence[str]) -> bool:
 
 
 def _muon_flops(shape: tuple[int, ...]) -> float:
-    """Count the operations of Newton-Schulz iterations: ``X X^T``, its square, and their product with ``X``."""
+    """Return the operations of Newton-Schulz iterations: ``X X^T``, the square of this product, and the multiplication
+    of both with ``X``."""
     short, long = sorted(shape)
     return _MUON_STEPS * (4 * short * short * long + 2 * short**3)
 

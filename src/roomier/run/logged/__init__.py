@@ -1,1 +1,1 @@
-"""Values that a module logs, reduced over an epoch and over ranks."""
+"""Values that a module logs, reduced over an epoch and across ranks."""

@@ -1,4 +1,5 @@
-"""A logged name: its value in the current step and its reduction over the epoch, both on their device."""
+"""A logged name, with its value in the current step and its reduction over the epoch. Both remain on the device of the
+logged value."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roomier.device.capability import capabilities_of
 from roomier.run.logged.over_ranks import RankEntry
 
 OF_LOADER = "/dataloader_idx_"
@@ -15,7 +17,7 @@ OF_LOADER = "/dataloader_idx_"
 
 @dataclass(slots=True)
 class Entry:
-    """A logged name, its reduction and its outputs.
+    """A logged name, with its reduction and its outputs.
 
     Attributes:
         name: the name, including the suffix of the loader, if any.
@@ -25,13 +27,13 @@ class Entry:
         metric: the torchmetrics object that was logged, or None.
         asked: arguments of the call that created this entry; None if the entry comes from a checkpoint or from another
             rank.
-        syncs: True if the value is reduced over all ranks at a log step.
-        step_weight: weight of ``value`` in the reduction over ranks.
-        agreed, agreed_step: reduced values over all ranks; None if they are outdated or not reduced.
+        syncs: True if the value is reduced across all ranks at a log step.
+        step_weight: weight of ``value`` in the reduction across ranks.
+        agreed, agreed_step: values reduced across all ranks; None if they are outdated or not reduced.
         updates: number of updates of ``metric`` on each rank when ``agreed`` was computed.
-        is_double: True if the logged values are float64. Reduced values are then shown as float64.
-        is_unseen: True if ``value`` is newer than the values that :class:`roomier.run.logged.results.Results` shows.
-        dataloader_idx: index of the only loader of an evaluation that logged the name; None for all loaders.
+        is_double: True if the logged values are float64. In this case, reduced values are shown as float64.
+        is_unseen: True if ``value`` is newer than the shown values of :class:`roomier.run.logged.results.Results`.
+        dataloader_idx: index of the only loader of an evaluation for which the name was logged; None for all loaders.
     """
 
     name: str
@@ -56,15 +58,15 @@ class Entry:
 
     @property
     def options(self) -> tuple[bool, bool, bool, bool, str]:
-        """The arguments that must be equal on all ranks."""
+        """The arguments that must be identical on all ranks."""
         return self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce_fx
 
     def names_for_step(self) -> tuple[str, ...]:
-        """Return the names of the value of a step."""
+        """Return the column names for the value of a step."""
         return (self.name, self._forked("step")) if self.on_step and self.on_epoch else (self.name,)
 
     def names_for_epoch(self) -> tuple[str, ...]:
-        """Return the names of the value of an epoch."""
+        """Return the column names for the value of an epoch."""
         return (self.name, self._forked("epoch")) if self.on_step and self.on_epoch else (self.name,)
 
     def _forked(self, suffix: str) -> str:
@@ -85,7 +87,7 @@ class Entry:
                 self.total, self.weight = torch.add(self.total, value, alpha=weight), self.weight + weight
             return
         if isinstance(value, Tensor):  # sums over thousands of steps lose precision in float32 and bfloat16
-            value = value.float() if value.device.type == "mps" else value.double()
+            value = value.double() if torch.float64 in capabilities_of(value.device).dtypes else value.float()
         if self.reduce_fx == "mean":
             if isinstance(weight, Tensor):  # a comparison with 0 in Python would wait for the device
                 value = torch.where(weight == 0, 0.0, value * weight)
@@ -103,7 +105,7 @@ class Entry:
             self.total = extreme(as_tensor(self.total), as_tensor(value))
 
     def reduced(self) -> Any:
-        """Return the value of the epoch so far; None if no value was added."""
+        """Return the value of the epoch so far, or None if no value was added."""
         if self.metric is not None:
             return self.metric.compute() if self.metric.update_called else None
         if self.total is None or self.reduce_fx != "mean":
@@ -117,7 +119,8 @@ class Entry:
             self.metric.reset()
 
     def shown(self, value: Any) -> Tensor:
-        """Return ``value`` as users receive it: in float64 if the logged values are float64, in float32 otherwise."""
+        """Return ``value`` in the dtype that users receive: float64 if the logged values are float64, otherwise
+        float32."""
         tensor = as_tensor(value)
         if self.metric is not None:
             return tensor  # a metric determines the dtype of its value
@@ -125,11 +128,11 @@ class Entry:
 
     @property
     def step_figure(self) -> Any:
-        """Value of the step, reduced over all ranks if the ranks exchanged it."""
+        """Value of the step, reduced across all ranks if the ranks exchanged their values."""
         return self.value if self.agreed_step is None else self.agreed_step
 
     def for_other_ranks(self) -> RankEntry:
-        """Return the data that other ranks need for the reduction, as Python numbers. This waits for the device."""
+        """Return the data that other ranks require for the reduction, as Python numbers. This waits for the device."""
         is_updated = self.metric is not None and self.metric.update_called
         return RankEntry(
             self.options,
@@ -143,12 +146,13 @@ class Entry:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Convert ``value`` to a tensor; a number to float64, because the default dtype may be 16 bits with bf16-true."""
+    """Convert ``value`` to a tensor. A number is converted to float64, because the default dtype may have 16 bits with
+    bf16-true."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def is_double(value: Any) -> bool:
-    """Return True if values reduced from ``value`` should be shown as float64."""
+    """Return True if reductions of ``value`` should be shown as float64."""
     if isinstance(value, Tensor):
         return value.dtype == torch.float64
     return torch.get_default_dtype() == torch.float64

@@ -1,9 +1,10 @@
-"""States of torchmetrics objects in a checkpoint. The ``state_dict`` of a module does not contain them.
+"""States of torchmetrics objects in a checkpoint. The ``state_dict`` of a module does not contain these states.
 
-The state of each rank is stored separately: ``{"0": {...}, "1": {...}}``. If the run resumes on fewer ranks, states are
-merged. If it resumes on more ranks, the additional ranks start without a state.
+The state of each rank is stored separately: ``{"0": {...}, "1": {...}}``. If the run resumes on fewer ranks, the states
+of several ranks are merged. If the run resumes on more ranks, the additional ranks start without a state.
 
-This module does not import torchmetrics, because a program that uses such objects has already imported torchmetrics.
+This module does not import torchmetrics, because a program that uses torchmetrics objects has already imported the
+package.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """Return ``{name: {"state": {...}, "num_updates": n}}`` of the metrics that were updated since their last reset."""
+    """Return ``{name: {"state": {...}, "num_updates": n}}`` for the metrics that were updated since their last
+    reset."""
     return {
         name: {"state": _mapped(metric.metric_state, _copied), "num_updates": metric.update_count}
         for name, metric in metrics_of(module).items()
@@ -43,13 +45,13 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that stored states have the names and kinds of the states of the metrics of ``module``.
+    """Check that stored states have the same names and kinds as the states of the metrics in ``module``.
 
-    A state with another name could replace a method. Shapes are not checked, because they may change with the first
-    batch.
+    Without this check, a state with another name could replace a method. Shapes are not checked, because the first
+    batch may change them.
 
     Raises:
-        FormError: a state has another name or kind.
+        FormError: the name or the kind of a state is different.
     """
     metrics = metrics_of(module)
     for rank, states in by_rank.items():
@@ -63,7 +65,7 @@ def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, An
 def load_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]], world: World) -> None:
     """Restore the values that :func:`metric_states` returned on each rank.
 
-    A notice reports stored states of metrics that no longer exist, and states that cannot be merged.
+    A notice reports stored states of metrics that no longer exist, and states that roomier cannot merge.
     """
     metrics = metrics_of(module)
     for rank in sorted(map(int, by_rank)):

@@ -20,9 +20,10 @@ _PLAIN = (int, float, complex, str, bytes, type(None), tuple, frozenset)
 
 @contextmanager
 def muted(module: nn.Module, results: Results) -> Iterator[None]:
-    """Undo all changes of a step to attributes and buffers of ``module`` and its submodules, and ignore logged values.
+    """Undo all changes that a step makes to attributes and buffers of ``module`` and its submodules, and ignore logged
+    values.
 
-    The changes include items added to lists, counters, and states of metrics.
+    The changes that are undone include items added to lists, changes to counters, and updates of metric states.
     """
     undo: list[Undo] = []
     for part in module.modules():

@@ -21,10 +21,10 @@ class RankEntry(NamedTuple):
     """One logged name on one rank.
 
     Attributes:
-        options: arguments with which it is logged.
+        options: arguments with which the value is logged.
         total, weight: reduction of the epoch so far; the mean is ``total / weight``. ``total`` is None if no value was
             added.
-        step_value, step_weight: last value of a step and its weight; None without a value.
+        step_value, step_weight: last value of a step and its weight; None if no value exists.
         num_updates: number of updates of a torchmetrics object since its last reset.
         has_metric: True if the value is a torchmetrics object.
     """
@@ -40,10 +40,10 @@ class RankEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class OfAll:
-    """One logged name, reduced over all ranks.
+    """One logged name, reduced across all ranks.
 
     Attributes:
-        options: arguments with which it is logged.
+        options: arguments with which the value is logged.
         total, weight: reduction of the epoch so far.
         step_value: reduced value of the last step, or None.
         updates: number of updates of the torchmetrics object, by rank.
@@ -67,10 +67,10 @@ def reduce_over_ranks(by_rank: Sequence[Mapping[Key, RankEntry]]) -> dict[Key, O
     """Return the reduced values of all names that any rank logged. The result and its order are the same on all ranks.
 
     Args:
-        by_rank: logged entries of each rank. The second to last item of a key is the name.
+        by_rank: logged entries on each rank. The name is the second-to-last item of a key.
 
     Raises:
-        RoomierError: ranks log a name with different arguments, or only some ranks log a torchmetrics object.
+        RoomierError: ranks logged a name with different arguments, or only some ranks logged a torchmetrics object.
     """
     keys = dict.fromkeys(key for of_rank in by_rank for key in of_rank)
     return {key: _reduced(str(key[-2]), [of_rank.get(key) for of_rank in by_rank]) for key in keys}
@@ -112,7 +112,7 @@ def _combined(fx: str, values: Sequence[float]) -> float | None:
     if not values:
         return None
     if fx in _EXTREMES:
-        # Unlike min() and max(), return NaN if any value is NaN, as on one rank.
+        # Unlike min() and max(), return NaN if any value is NaN. One rank produces the same result.
         return math.nan if any(map(math.isnan, values)) else _EXTREMES[fx](values)
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 

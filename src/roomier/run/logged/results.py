@@ -1,10 +1,10 @@
-"""Values that a module logs: the value of the current step and the reduction over the epoch, both on their device.
+"""Values that a module logs. The value of the step and the reduction over the epoch are stored on its device.
 
 [Note: logged values of all ranks]
-Logging adds no collective to a step. Values are reduced over ranks when a row is written, and at the end of an epoch or
-an evaluation: before the hooks at its end and after each hook, because a hook may log. After that, all ranks read the
-same values, so callbacks that watch a metric make the same decision. At these points, no name has a value that only one
-rank logged.
+Logging adds no collective to a step. Values are reduced across ranks when a row is written, and at the end of an epoch
+or an evaluation. The reduction runs before the first hook at this end, and after each hook, because a hook may log
+values. After a reduction, all ranks read the same values, so callbacks that monitor a metric make the same decision. At
+these points, all ranks have a value for each name, even if only one rank logged the name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from roomier.run.logged.over_ranks import REDUCTIONS, reduce_over_ranks
 
 
 def _weight(batch_size: Any) -> Any:
-    """Return ``batch_size``, a number or a tensor. The value of a tensor is not checked, to avoid waiting for it.
+    """Return ``batch_size`` as a number or a tensor. A tensor is not checked, because this would synchronize.
 
     Raises:
         RoomierError: ``batch_size`` is neither a non-negative number nor a tensor.
@@ -91,21 +91,21 @@ def _show_epoch(
 
 
 class Results:
-    """The tables of logged values, one for training and one for the running evaluation.
+    """The tables of logged values: one for training and one for the current evaluation.
 
     Args:
-        ranks: the ranks over which values are reduced; None means one rank.
+        ranks: the ranks across which values are reduced; None means one rank.
         allows_overlaps: allow two names that are written to one column, such as ``x_epoch`` and the epoch value of
-            ``x``. The last value is written, and a notice is printed. Otherwise an error is raised.
+            ``x``. The last value is written to the column, and a notice is printed. Otherwise an error is raised.
 
     Attributes:
-        stage: ``"train"`` or the stage of the running evaluation; None outside a loop.
-        is_in_batch: True if a batch is running, so ``on_step`` is the default in training.
-        batch: the current batch, from which the batch size is inferred.
+        stage: ``"train"``, or the stage of the current evaluation; None outside a loop.
+        is_in_batch: True while a batch is processed. In training, ``on_step`` is then the default.
+        batch: the current batch, from which roomier infers the batch size.
         dataloader_idx: index of the current loader if a stage has several loaders.
-        is_muted: True if the current forward runs only because other ranks require it, so its logged values are
-            ignored.
-        loader_of: index of the loader of each name in the last evaluation; None if several loaders logged the name.
+        is_muted: True if the current forward runs only for other ranks. Its logged values are ignored.
+        loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
+            several loaders.
     """
 
     def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
@@ -116,10 +116,10 @@ class Results:
         self.is_in_batch = False
         self.batch: Any = None
         self.dataloader_idx: int | None = None
-        # By stage, then by the name and whether a batch was running. A value that a hook at the end of an epoch logs is
-        # separate from a value that steps log under the same name.
+        # Entries by stage, then by name and by whether a batch was running. If a hook at the end of an epoch logs a
+        # value under the same name as steps, the two values are separate.
         self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
-        # Values that are shown, except newer values of steps. See callback_metrics.
+        # Values that are shown, excluding newer values of steps. See callback_metrics.
         self._callback_values: dict[str, Tensor] = {}
         self._logged_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
@@ -197,7 +197,8 @@ class Results:
     def _entry_for(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
-        """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
+        """Return the entry for the first call of ``log`` with ``name``, or for the first call after ``entry`` was
+        restored."""
         if not isinstance(name, str):
             raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)
@@ -261,12 +262,12 @@ class Results:
 
     @property
     def columns(self) -> set[str]:
-        """Names of the columns of all logged values, in this epoch or an earlier one."""
+        """Names of the columns of all values that were logged in this epoch or an earlier epoch."""
         running = {each for table in self._entries.values() for entry in table.values() for each in entry.columns}
         return running | self._logged_values.keys()
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes training logs made after this call, except updates of torchmetrics objects."""
+        """Return a function that undoes later training logs, except updates of torchmetrics objects."""
         kept = {key: copy(entry) for key, entry in self._entries["train"].items()}
 
         def take_back() -> None:
@@ -275,7 +276,7 @@ class Results:
         return take_back
 
     def forget_epochs(self) -> None:
-        """Clear the values of completed epochs, after a sanity check."""
+        """Clear the values of completed epochs after a sanity check."""
         for shown in (self._callback_values, self._logged_values, self._bar_values):
             shown.clear()
 
@@ -287,7 +288,7 @@ class Results:
         See [Note: logged values of all ranks]. With one rank, this method does nothing.
 
         Args:
-            extra: an additional value that is sent to the other ranks.
+            extra: an additional value to send to the other ranks.
 
         Returns:
             ``extra`` of each rank.
@@ -317,14 +318,14 @@ class Results:
         return [each for each, _ in gathered]
 
     def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
-        """Call ``hooks`` at the end of an epoch. Each hook can read all values logged before, reduced over ranks."""
+        """Call ``hooks`` at the end of an epoch. Each hook can read previously logged values, reduced across ranks."""
         self.settle()
         for hook in hooks:
             hook()
             self.settle()
 
     def _reduced(self, entry: Entry) -> Any:
-        """Return the value of the epoch so far, reduced over ranks if they exchanged it, or None."""
+        """Return the value of the epoch so far, reduced across ranks if they exchanged their values, or None."""
         if not entry.on_epoch:
             return None
         if self._ranks.is_alone:
@@ -342,7 +343,7 @@ class Results:
         }
 
     def end_epoch(self, stage: str) -> dict[str, Tensor]:
-        """Reduce the epoch of ``stage`` over all ranks, clear it, and return the values for the loggers."""
+        """Reduce the epoch values of ``stage`` across all ranks, clear them, and return the values for the loggers."""
         self.settle()
         ending = self._entries.get(stage, {}).values()
         # An evaluation updates only the names that it logs, so it does not change other names in a checkpoint.
@@ -369,7 +370,7 @@ class Results:
             name: entry.dataloader_idx
             for entry in self._entries.get(stage, {}).values()
             for name in (*entry.names_for_step(), *entry.names_for_epoch())
-            if entry.asked is not None  # otherwise the entry comes from another rank
+            if entry.asked is not None  # otherwise, the entry comes from another rank
         }
         self.loader_of = {}
         for of_rank in self._ranks.gather(own):
@@ -382,7 +383,7 @@ class Results:
             entry.reset()
 
     def _show_steps(self, names: set[str] | None) -> None:
-        """Show the values that training steps logged, for ``names`` or all names, before newer values replace them."""
+        """Show the logged values of training steps for ``names``, or for all names, before newer ones replace them."""
         shown = self._callback_values, self._logged_values, self._bar_values
         for entry in self._unseen_steps():
             if names is None or not names.isdisjoint(entry.names_for_step()):
@@ -412,7 +413,7 @@ class Results:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values. The name ``x`` has the latest value, of a step or of an epoch."""
+        """All logged values. The name ``x`` contains the latest value of a step or of an epoch."""
         return self._shown()[0]
 
     @property
@@ -428,12 +429,12 @@ class Results:
     # Resume -----------------------------------------------------------------------------------------------------
 
     def state(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reductions of the training epoch and the last values of completed epochs, over all ranks.
+        """Return the reductions of the training epoch and the last values of completed epochs, across all ranks.
 
         Every rank must call this method at the same time.
 
         Args:
-            metrics: the metric objects whose states are saved, by name.
+            metrics: the metric objects whose states are saved, with their names.
         """
         name_of = {id(metric): name for name, metric in metrics.items()}
         running = []

@@ -1,4 +1,4 @@
-"""Notices at the start of a run about settings that may not be intended."""
+"""Notices at the start of a run about settings that may be unintended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roomier.train.step import TRANSFER_HOOKS
 def report_evaluation_mode(module: Module) -> None:
     """Print a notice about modules in evaluation mode.
 
-    Some models are loaded in this mode, and users freeze modules by setting it.
+    Some models are loaded in this mode, and some users set it to freeze modules.
     """
     network = network_of(module)
     names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]
@@ -29,7 +29,8 @@ def report_evaluation_mode(module: Module) -> None:
 
 
 def report_batch_statistics(module: Module, gradients: str) -> None:
-    """Print a notice about BatchNorm modules if a batch is split, because only gradients account for the split."""
+    """Print a notice about BatchNorm modules if a batch is split, because they use the statistics of each
+    micro-batch."""
     found = [
         name or type(each).__name__
         for name, each in network_of(module).named_modules()
@@ -44,7 +45,7 @@ def report_batch_statistics(module: Module, gradients: str) -> None:
 
 
 def report_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
-    """Print a notice about transfer hooks that both the module and the DataModule define."""
+    """Print a notice about transfer hooks if both the module and the DataModule define them."""
     if datamodule is None:
         return
     for name in TRANSFER_HOOKS:
@@ -58,7 +59,7 @@ def report_transfer_hooks(module: Module, datamodule: DataModule | None) -> None
 def report_validation_at_unknown_end(options: LoopOptions, interval: float, num_training: float) -> None:
     """Print a notice if validation runs only at the end of the loader.
 
-    ``max_steps`` or ``max_time`` may end training before the end of the loader.
+    Training may end before the end of the loader because of ``max_steps`` or ``max_time``.
     """
     limits = {"max_steps": options.max_steps} if options.max_steps != -1 else {"max_time": options.max_time}
     [(limit, value)] = limits.items()

@@ -22,9 +22,9 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
-from roomier.core.rng import separate_rng
 from roomier.data.batch_feeds import length_of
 from roomier.data.combined import CombinedLoader
+from roomier.device.rng import separate_rng
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
@@ -66,7 +66,7 @@ def build_eager(
 
 
 def make_model(settled: Settled, module: Module) -> None:
-    """Call ``configure_model``. If the plan shards the model, each rank allocates only its shard."""
+    """Call ``configure_model``. If the plan shards the model, each rank allocates memory only for its shard."""
     with built_in_parts(settled.plan, settled.ranks, has_weights=settled.start.weights.file is not None):
         module.configure_model()
 
@@ -80,17 +80,17 @@ def open_run(
     hooked: Sequence[Any] | None = None,
     build: BuildEngine = build_eager,
 ) -> Run:
-    """Build the engine, open the loaders, and return a run that is ready for its loop, without restored state.
+    """Build the engine, open the loaders, and return a run whose state is not yet restored.
 
     Args:
         settled: the facts of the run.
-        stop: the signals that end the run.
-        loggers: the loggers, which receive the rows of rank 0 if the run has a folder.
+        stop: object that records the signals that end the run.
+        loggers: the loggers, which receive the rows of rank 0 if the run writes a run folder.
         hooked: the callbacks whose hooks are called; None means the callbacks of ``settled``.
         build: function that builds the engine.
 
     Raises:
-        RoomierError: the plan cannot be built for this module, or there is no data.
+        RoomierError: the plan cannot be built for this module, or no data is available.
     """
     request, plan, ranks = settled.request, settled.plan, settled.ranks
 
@@ -155,7 +155,7 @@ def _batches_of_fit(settled: Settled, module: Module) -> Batches:
 
 
 def restore_run(run: Run) -> Path | None:
-    """Load the first weights and the checkpoint of ``run``, and start its loggers.
+    """Load the initial weights and the checkpoint of ``run``, and start its loggers.
 
     Returns:
         The checkpoint that was loaded, or None.
@@ -208,7 +208,7 @@ def start_fit(run: Run) -> None:
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
     if run.batches.evaluated and num_batches and is_fresh:
         sanity_check(run, math.inf if num_batches == -1 else num_batches)
-    if run.now.random_state is None:  # until here, all ranks have the same random state, to build identical models
+    if run.now.random_state is None:  # until here, random states are equal, so all ranks build identical models
         separate_rng(run.ranks.world.rank)
 
 
@@ -225,17 +225,17 @@ def close_run(run: Run, status: str) -> None:
     """Close the engine and the loggers of ``run``. The model keeps its trained weights.
 
     Args:
-        status: ``"success"``, ``"interrupted"`` or ``"failed"``, which the loggers receive.
+        status: the status that the loggers receive: ``"success"``, ``"interrupted"`` or ``"failed"``.
     """
     run.results.stage = run.now.window = None
     end_background_save(run)
     run.engine.close()
-    run.engine.hooks = StepHooks()  # the hooks hold the run, and the run holds the optimizer states
+    run.engine.hooks = StepHooks()  # the hooks reference the run, and the run references the optimizer states
     run.loggers.finalize(status)
 
 
 def num_batches_of_loaders(batches: Batches, limit: float) -> list[float]:
-    """Return the number of batches of each loader as in Lightning, which counts each loader of a CombinedLoader."""
+    """Return the number of batches of each loader, counting each loader in a CombinedLoader separately."""
     counts = list[float]()
     for source, num_batches in zip(batches.evaluated, batches.limits, strict=True):
         if not isinstance(source.loader, CombinedLoader):

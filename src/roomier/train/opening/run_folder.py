@@ -9,17 +9,17 @@ PREFIX = "version_"
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Return True if the name of ``folder`` is ``version_`` and a number."""
+    """Return True if the name of ``folder`` consists of ``version_`` and a number."""
     return folder.name.startswith(PREFIX) and folder.name[len(PREFIX) :].isdecimal()
 
 
 def run_folder(root: Path, resumed: Path | None) -> Path:
-    """Return the folder of a run: the folder of the checkpoint ``resumed``, or a new ``version_N`` under ``root``.
+    """Return the run folder, which is the folder of the checkpoint ``resumed`` or a new ``version_N`` under ``root``.
 
     Raises:
         CheckpointError: the folder cannot be created.
     """
-    # A Lightning checkpoint is a file in a folder of Lightning, so the run gets a new folder.
+    # A Lightning checkpoint is a file in a folder that Lightning created, so the run uses a new folder.
     is_own = resumed is not None and not resumed.is_file()
     if resumed is not None and is_own and resumed.parent.parent.parent.resolve() == root.resolve():
         return resumed.parent.parent

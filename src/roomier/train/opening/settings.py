@@ -54,11 +54,11 @@ def profiled(profiler: object, folder: Path | None) -> Iterator[torch.profiler.p
     """Run the profiler inside the context.
 
     Args:
-        profiler: ``"torch"`` writes a trace of a few early steps to ``<run>/profile``. A ``torch.profiler.profile`` is
-            used as passed. None disables profiling.
+        profiler: the profiler to use. ``"torch"`` writes a trace of a few early steps to ``<run>/profile``. A
+            ``torch.profiler.profile`` is used unchanged. None disables profiling.
 
     Yields:
-        The profiler, whose ``step`` must be called after each optimizer step; None without a profiler.
+        The profiler, whose ``step`` must be called after each optimizer step; None if no profiler is used.
     """
     if profiler is None:
         yield None

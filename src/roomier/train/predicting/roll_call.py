@@ -2,12 +2,13 @@
 
 [Note: roll call]
 Ranks predict together, because they all-gather sharded weights in the forward and outputs after the forward. However,
-user code runs between two predictions and may leave the stream on one rank only, with ``break``, ``close`` or an error.
-The other ranks would then wait in a collective that this rank never enters.
+user code runs between two predictions and may exit the stream on only one rank, with ``break``, ``close`` or an error.
+The other ranks would then wait in a collective that the exited rank never enters.
 
-Therefore each rank announces before each round that it is present, or that it has left, and starts the round only after
-the announcements of all ranks. The announcements are written to the store of the process group instead of being sent in
-a collective, so a rank can leave without waiting, at any time, including garbage collection and the end of the process.
+Therefore, before each round, each rank announces that it is present or that it has left. The rank starts the round only
+after it has received the announcements of all ranks. The announcements are written to the store of the process group,
+not sent in a collective. A rank can therefore leave at any time without waiting, including during garbage collection
+and at the end of the process.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from roomier.core.ranks import Ranks
 REPORT_AFTER_S = 30.0
 GIVE_UP_AFTER_S = 1800.0  # the timeout of collectives, because user code may process a prediction for a long time
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
-_ERROR_COMES_WITHIN_S = 1.0  # the time in which a failed rank reports its error after it left the stream
+_ERROR_COMES_WITHIN_S = 1.0  # the time within which a failed rank reports its error after it has left the stream
 _HERE, _LEFT = "here", "left"
 
 
 class RollCall:
-    """Context in which this rank takes part in a stream. A rank that exits it early informs the other ranks.
+    """Context in which this rank participates in a stream. A rank that exits the context early informs the other ranks.
 
     Args:
-        ranks: the ranks of the stream. All ranks create a RollCall at the same place.
+        ranks: the ranks of the stream. All ranks create a RollCall at the same point.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -64,20 +65,20 @@ class RollCall:
         """Wait until all ranks are present for the next round.
 
         Raises:
-            RoomierError: a rank has left the stream, or a rank requested no prediction within the timeout.
+            RoomierError: a rank has left the stream, or a rank has not requested a prediction within the timeout.
         """
         if self._store is None:
             return
         self._store.set(self._key(self._world.rank), _HERE)
         left = [rank for rank, word in enumerate(self._announcements(self._store)) if word == _LEFT]
-        self._num_rounds += 1  # before an error is raised, because this rank was present
+        self._num_rounds += 1  # before an error is raised, because this rank was present in the round
         if left:
             raise _left(left) from (DistError(f"ranks {left} have failed") if _have_failed() else None)
-        if self._num_rounds > 1:  # all ranks are present, so no rank reads the previous round anymore
+        if self._num_rounds > 1:  # all ranks are present, so no rank will read the previous round again
             self._store.delete_key(f"{self._num_rounds - 2}/{self._world.rank}")
 
     def _announcements(self, store: Store) -> list[str]:
-        """Return the announcement of each rank, by rank."""
+        """Return the announcements of all ranks, in the order of the ranks."""
         began_s, pause_s, is_reported = time.monotonic(), _FIRST_PAUSE_S, False
         keys = [self._key(rank) for rank in range(self._world.size)]
         while not store.check(keys):
@@ -100,7 +101,7 @@ class RollCall:
 
     def _leave(self) -> None:
         if self._store is not None:
-            with suppress(DistError, RuntimeError):  # rank 0 has exited, which closed the store
+            with suppress(DistError, RuntimeError):  # rank 0 has exited and has thereby closed the store
                 self._store.set(self._key(self._world.rank), _LEFT)
 
     def _key(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Predictions that are computed one by one, on request."""
+"""Predictions that are computed one at a time, on request."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ T = TypeVar("T")
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
     """Return a generator of the outputs of ``predict_step`` for each batch of ``run.batches.evaluated``.
 
-    Its first value is None. The first request opens ``session``. The same hooks are called as in ``predict``. User code
-    runs between two values, so the generator resets the gradient mode and the logging stage before it yields a value.
+    Its first value is None. The first request opens ``session``. The generator calls the same hooks as ``predict``.
+    User code runs between two values. The generator therefore resets the gradient mode and the logging stage before it
+    yields a value.
     """
     with session as run:
         run.engine.settle()
         take_statistics_of_rank_zero(run)
-        # Closing the generator early is not an error. In this case, the hooks at the end are not called.
+        # Closing the generator early is not an error. If the generator is closed early, the hooks at the end are not
+        # called.
         with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
             yield from _all(run, roll_call)
         run.engine.settle()
@@ -51,13 +53,14 @@ def _all(run: Run, roll_call: RollCall) -> Iterator[Any]:
         results.call(hooks.on_predict_epoch_end)
         run.log_metrics(results.end_epoch("predict"))
         call(hooks.on_predict_end)
-    run.vote(waits=True)  # a signal that one rank received stops all ranks
+    run.vote(waits=True)  # a signal that is received on one rank stops all ranks
 
 
 def _of_source(
     run: Run, source: Source, limit: float, dataloader_idx: int | None, roll_call: RollCall
 ) -> Iterator[Any]:
-    """Yield the output of each batch. With several ranks, yield the outputs of all ranks after each round, in order."""
+    """Yield the output of each batch. With several ranks, yield the outputs of all ranks after each round, in the order
+    of the batches."""
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
     for batch_idx, turn in enumerate(_after_roll_call(turns(run, source, limit), roll_call)):
@@ -77,7 +80,8 @@ def _of_source(
 
 
 def _after_roll_call(rounds: Iterator[T], roll_call: RollCall) -> Iterator[T]:
-    """Yield the items of ``rounds``, each after all ranks are present. All ranks reach the end together."""
+    """Yield the items of ``rounds``. Before each item, wait until all ranks are present. All ranks reach the end
+    together."""
     while True:
         roll_call.wait()
         try:

@@ -1,1 +1,1 @@
-"""Save and restore checkpoints of a run, and load the first weights of a model."""
+"""Save and restore checkpoints of a run, and load the initial weights of a model."""

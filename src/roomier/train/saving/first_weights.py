@@ -1,4 +1,4 @@
-"""``fit(weights=...)``: the first weights of a model, from safetensors files or from a checkpoint."""
+"""``fit(weights=...)``: the initial weights of a model, from safetensors files or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ _RECORD_OF_CHECKPOINT = "run.json"
 
 @dataclass(frozen=True)
 class PlainCheckpoint:
-    """Weights of a checkpoint without adapters, for a model with adapters. They are read before quantization.
+    """Weights from a checkpoint without adapters, for a model that has adapters. They are read before quantization.
 
     Args:
         path: the checkpoint.
-        ranks: the ranks that read it together.
+        ranks: the ranks that read the checkpoint together.
     """
 
     path: Path
     ranks: Ranks
 
     def check(self, network: nn.Module) -> set[str]:
-        """Return the names of the tensors of ``network`` that the checkpoint provides: all except adapters."""
+        """Return the names of the tensors in ``network`` that the checkpoint provides, which are all tensors except
+        adapters."""
         tensors = {**network.state_dict(), **dict(network.named_parameters(remove_duplicate=False))}
         return {name for name in tensors if not is_adapter(name)}
 
@@ -55,16 +56,16 @@ class PlainCheckpoint:
             read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
         except CheckpointError as error:
             raise CheckpointError("weights", str(self.path), error.problem, error.action) from error
-        network.load_state_dict(read, strict=False)  # loads extra states; the tensors are already filled
+        network.load_state_dict(read, strict=False)  # loads additional states; the tensors already contain the weights
 
 
 def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:
-    """Return the source of the first weights that ``weights`` names.
+    """Return the source of the initial weights that ``weights`` names.
 
     Args:
-        weights: path of a safetensors file, a folder of safetensors files, a checkpoint, or a Lightning ``.ckpt`` file;
+        weights: path of a safetensors file, a folder of safetensors files, a checkpoint, or a Lightning ``.ckpt`` file,
             or None.
-        ckpt_path: the checkpoint that the run resumes from. If it is set, ``weights`` is not read.
+        ckpt_path: the checkpoint that the run resumes from. If this argument is set, ``weights`` is not read.
 
     Raises:
         RoomierError: ``weights`` is not a path, or no such file exists.
@@ -89,7 +90,7 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
 
 
 def restore_first_weights(run: Run) -> None:
-    """Load the first weights of the model of ``run``, if they are in a checkpoint.
+    """Load the initial weights of the model of ``run`` if a checkpoint contains them.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not match the model.
@@ -111,7 +112,7 @@ def _check_is_no_folder_of_checkpoints(path: Path) -> None:
         problem = "is not a checkpoint, but a folder that contains checkpoints"
         raise RoomierError("weights", str(path), problem, f"Pass one of them. The newest is {newest}")
     if (path / RECORD_OF_DCP).is_file():
-        _peek(path)  # raises an error that describes the sharded checkpoint
+        _peek(path)  # raises an error that describes a sharded checkpoint
 
 
 def _has_adapters(path: Path) -> bool:

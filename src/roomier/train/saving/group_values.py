@@ -1,6 +1,6 @@
 """Values of parameter groups after a resume, such as learning rate, weight decay and betas.
 
-If the Plan names the optimizer, values that changed in the Plan are used. Otherwise the saved values are used.
+If the Plan names the optimizer, values that have changed in the Plan are used. Otherwise the saved values are used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from roomier.plan.lever_rules import KEEPS_MASTERS, rounding_in_force
 
 _ALL_OF_ONE = ({"lr", "initial_lr", "adamw_lr"}, {"fused", "foreach", "differentiable"})
 _NEED_STATES = ("amsgrad", "centered", "momentum")
-_DRIVEN = {"lr", "betas", "momentum"}  # schedulers change these, so current values differ from configured values
+_DRIVEN = {"lr", "betas", "momentum"}  # schedulers change these values, so current values differ from configured values
 _NUMBERS = (int, float, str, tuple, list)
 
 
 def check_same_optimizer(stored: Plan, plan: Plan) -> None:
-    """Check that the stored and the current plan do not name different optimizers.
+    """Check that the stored plan and the current plan do not name different optimizers.
 
     Raises:
         CheckpointError: the plans name different optimizers.
@@ -38,11 +38,11 @@ def check_same_optimizer(stored: Plan, plan: Plan) -> None:
 
 
 def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -> set[str]:
-    """Return the names of the values of parameter groups that differ between ``plan`` and ``stored``.
+    """Return the names of the parameter-group values that differ between ``plan`` and ``stored``.
 
     Raises:
-        CheckpointError: a value requires optimizer states that the checkpoint does not have, or the weights were stored
-            with a different rounding.
+        CheckpointError: a value requires optimizer states that the checkpoint does not contain, or the weights were
+            stored with a different rounding.
     """
     if plan.optimizer.name is None:
         return set()
@@ -74,7 +74,7 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
 def _check_rounding(stored: Plan, plan: Plan) -> None:
     """Check that the rounding of bfloat16 weights did not change.
 
-    The states contain the bits that bfloat16 weights cannot hold. A different rounding would lose them.
+    The optimizer states contain the bits that bfloat16 weights cannot store. A different rounding would lose them.
     """
     before, now = rounding_in_force(stored), rounding_in_force(plan)
     if plan.optimizer.name in KEEPS_MASTERS and before != now:
@@ -84,7 +84,7 @@ def _check_rounding(stored: Plan, plan: Plan) -> None:
 
 
 def put_changed(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], changed: Iterable[str]) -> None:
-    """Copy the values named in ``changed`` from ``optimizers`` to ``states``, which are loaded next."""
+    """Copy the values named in ``changed`` from ``optimizers`` to ``states``, which are loaded afterwards."""
     for optimizer, state in zip(optimizers, states, strict=True):
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             saved.update({name: group[name] for name in changed if name in group and name in saved})
@@ -93,7 +93,8 @@ def put_changed(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, A
 def report_kept_values(
     optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], *, has_schedulers: bool
 ) -> None:
-    """Print a notice about values that the module configures differently from ``states``. The saved values are used."""
+    """Print a notice about values in the module's configuration that differ from the values in ``states``. The saved
+    values are used."""
     reported: dict[str, None] = {}
     for optimizer, state in zip(optimizers, states, strict=True):
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):

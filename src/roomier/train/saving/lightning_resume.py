@@ -1,14 +1,14 @@
 """Resume from a Lightning checkpoint: weights, optimizers, schedulers, position and callbacks.
 
 [Note: a checkpoint of Lightning]
-Lightning saves from within hooks, so its checkpoint may be written at a place where roomier has no save point. After
-the last batch of an epoch, Lightning has already stepped the schedulers of the epoch, but has not ended the epoch. In
-this case, the run continues with the next epoch. Within an epoch, the file contains the number of batches, but no
-position in the data. The run skips these batches, so it reads the same data as an uninterrupted run. (Lightning's own
-resume reads the loader from its beginning, unless the loader has a state.) The file contains neither random states nor
-metrics of the current epoch.
+Lightning saves a checkpoint from within hooks, so the checkpoint may be written at a point where roomier has no save
+point. After the last batch of an epoch, Lightning has already stepped the schedulers that step by epoch, but has not
+ended the epoch. If the checkpoint was saved at this point, the run continues with the next epoch. Within an epoch, the
+file contains the number of completed batches, but no position in the data. The run skips these batches, so that it
+reads the same data as an uninterrupted run. (When Lightning resumes a run, it reads the loader from the beginning,
+unless the loader has a state.) The file contains neither random states nor metrics of the current epoch.
 
-Every rank maps the file and reads only its shards of the tensors.
+Every rank maps the file to memory and reads only its shards of the tensors.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NUM_NAMES_SHOWN = 5
 
 
 class LightningWeights:
-    """Weights of a Lightning checkpoint, used as initial weights of a model. See :class:`WeightsToRead`.
+    """Weights in a Lightning checkpoint that are used as initial weights of a model. See :class:`WeightsToRead`.
 
-    The names may differ by a prefix, if the checkpoint contains a submodule of the model, or the model is a submodule
+    The names may differ by a prefix if the checkpoint contains a submodule of the model, or if the model is a submodule
     of the saved model.
 
     Args:
         path: the ``.ckpt`` file.
-        ranks: the ranks that read it together.
+        ranks: the ranks that read the file together.
 
     Raises:
         CheckpointError: the file is damaged, or contains objects whose construction would execute code.
@@ -61,7 +61,7 @@ class LightningWeights:
         """Return the names of the tensors of ``network`` that the file provides.
 
         Raises:
-            RoomierError: names or shapes in the file do not match the model.
+            RoomierError: the names or shapes in the file do not match the model.
         """
         wanted = _tensors_of(network)
         found = {name: each for name, each in self._file.state_dict.items() if isinstance(each, torch.Tensor)}
@@ -86,10 +86,10 @@ class LightningWeights:
 
 
 def opened(path: Path, ranks: Ranks, *, field: str = "ckpt_path") -> LightningFile:
-    """Open the file on every rank. If this fails on one rank, it raises on all ranks.
+    """Open the file on every rank. If the file cannot be opened on one rank, an error is raised on all ranks.
 
     Raises:
-        CheckpointError: the file is damaged or not a Lightning checkpoint. The error names ``field``.
+        CheckpointError: the file is damaged or is not a Lightning checkpoint. The error names ``field``.
     """
     found: list[LightningFile] = []
 
@@ -104,29 +104,29 @@ def opened(path: Path, ranks: Ranks, *, field: str = "ckpt_path") -> LightningFi
 
 
 def restore_lightning_weights(run: Run, path: Path) -> None:
-    """Load the weights of the module from ``path``. Other content of the file is not restored.
+    """Load the weights of the module from ``path``. Other contents of the file are not restored.
 
     Raises:
         CheckpointError: the file is damaged, or does not match the model. The model remains unchanged.
     """
     file = opened(path, run.ranks)
-    show_checkpoint(run, file.content)  # as in Lightning: the hook may change the names
+    show_checkpoint(run, file.content)  # as in Lightning, the hook may change the names
     run.engine.module.load_state_dict(_weights(run, file))
 
 
 def restore_lightning(run: Run, path: Path) -> None:
-    """Restore ``run`` to the point where Lightning saved ``path``. Every rank must call this function.
+    """Restore ``run`` to the point at which Lightning saved ``path``. Every rank must call this function.
 
-    See [Note: a checkpoint of Lightning]. If an error is raised, no state has changed, except by ``on_load_checkpoint``
-    of the module.
+    See [Note: a checkpoint of Lightning]. If an error is raised, no state has changed, except for changes by
+    ``on_load_checkpoint`` of the module.
 
     Raises:
-        CheckpointError: the file is damaged, does not match the model, optimizers or schedulers, or contains only
-            weights.
-        DataError: the data cannot be resumed at the saved position.
+        CheckpointError: the file is damaged, contains only weights, or does not match the model, the optimizers or the
+            schedulers.
+        DataError: the data cannot resume at the saved position.
     """
     file = opened(path, run.ranks)
-    show_checkpoint(run, file.content)  # first, as in Lightning: the hook may change all content
+    show_checkpoint(run, file.content)  # called first, as in Lightning, because the hook may change all contents
     try:
         position, names = file.position(), parameter_names(run.engine.module)
         if run.plan.optimizer.name is not None:
@@ -153,7 +153,7 @@ def restore_lightning(run: Run, path: Path) -> None:
 
 
 def _check_values(run: Run, file: LightningFile, state: Mapping[str, Any]) -> None:
-    """Check the values of optimizers and schedulers.
+    """Check the values of the optimizers and schedulers.
 
     Raises:
         CheckpointError: a value is malformed.
@@ -174,10 +174,10 @@ def _check_values(run: Run, file: LightningFile, state: Mapping[str, Any]) -> No
 
 
 def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
-    """Call ``on_load_checkpoint`` of the module with ``content``, which the hook may change before it is loaded.
+    """Call ``on_load_checkpoint`` of the module with ``content``. The hook may change ``content`` before it is loaded.
 
     Raises:
-        CheckpointError: the hook creates parameters that no optimizer would train.
+        CheckpointError: the hook creates parameters that no optimizer would update.
     """
     module = run.engine.module
     before = {id(each) for each in module.parameters()}
@@ -195,7 +195,7 @@ def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
 
 
 def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
-    """Return the stored weights, sharded like the weights of the engine.
+    """Return the stored weights, sharded in the same way as the weights of the engine.
 
     Raises:
         CheckpointError: the weights do not match the model.
@@ -218,7 +218,7 @@ def _position_setter(run: Run, position: Position) -> Callable[[], None]:
     """Return a function that sets the counters and the data of ``run`` to ``position``.
 
     Raises:
-        DataError: the data cannot be resumed at ``position``.
+        DataError: the data cannot resume at ``position``.
     """
     num_done = position.batch_idx
     is_epoch_over = position.is_last_batch or num_done >= run.batches.num_training
@@ -269,7 +269,7 @@ def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
 
 
 def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Callback, str, Any]]:
-    """Return each callback of the run that has a stored state, the key of the state, and the state to load.
+    """Return each callback of the run for which a state is stored, the key of the state, and the state to load.
 
     Raises:
         FormError: the state of a ModelCheckpoint is malformed.
@@ -291,7 +291,8 @@ def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Call
 
 
 def _is_key_of(own: str, stored: str) -> bool:
-    """Return True if both keys name the same callback. roomier stores intervals in seconds, Lightning as timedeltas."""
+    """Return True if both keys name the same callback. roomier stores intervals in seconds, and Lightning stores them
+    as timedeltas."""
     mark = "'train_time_interval': "
     return own.partition(mark)[0] == stored.partition(mark)[0] and (own == stored or mark in own)
 
@@ -303,7 +304,7 @@ def _tensors_of(network: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _under_names_of(wanted: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``found`` with a prefix added or removed if this makes its names match ``wanted``."""
+    """Return ``found``. A prefix is added or removed if the resulting names match ``wanted``."""
     if not found or not wanted.keys().isdisjoint(found):
         return dict(found)
     first, *_ = found

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint: find it, and restore its state."""
+"""Resume from a checkpoint: find the checkpoint, and restore its state."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from roomier.core.errors import CheckpointError
 from roomier.core.forms import item_of
 from roomier.core.log import notice
 from roomier.core.paths import check_path
-from roomier.core.rng import check_rng_state, rng_state, seed_everything, set_rng_state
 from roomier.data.position import check_generators
+from roomier.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
 from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
@@ -47,9 +47,9 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     Args:
         ckpt_path: a checkpoint folder; ``"last"`` for the newest complete checkpoint under ``root``; ``"best"`` for the
             best checkpoint of the ModelCheckpoint; or None. If no checkpoint exists for ``"last"``, print a notice and
-            return None. With ``"last"``, temporary files of killed saves are removed.
+            return None. With ``"last"``, the temporary files of terminated saves are removed.
         root: the folder that contains the run folders.
-        best_path: path of the best checkpoint; None or empty without one.
+        best_path: path of the best checkpoint; None or empty if no best checkpoint exists.
 
     Raises:
         CheckpointError: the checkpoint does not exist.
@@ -58,7 +58,7 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
         return None
     if ckpt_path == "last":
         for folder in root.glob(f"{PREFIX}*/checkpoints"):
-            with suppress(OSError):  # the removal is optional, and another user may own the folder
+            with suppress(OSError):  # removal is optional, and another user may own the folder
                 checkpoint.clear_stale(folder)
         found = checkpoint.find_last(root, check_run_state) if root.exists() else None
         if found is None:
@@ -79,8 +79,9 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
 def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None]) -> Path:
     """Call ``restore_one`` with the newest checkpoint ``path``.
 
-    If the checkpoint is damaged, the next older valid checkpoint in the same folder is used, with a notice. This is
-    necessary because the search for ``"last"`` does not read tensors or compare values with the current run.
+    If the checkpoint is damaged, the next older valid checkpoint in the same folder is used, and a notice is printed.
+    This fallback is necessary because the search for ``"last"`` does not read tensors and does not compare values with
+    the current run.
 
     Returns:
         The checkpoint that was restored.
@@ -107,7 +108,7 @@ def _older_than(path: Path) -> list[Path]:
 
 
 def restore_weights(run: Run, path: Path) -> None:
-    """Load the weights of the module from ``path``. Other content of the checkpoint is not restored.
+    """Load the weights of the module from ``path``. Other contents of the checkpoint are not restored.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not match the model.
@@ -125,19 +126,20 @@ def restore_weights(run: Run, path: Path) -> None:
         places = _places(run, weights, stored["module"])
         state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
         found = loaded_weights(run, path, state, weights)
-    run.engine.module.load_state_dict(found)  # loads extra states; the tensors are already filled
+    run.engine.module.load_state_dict(found)  # loads additional states; the tensors already contain the weights
 
 
 def restore(run: Run, path: Path) -> None:
-    """Restore ``run`` to the point where ``path`` was saved. Every rank must call this function.
+    """Restore ``run`` to the point at which ``path`` was saved. Every rank must call this function.
 
-    Weights are loaded in place, and optimizer states are read directly to their device. Each rank reads only its
-    shards, so a resume requires no more memory than training and no copy of the states in host memory. The number of
-    ranks and the strategy may differ from the saved run. If an error is raised, the run is unchanged.
+    Weights are loaded in place, and optimizer states are read directly to the device of each state. Each rank reads
+    only its shards. A resume therefore requires no more memory than training, and no copy of the states in host memory.
+    The number of ranks and the strategy may differ from the number and the strategy in the saved run. If an error is
+    raised, the run is unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not match the model or optimizer, or contains only weights.
-        DataError: the data differs from the data of the saved run.
+        DataError: the data is different from the data of the saved run.
     """
     if is_lightning_file(path):
         restore_lightning(run, path)
@@ -154,7 +156,7 @@ def restore(run: Run, path: Path) -> None:
         check_same_optimizer(stored_plan, run.plan)
         into: dict[str, Any] = {"module": _places(run, weights, stored["module"])}
         with malformed(path):
-            for callback in run.callbacks:  # first, because a callback may restore the parameter groups
+            for callback in run.callbacks:  # called first, because a callback may restore the parameter groups
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
             run.engine.check(stored)
@@ -200,7 +202,7 @@ def restore(run: Run, path: Path) -> None:
 
 
 def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Check that the model has the stored weights, unless its module accepts differences.
+    """Check that the names and shapes of the model match the stored weights, unless its module accepts differences.
 
     Raises:
         CheckpointError: the checkpoint does not match the model.
@@ -224,7 +226,7 @@ def _of_another_model(path: Path, difference: str) -> CheckpointError:
 def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors into which the stored weights are read.
 
-    These are the weights of the model, or new tensors if the module may change or reject the loaded weights.
+    These tensors are the weights of the model, or new tensors if the module may change or reject the loaded weights.
     """
     if run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module):
         return dict(own)
@@ -242,7 +244,7 @@ def _place(own: Any, stored: Any) -> Any:
 def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights to load from ``state``, after ``on_load_checkpoint`` of the module has changed them.
 
-    With ``strict_loading=False``, weights that exist only in the model keep their values, and weights that exist only
+    With ``strict_loading=False``, weights that exist only in the model retain their values, and weights that exist only
     in the checkpoint are ignored.
 
     Raises:
@@ -266,7 +268,8 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
 
 
 def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``stored``, the optimizer states of a checkpoint, with an empty tensor in place of each tensor to read."""
+    """Return the optimizer states ``stored`` of a checkpoint. Each tensor that must be read is replaced by an empty
+    tensor."""
     names = parameter_names(engine.module)
     return [
         state_places(
@@ -281,7 +284,8 @@ def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> lis
 
 
 def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored random state of ``rank``. Without one, derive a state that is the same in each resume."""
+    """Return the stored random state of ``rank``. If no state is stored, derive a random state that is the same in each
+    resume."""
     own: dict[str, Any] | None = stored.get(str(rank))
     if own is not None:
         return own
@@ -295,7 +299,7 @@ def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _named_ckpt_path() -> Iterator[None]:
-    """Report errors about a checkpoint as errors of ``ckpt_path``, the argument of the user."""
+    """Report errors in a checkpoint as errors in ``ckpt_path``, the argument of the user."""
     try:
         yield
     except CheckpointError as error:

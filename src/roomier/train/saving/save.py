@@ -17,8 +17,8 @@ from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.paths import check_path
-from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
+from roomier.device.rng import rng_state
 from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, call
@@ -31,11 +31,11 @@ _GRACE_S = 30.0
 
 
 def save_point(run: Run) -> bool:
-    """Save the checkpoints that are due, and decide if training ends. All other work of this step is complete.
+    """Save the checkpoints that are due, and determine if training ends. All other work in this step is complete.
 
-    This is the only place of a step at which a checkpoint resumes bit for bit. After the last batch of an epoch, the
+    Within a step, a checkpoint can be resumed bit for bit only at the save point. After the last batch of an epoch, the
     save point follows the end of the epoch. A signal may stop the run before the end of the epoch, or during a
-    validation. The resumed run then completes the step.
+    validation. In this case, the resumed run completes the step.
 
     Returns:
         True if training ends here.
@@ -69,13 +69,14 @@ def save_checkpoint(
     asynchronous: bool = False,
     when_committed: Callable[[], None] | None = None,
 ) -> None:
-    """Write a checkpoint to ``path``, or request it if a step is running. Every rank must call this function.
+    """Write a checkpoint to ``path``, or schedule it for the next save point if a step is running. Every rank must call
+    this function.
 
     Args:
         path: folder of the checkpoint.
-        weights_only: save only the weights and the hyperparameters.
-        asynchronous: return after the state is copied to host memory, and write the checkpoint during training.
-        when_committed: called on every rank in this thread after the checkpoint is committed.
+        weights_only: whether to save only the weights and the hyperparameters.
+        asynchronous: return after the state has been copied to host memory, and write the checkpoint during training.
+        when_committed: function that is called on every rank, in this thread, after the checkpoint is committed.
     """
     check_path("filepath", path, CheckpointError)
     wanted = WantedSave(at_home(path), weights_only, asynchronous, when_committed)
@@ -89,11 +90,11 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     """Write the full state of a run, or only its weights and hyperparameters. Every rank must call this function.
 
     Raises:
-        TrainingError: the loss or a weight is not finite, so the checkpoint must not replace a valid one.
-        CheckpointError: this checkpoint, or the previous one that was written in the background, cannot be written.
+        TrainingError: the loss or a weight is not finite, so the checkpoint must not replace a valid checkpoint.
+        CheckpointError: this checkpoint, or the previous checkpoint in the background, cannot be written.
     """
     settle_background_save(run)
-    run.engine.settle()  # each rank saves its shard, even if a hook unsharded the parameters
+    run.engine.settle()  # each rank saves its shard, even if a hook has unsharded the parameters
     check_finite(run, "before a checkpoint")
     check_finite_weights(run)
     shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))
@@ -103,7 +104,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
     then = partial(_committed, run, wanted, run.progress.global_step)
     is_training = run.settled.request.state.stage is RunningStage.TRAINING
-    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run
+    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends
         checkpoint.save(wanted.path, state, run.ranks)
         then()
         return
@@ -123,7 +124,7 @@ def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
 
 
 def settle_background_save(run: Run) -> None:
-    """Wait for a background checkpoint and run its callback. Every rank must call this function.
+    """Wait until a background checkpoint is complete, and call its callback. Every rank must call this function.
 
     Raises:
         CheckpointError: the checkpoint cannot be written.
@@ -137,7 +138,7 @@ def settle_background_save(run: Run) -> None:
 
 
 def end_background_save(run: Run) -> None:
-    """Wait for up to 30 s for a background save when a run ends, so that an almost complete checkpoint is not lost."""
+    """When a run ends, wait for up to 30 s for a background save, so that an almost complete checkpoint is not lost."""
     if run.saves.background is None:
         return
     try:
@@ -164,10 +165,10 @@ def weights(run: Run) -> dict[str, Any]:
 
 
 def full_state(run: Run) -> dict[str, Any]:
-    """Return the state from which a run resumes as if it had not stopped.
+    """Return the state from which a run resumes as if it had not been stopped.
 
-    If training ended within an epoch, the metrics of its completed part were logged, and callbacks have processed them.
-    A resumed run must not contain these effects, so a save after the end uses the state of the last save point.
+    If training ended within an epoch, the metrics of the completed part were already logged and processed by callbacks.
+    A resumed run must not include these effects, so a save after the end uses the state of the last save point.
     """
     return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_outside_engine(run))}
 
@@ -200,7 +201,8 @@ def _by_rank(run: Run, value: Any) -> dict[str, Any]:
 
 
 def _kept_on_host(tensor: Tensor) -> Tensor:
-    # The copy outlives training. Tensors of callbacks on the device, such as averaged weights, are not copied there.
+    # The copy outlives training. Callback tensors that are on the device, such as averaged weights, are copied to host
+    # memory.
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -211,7 +213,7 @@ def _write_deferred(run: Run) -> None:
 
 
 def _save_interrupted(run: Run) -> None:
-    """Save a checkpoint unless a callback saved one at this step, and print how to resume."""
+    """Save a checkpoint unless a callback saved a checkpoint at this step, and print how to resume the run."""
     step, signal = run.progress.global_step, run.stop.received
     assert signal is not None
     run.now.is_interrupted = True
@@ -234,7 +236,8 @@ def _save_interrupted(run: Run) -> None:
 
 
 def _remove_interrupted(run: Run) -> None:
-    """Remove checkpoints of earlier interruptions, which no callback manages, if the new checkpoint replaces them."""
+    """Remove checkpoints that earlier interruptions wrote, if the new checkpoint replaces them. No callback manages
+    these checkpoints."""
     if run.folder is None or run.saves.path is None or run.saves.step is None:
         return
     folder = run.folder.absolute() / "checkpoints"
@@ -247,7 +250,7 @@ def _remove_interrupted(run: Run) -> None:
 
 
 def report_nothing_to_do(run: Run) -> None:
-    """Print why a fit ends before its first step."""
+    """Print the reason why a fit ends before its first step."""
     progress, options = run.progress, run.options
     at = f"step {progress.global_step}, epoch {progress.epoch}"
     if run.stop.received is not None:

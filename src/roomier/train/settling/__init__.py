@@ -1,1 +1,1 @@
-"""Resolution of a user's request to the settled facts of a run."""
+"""Resolves a user's request into the settled facts of a run."""

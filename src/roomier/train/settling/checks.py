@@ -1,4 +1,4 @@
-"""Checks before a run starts, which reject calls, optimizers, hooks and callbacks that are not supported."""
+"""Checks before a run starts. They reject unsupported calls, optimizers, hooks and callbacks."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer`` requires a closure, which it may call several times per step, as LBFGS does."""
+    """Return True if ``optimizer`` requires a closure that it may call several times per step, such as LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_allows_closures(plan: Plan, optimizer: Optimizer, num_ranks: int) -> None:
-    # The optimizer evaluates the loss of one micro-batch on one rank, but would use it as the loss of the full batch.
+    # The optimizer evaluates the loss of one micro-batch on one rank, but would use it as the loss of the global batch.
     by_hand = "or set self.automatic_optimization = False and call optimizer.step(closure=...)"
     size, mode = plan.batch.accumulate_grad_batches, plan.precision.mode
     for field, value, is_possible, action in (
@@ -145,10 +145,10 @@ def _check_allows_closures(plan: Plan, optimizer: Optimizer, num_ranks: int) -> 
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Check that all ``callbacks`` are distinct instances of Callback, with distinct keys for their states.
+    """Check that all ``callbacks`` are distinct instances of Callback and that their states have distinct keys.
 
     Raises:
-        RoomierError: an entry is not a Callback, is in the list two times, or has the ``state_key`` of another
+        RoomierError: an entry is not a Callback, is in the list two times, or has the same ``state_key`` as another
             callback.
     """
     seen: dict[str, Any] = {}

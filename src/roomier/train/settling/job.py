@@ -1,10 +1,10 @@
-"""Resume of a job that its launcher restarts, from the last complete checkpoint of the job.
+"""Resume a job from its last complete checkpoint after the launcher restarted the job.
 
 [Note: whose checkpoint]
-Many runs write under one root, and ``"last"`` is the newest checkpoint of all runs. A restarted job must use its own
-checkpoint. So ``job.json`` in each run folder records the job that wrote the folder (``launch/job.py``) and the index
-of the fit in the script, because a script may call fit several times. After a restart, the script calls the same fits
-in the same order.
+Many runs write to folders under the same root, and ``"last"`` is the newest checkpoint of all runs. A restarted job
+must resume from one of its own checkpoints. Therefore, ``job.json`` in each run folder records the job that wrote the
+folder (``launch/job.py``). The file also records the index of the fit in the script, because a script may call fit
+several times. After a restart, the script calls the same fits in the same order as before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from roomier.train.settling.micro_batch import with_accumulation
 
 FILE_NAME = "job.json"
 
-_num_fits: Counter[Path] = Counter()  # number of fits of this process, by root
+_num_fits: Counter[Path] = Counter()  # number of fits in this process, by root
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Earlier:
 
     Attributes:
         checkpoint: the newest complete checkpoint.
-        batch: the global batch of the fit.
+        batch: the global batch of the fit before the restart.
     """
 
     checkpoint: Path
@@ -52,7 +52,7 @@ class Job:
 
     Args:
         names: identifiers of the job. One common identifier is sufficient to recognize the job, because the nodes of a
-            job may change.
+            job can change.
         fit: index of the fit in the script, starting with 0.
     """
 
@@ -78,21 +78,22 @@ class Job:
         return None
 
     def write(self, folder: Path, batch: GlobalBatch) -> None:
-        """Record in the run folder ``folder`` that it belongs to this job."""
+        """Record in ``folder``, the run folder, that the run belongs to this job."""
         record = {"names": sorted(self.names), "fit": self.fit, "batch": dataclasses.asdict(batch)}
         with replacing(folder / FILE_NAME) as file:
             json.dump(record, file, indent=2)
 
 
 def job_of_fit(root: Path, ranks: Ranks) -> Job | None:
-    """Return the job of the fit that begins; None if no launcher restarts it. All ranks must call this once per fit."""
+    """Return the job of the fit that begins; None if no launcher restarts jobs. All ranks must call this function one
+    time per fit."""
     job = _next_job(root, ranks)
     _num_fits[root.absolute()] += 1
     return job
 
 
 def checkpoint_after_restart(root: Path, ranks: Ranks) -> Path | None:
-    """Return the checkpoint from which the next fit resumes because its job was restarted, or None.
+    """Return the checkpoint from which the next fit resumes if its job was restarted, otherwise None.
 
     All ranks must call this function before the fit begins.
     """
@@ -110,9 +111,9 @@ def _next_job(root: Path, ranks: Ranks) -> Job | None:
 
 
 def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: int, earlier: GlobalBatch) -> Plan:
-    """Return ``plan`` with the global batch ``earlier``, which the job used before its restart, on ``num_ranks`` ranks.
+    """Return ``plan`` for ``num_ranks`` ranks, with the global batch ``earlier`` that the job used before its restart.
 
-    The micro-batches of ``data`` change with the plan.
+    The size of the micro-batches in ``data`` is adjusted to the plan.
 
     Raises:
         RoomierError: the global batch cannot be divided among the ranks.

@@ -1,4 +1,5 @@
-"""Micro-batches whose size differs from the batches of the loader. The number of samples per step stays the same."""
+"""Micro-batches whose size differs from the size of the loader's batches. The number of samples per step stays the
+same."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from roomier.run.settled import Request
 
 @dataclasses.dataclass(frozen=True)
 class CutTo:
-    """Makes micro-batches smaller and accumulates more of them, so that the number of samples per step stays the same.
+    """Makes micro-batches smaller and accumulates a larger number of them, so that the number of samples per step stays
+    the same.
 
     Args:
-        size: maximum number of samples in a micro-batch on each rank. The largest number up to ``size`` that divides
-            the samples of a step is used. None uses ``number``.
+        size: maximum number of samples in a micro-batch on each rank. The size is the largest number up to ``size``
+            that divides the number of samples in a step. None uses ``number``.
         number: number of micro-batches per step.
     """
 
@@ -28,7 +30,7 @@ class CutTo:
     number: int | None = None
 
     def __call__(self, plan: Plan, data: RunLoaders, request: Request) -> Plan:
-        """Set the micro-batches of ``data`` and return ``plan`` with the matching accumulation.
+        """Set the size of the micro-batches in ``data``, and return ``plan`` with the corresponding accumulation.
 
         Raises:
             RoomierError: the batches of the loader cannot be split.
@@ -42,7 +44,8 @@ class CutTo:
 
 
 def with_micro_batch(plan: Plan, data: RunLoaders, size: int, accumulate: int) -> Plan:
-    """Set micro-batches of ``size`` samples in ``data`` and return ``plan`` with ``accumulate`` of them per step."""
+    """Set the size of the micro-batches in ``data`` to ``size`` samples, and return ``plan`` with ``accumulate``
+    micro-batches per step."""
     if size != data.batch_size:
         data.set_batch_size(size)
     return with_accumulation(plan, accumulate)
@@ -68,10 +71,11 @@ def samples_of_step(request: Request, data: RunLoaders) -> int:
 
 
 def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | None) -> str:
-    """Return the reason why micro-batches must keep the size of the loader's batches; empty if they may be smaller.
+    """Return the reason why micro-batches must have the size of the loader's batches; empty if micro-batches may be
+    smaller.
 
     Args:
-        num_samples: number of samples in a batch that was read.
+        num_samples: number of samples in a batch that was read from the loader.
     """
     options, batch_size = request.options, data.batch_size
     if batch_size is None:

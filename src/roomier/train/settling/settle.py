@@ -1,9 +1,9 @@
-"""Settle a call: determine its plan and its micro-batches before the model is built.
+"""Settle a call, that is, determine its plan and its micro-batches before the model is built.
 
 [Note: who plans]
-Rank 0 reads a batch, plans, and sends the plan to the other ranks, which wait. All ranks build the same plan. Planning
-does not change the run: it consumes no batches and no random numbers, and it changes no weights. A run in which the
-user specifies the chosen plan produces bit-identical results.
+Rank 0 reads a batch, chooses a plan, and sends the plan to the other ranks, which wait for it. All ranks build the same
+plan. Planning does not change the run. It consumes no batches and no random numbers, and changes no weights. If the
+user specifies the plan that the planner chose, the run produces bit-identical results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.rng import rng_state, set_rng_state
+from roomier.device.rng import rng_state, set_rng_state
 from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
@@ -37,7 +37,7 @@ from roomier.train.settling.job import with_global_batch
 from roomier.train.settling.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 
-if TYPE_CHECKING:  # it loads torch's sharding, which a run on one rank with an explicit strategy does not need
+if TYPE_CHECKING:  # the import loads torch's sharding, which is unnecessary on one rank with an explicit strategy
     from roomier.planner.choice import Choice
 
 _ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; it does not affect memory
@@ -46,11 +46,11 @@ _ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; it doe
 def settle(
     request: Request, data: RunLoaders, ranks: Ranks, *, start: Start | None = None, callbacks: Sequence[Any] = ()
 ) -> Settled:
-    """Settle the facts of a run: a plan with a named strategy, and the matching micro-batches.
+    """Determine the facts of a run: a plan with a named strategy, and the corresponding micro-batches.
 
     Args:
         request: the call.
-        data: the loaders. Their micro-batches change with the returned plan.
+        data: the loaders. The size of their micro-batches is adjusted to the returned plan.
         ranks: the ranks of the run. All ranks call this function together.
         start: the checkpoint and the folder of the run.
         callbacks: the callbacks of the run.
@@ -73,7 +73,7 @@ def settle(
 
 
 def _planned(settled: Settled) -> Settled:
-    """Return ``settled`` with the plan that the planner chooses, or that an earlier fit of this model used."""
+    """Return ``settled`` with a plan that the planner chooses, or with the plan of an earlier fit of this model."""
     request, data, start = settled.request, settled.data, settled.start
     asked, module, fitted = request.plan, request.module, request.fitted
     _check_optimizes_itself(asked, module)
@@ -83,7 +83,7 @@ def _planned(settled: Settled) -> Settled:
     if start.batch is not None:
         plan = with_global_batch(asked, module, data, request.world.size, start.batch)
         settled = dataclasses.replace(settled, plan=plan)
-    _ = data.train_loader  # created on all ranks, because its creation may use collectives and random numbers
+    _ = data.train_loader  # created on all ranks, because the constructor may use collectives and random numbers
     choice = settled.ranks.on_zero(lambda: _choose(settled))
     chosen = choice.chosen
     assert chosen is not None
@@ -97,7 +97,7 @@ def _planned(settled: Settled) -> Settled:
 def _plan_of_evaluation(asked: Plan) -> Plan:
     if asked.parallel.strategy != "auto":
         return asked
-    # The model stays unsharded on each rank, because a later fit may shard it in any way.
+    # The model remains unsharded on each rank, because a later fit may shard it in any way.
     strategy = "single" if asked.parallel.num_ranks == 1 else "ddp"
     parallel = dataclasses.replace(asked.parallel, strategy=strategy)
     return dataclasses.replace(asked, parallel=parallel, choice=ChoicePlan(asked.choice.memory_budget_bytes))
@@ -117,7 +117,7 @@ def _check_optimizes_itself(asked: Plan, module: Module) -> None:
 
 
 def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
-    """Return the plan of the earlier fit, whose model stays sharded. The micro-batch is not larger than planned."""
+    """Return the plan of the earlier fit, because its model stays sharded. Micro-batches are at most as large."""
     chosen = choice.chosen
     assert chosen is not None
     given, accumulate = data.batch_size, asked.batch.accumulate_grad_batches
@@ -131,7 +131,7 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
 
 
 def _choose(settled: Settled) -> Choice:
-    """Choose a plan. Only rank 0 calls this function, while the other ranks wait."""
+    """Choose a plan. Only rank 0 calls this function. The other ranks wait."""
     from roomier.planner.choosing.choose import choose  # late: loads torch's sharding modules
     from roomier.planner.choosing.nearest import no_plan_fits  # late: loads torch's sharding modules
 
@@ -152,7 +152,7 @@ def _choose(settled: Settled) -> Choice:
 
 
 class _PlanningTrainer:
-    """The Trainer that a module uses while the planner runs, with one rank and a fixed number of steps."""
+    """The Trainer that a module uses while the planner runs. It has one rank and a fixed number of steps."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -165,7 +165,7 @@ class _PlanningTrainer:
 
 @contextmanager
 def _alone(module: Module) -> Iterator[None]:
-    """Give ``module`` a Trainer that requires no other rank, and restore the random state afterwards."""
+    """Assign a Trainer to ``module`` that requires no other rank, and restore the random state afterwards."""
     attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
     state = rng_state()
     for part, trainer in attached:
@@ -189,7 +189,8 @@ def _workload(settled: Settled) -> Workload:
 
 
 def _built(module: Module) -> Module:
-    """Return ``module``, or a copy on the meta device after ``configure_model`` if the module overrides it."""
+    """Return ``module``. If the module overrides ``configure_model``, return a copy on the meta device after this
+    hook."""
     if not overrides(module, "configure_model", Module):
         return module
 
@@ -201,7 +202,8 @@ def _built(module: Module) -> Module:
 
 @contextmanager
 def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
-    """Add the nearest plan that can be built for ``module`` to errors about ``plan`` that are raised in the context."""
+    """If an error about ``plan`` is raised in the context, add the nearest plan that can be built for ``module`` to the
+    error."""
     try:
         yield
     except RoomierError as error:

@@ -21,7 +21,7 @@ class Found:
 
     Args:
         start: the checkpoint and the folder of the run.
-        job: the job that is recorded in the run folder; None if no launcher restarts the job.
+        job: the job that is recorded in the run folder; None if no launcher restarts jobs.
     """
 
     start: Start
@@ -29,7 +29,8 @@ class Found:
 
 
 def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_path: str | None) -> Found:
-    """Find the checkpoint that ``request`` resumes from, and create its run folder. Every rank must call this function.
+    """Find the checkpoint from which ``request`` resumes, and create the run folder. Every rank must call this
+    function.
 
     Args:
         loggers: the loggers, which receive the run folder.

@@ -1,1 +1,1 @@
-"""Conversion of the Trainer's arguments, and advice on arguments of other Trainers."""
+"""Conversion of the Trainer's arguments, and recommendations for arguments of other Trainers."""

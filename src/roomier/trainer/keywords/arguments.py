@@ -1,4 +1,4 @@
-"""Conversion of the Trainer's arguments to a Plan and to callbacks, and advice on unknown arguments."""
+"""Conversion of the Trainer's arguments to a Plan and to callbacks, and recommendations for unknown arguments."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ FORMER_KEYWORDS: dict[str, str] = {
     ),
     "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log them",
     "model_registry": "Remove it: checkpoints are in the run folder; upload them in on_fit_end of a callback",
-    "backend": "Remove it: the backend is gloo on the CPU and nccl on CUDA",
+    "backend": "Remove it: the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
     "terminate_on_nan": "Remove it: a loss that is not finite ends the run at the next log step",
     "stochastic_weight_avg": "Write callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
     "process_position": "Remove it: there is one progress bar",
     "flush_logs_every_n_steps": "Remove it: each row is written to its file immediately",
-    "log_gpu_memory": "Log torch.cuda.max_memory_allocated() in training_step",
+    "log_gpu_memory": "Log torch.accelerator.max_memory_allocated() in training_step",
     "multiple_trainloader_mode": (
         "Pass it with the loaders: fit(model, roomier.data.CombinedLoader(loaders, mode='max_size_cycle'))"
     ),
@@ -96,9 +96,9 @@ FORMER_KEYWORDS: dict[str, str] = {
     "num_epochs": "Write max_epochs",
     "steps": "Write max_steps",
     "batch_size": _OF_DATA_LOADER,
-    "device": "Write accelerator='cpu', 'cuda' or 'mps'",
+    "device": "Write accelerator='cpu', 'cuda', 'mps', 'xpu', 'npu' or 'tpu'",
 }
-"""Arguments of other Trainers and of earlier versions, and what to use instead."""
+"""Arguments of other Trainers and of earlier versions, with their replacements."""
 
 HARMLESS_KEYWORDS: dict[str, object] = {
     "use_distributed_sampler": True,
@@ -110,7 +110,7 @@ HARMLESS_KEYWORDS: dict[str, object] = {
     "enable_autolog_hparams": True,
     "model_registry": None,
 }
-"""Arguments of Lightning's Trainer that are ignored, each with the value that matches roomier's behavior."""
+"""Arguments of Lightning's Trainer that are ignored, with the values that match roomier's behavior."""
 
 FORMER_ARGUMENTS: dict[str, str] = {
     "train_dataloader": "Write train_dataloaders",
@@ -126,7 +126,7 @@ FORMER_ARGUMENTS: dict[str, str] = {
     "max_epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
     "epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
 }
-"""Arguments of fit, validate, test and predict in other libraries, and what to use instead."""
+"""Arguments of fit, validate, test and predict in other libraries, with their replacements."""
 
 
 _NONE_IS_DEFAULT = (
@@ -140,14 +140,15 @@ _NONE_IS_DEFAULT = (
 
 
 def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
-    """Return ``given`` with defaults of ``init`` where None selects the default, as in Lightning."""
+    """Return ``given``. If None selects the default of an argument, as in Lightning, the value is replaced by the
+    default of ``init``."""
     defaults = inspect.signature(init).parameters
     missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
     return {**given, **missing}
 
 
 def check_weights_only(weights_only: bool | None) -> None:
-    """Reject ``weights_only=False``, with which loading could execute code.
+    """Reject ``weights_only=False``, because loading could then execute code.
 
     Raises:
         RoomierError: ``weights_only`` is False.
@@ -166,13 +167,13 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
     """Return the Plan for the arguments ``given`` to ``init``.
 
     Args:
-        given: the names and values of all arguments.
-        init: the constructor of the Trainer, for its defaults.
+        given: the names and values of all Trainer arguments.
+        init: the constructor of the Trainer, whose defaults are used.
         launch: the launcher of this process, which resolves ``"auto"``. None without a launcher.
 
     Raises:
         PlanError: the Plan is invalid.
-        RoomierError: ``plan`` and an argument that it replaces are given together.
+        RoomierError: both ``plan`` and an argument that it replaces are given.
     """
     flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
     if given["plan"] is None:
@@ -210,12 +211,12 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
     """Return the callbacks in ``given`` and the default callbacks.
 
     Args:
-        given: the names and values of all arguments.
-        enable_checkpointing: whether to add a ModelCheckpoint.
+        given: the names and values of all Trainer arguments.
+        enable_checkpointing: whether a ModelCheckpoint is added.
 
     Raises:
-        RoomierError: ``callbacks`` is neither a callback nor a list, or contains a ModelCheckpoint with
-            ``enable_checkpointing=False``.
+        RoomierError: ``callbacks`` is neither a callback nor a list, or it contains a ModelCheckpoint although
+            ``enable_checkpointing`` is False.
     """
     callbacks = given["callbacks"]
     if callbacks is not None and not (isinstance(callbacks, (list, tuple)) or is_one(callbacks, Callback)):
@@ -241,16 +242,18 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
 
 
 def ordered(callbacks: Sequence[Any]) -> list[Any]:
-    """Return ``callbacks`` with checkpoints last, because they store the state of the other callbacks."""
+    """Return ``callbacks`` with checkpoint callbacks at the end, because they store the state of the other
+    callbacks."""
     return sorted(callbacks, key=is_checkpoint)
 
 
 def is_checkpoint(callback: object) -> bool:
-    """Return whether ``callback`` saves checkpoints: a ModelCheckpoint, or a subclass of Lightning's Checkpoint."""
+    """Return whether ``callback`` saves checkpoints, that is, whether it is a ModelCheckpoint or an instance of a
+    subclass of Lightning's Checkpoint."""
     return isinstance(callback, ModelCheckpoint) or is_builtin(callback, "Checkpoint")
 
 
 def kind_of(callback: object) -> type:
-    """Return the type that a callback must have to replace ``callback``."""
+    """Return the type of callback that can replace ``callback``."""
     is_mirror = isinstance(callback, ModelCheckpoint) and type(callback).__qualname__ == ModelCheckpoint.__qualname__
     return ModelCheckpoint if is_mirror else type(callback)

@@ -9,6 +9,8 @@ import torch
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.device.names import visible_devices_variable
+from roomier.device.resolve import accelerator_type
 from roomier.launch import Launch
 from roomier.plan.choices import canonical
 
@@ -16,15 +18,15 @@ _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3
 
 
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
-    """Return ``flags`` with numbers for ``devices="auto"`` and ``num_nodes="auto"``.
+    """Return ``flags`` in which ``devices="auto"`` and ``num_nodes="auto"`` are replaced by numbers.
 
-    The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all CUDA devices of the
+    The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all accelerators of the
     machine.
 
     Raises:
-        PlanError: a launcher started several ranks for the strategy ``"single"``.
+        PlanError: a launcher started several ranks although the strategy is ``"single"``.
     """
-    flags = {**flags, "devices": _number_of(flags["devices"])}
+    flags = {**flags, "devices": _number_of(flags["devices"], flags["accelerator"])}
     is_single = _is_single(flags["strategy"])
     if launch is not None and launch.world.size > 1 and is_single:
         problem = f"supports one rank, but {launch.launcher} started {launch.world.size} processes"
@@ -39,8 +41,9 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     return flags
 
 
-def _number_of(devices: Any) -> Any:
-    """Return ``"auto"`` for -1, the length of a list of the first devices, or any other value unchanged."""
+def _number_of(devices: Any, accelerator: object) -> Any:
+    """Return ``"auto"`` for -1. For a list of the first devices, return its length. Return any other value
+    unchanged."""
     if devices in (-1, "-1"):
         return "auto"
     listed = devices
@@ -50,7 +53,9 @@ def _number_of(devices: Any) -> Any:
         return devices
     if list(listed) == list(range(len(listed))):
         return len(listed)
-    action = f"Write devices={len(listed)}, and select the devices with the environment variable CUDA_VISIBLE_DEVICES"
+    kind = accelerator if accelerator not in ("auto", "gpu", "cpu") else accelerator_type() or "cuda"
+    variable = visible_devices_variable(str(kind))
+    action = f"Write devices={len(listed)}, and select the devices with the environment variable {variable}"
     raise PlanError(
         "devices", devices, "is not supported, because each rank uses the device with its local rank", action
     )
@@ -63,8 +68,9 @@ def _is_single(strategy: object) -> bool:
 
 
 def _all_devices(strategy: object, accelerator: object) -> int:
-    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return torch.cuda.device_count()
+    present = accelerator_type()
+    if present is not None and accelerator in ("auto", "gpu", present):
+        return torch.accelerator.device_count()
     notice(
         f"strategy={strategy!r} with devices='auto' starts one process on this machine; devices=N starts N processes"
     )

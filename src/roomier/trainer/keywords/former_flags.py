@@ -1,4 +1,5 @@
-"""Arguments of Lightning's Trainer from 2020 and 2021. The error shows the complete call in the current form."""
+"""Arguments of Lightning's Trainer from 2020 and 2021. The error message shows the complete call with current
+arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from roomier.core.errors import RoomierError
 
 _DEVICE_FLAGS = ("gpus", "num_gpus", "num_processes", "tpu_cores", "ipus", "hpus")
+_ACCELERATORS = {"gpus": "gpu", "num_gpus": "gpu", "tpu_cores": "tpu", "hpus": "hpu", "ipus": "ipu"}
 _FLAGS = (*_DEVICE_FLAGS, "distributed_backend", "plugins", "amp_backend", "amp_level", "auto_lr_finder")
 _KEPT = ("accelerator", "devices", "num_nodes", "strategy", "precision")
 _STRATEGIES = {
@@ -29,8 +31,8 @@ _STRATEGIES = {
     "deepspeed_stage_2": "zero2",
     "deepspeed_stage_3": "zero3",
 }
-"""Names of former accelerators and plugins, each with the strategy that replaces it."""
-_CLASSES = {  # prefix of the class name of a former plugin or of a strategy of Lightning
+"""Names of former accelerators and plugins, with the strategies that replace them."""
+_CLASSES = {  # prefix of the class name of a former plugin or of a Lightning strategy
     "DDPSpawnSharded": "zero2",
     "DDPSharded": "zero2",
     "DDPFullySharded": "zero3",
@@ -43,10 +45,11 @@ _PROBLEMS = {"precision": "is ambiguous: '16-mixed' or '16-true'", "strategy": "
 
 
 def refuse_former_flags(given: Mapping[str, Any]) -> None:
-    """Reject arguments of former versions of Lightning in ``given``, the arguments of the Trainer.
+    """Reject arguments of former Lightning versions in ``given``, the arguments of the Trainer.
 
     Raises:
-        RoomierError: a former argument is given. The error shows the call ``Trainer(...)`` in the current form.
+        RoomierError: a former argument is given. The error message shows the call ``Trainer(...)`` with current
+            arguments.
     """
     found = [name for name in given if _is_former(name, given[name])]
     if not found:
@@ -61,7 +64,7 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
 
 
 def written_today(name: str, value: Any) -> tuple[dict[str, Any], list[str]] | None:
-    """Return the current arguments for the former argument ``name``, and remarks; None for other arguments."""
+    """Return the current arguments that replace the former argument ``name``, and remarks; None for other arguments."""
     return _todays({name: value}) if _is_former(name, value) else None
 
 
@@ -78,7 +81,7 @@ def _is_former(name: str, value: Any) -> bool:
 
 
 def _todays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the current arguments for devices, strategy and precision, and remarks."""
+    """Return the current arguments for devices, strategy and precision, together with remarks."""
     today = {name: given[name] for name in _KEPT if name in given and not _is_former(name, given[name])}
     remarks: list[str] = []
     for name in _DEVICE_FLAGS:
@@ -106,10 +109,12 @@ def _add_devices(today: dict[str, Any], remarks: list[str], name: str, value: An
     if not number:
         today.setdefault("accelerator", "cpu")
         return
-    today["accelerator"] = "gpu"
+    today["accelerator"] = _ACCELERATORS[name]
     today["devices"] = number
-    if name not in ("gpus", "num_gpus"):
-        remarks.append(f"{name} selects devices that are not supported; roomier supports 'cuda', 'mps' and 'cpu'")
+    if name == "tpu_cores":
+        remarks.append("accelerator='tpu' requires the package torch-tpu")
+    elif name not in ("gpus", "num_gpus"):
+        remarks.append(f"It requires a package that adds the device {_ACCELERATORS[name]!r} to torch")
     elif isinstance(value, (list, tuple)) or (isinstance(value, str) and "," in value):
         listed = value if isinstance(value, str) else ",".join(map(str, value))
         remarks.append(

@@ -1,7 +1,7 @@
 """Attributes of Lightning's Trainer that ``to_onnx`` and ``to_torchscript`` of a LightningModule read.
 
-These methods move their example to the device with the batch hooks, and read from the Trainer which object has the
-hooks and how to time them.
+These methods use the batch hooks to move their example to the device. They read from the Trainer which object has the
+hooks and how to measure the duration of the hooks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NamedSpans:
-    """The value of ``trainer.profiler``. ``with trainer.profiler.profile(name)`` names a span in a profile of torch."""
+    """The value of ``trainer.profiler``. ``with trainer.profiler.profile(name)`` names a span in a torch profile."""
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """Return a context manager that names a span."""
@@ -37,6 +37,6 @@ class BatchHooks:
         return self
 
     def get_instance(self, hook_name: str) -> Any:
-        """Return the object whose hook ``hook_name`` is called."""
+        """Return the object on which the hook ``hook_name`` is called."""
         data = self._trainer.datamodule
         return data if data is not None and overrides(data, hook_name, DataModule) else self._trainer.lightning_module

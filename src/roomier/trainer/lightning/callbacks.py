@@ -1,8 +1,8 @@
 """Handling of Lightning's callbacks, which run unchanged, are replaced by roomier's callbacks, or are rejected.
 
 A callback that uses only hooks and public attributes of the Trainer runs unchanged. A callback that uses the internals
-of Lightning's loops is replaced by roomier's callback of the same name with the same arguments, whose results are
-copied to the user's object. ``docs/design/callbacks.md`` lists these callbacks.
+of Lightning's loops is replaced by roomier's callback of the same name with the same arguments. The results are copied
+to the user's object. ``docs/design/callbacks.md`` lists these callbacks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # for messages
 
 
 class _Finetuning(callbacks.BaseFinetuning):
-    """BaseFinetuning that calls the methods of Lightning's object."""
+    """BaseFinetuning callback that calls the methods of Lightning's object."""
 
     def __init__(self, given: Any) -> None:
         super().__init__()
@@ -115,10 +115,10 @@ _GROUPS = "internal_optimizer_metadata"
 
 
 def adopted(given: Iterable[Any]) -> list[Any]:
-    """Replace callbacks of Lightning in ``given`` that cannot run unchanged. A notice reports each replacement.
+    """Replace Lightning callbacks in ``given`` that cannot run unchanged. A notice reports each replacement.
 
     Raises:
-        RoomierError: roomier has no such callback, or a method that a subclass adds would not be called.
+        RoomierError: roomier has no corresponding callback, or a method that a subclass adds would not be called.
     """
     return [_adopted(each) for each in given]
 
@@ -257,4 +257,4 @@ _MAY_ADD = {
     "BackboneFinetuning": ("freeze_before_training", "finetune_function"),
 }
 _DRAWS = ("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar")
-"""Callbacks that only print. Methods that a subclass adds are reported, but not called."""
+"""Callbacks that only print. Methods that a subclass adds are reported in a notice, but not called."""

@@ -1,4 +1,4 @@
-"""``trainer.predict_loop``, which prediction writers read, and the callback that fills it."""
+"""``trainer.predict_loop``, which prediction writers read, and the callback that updates it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class PredictLoop:
-    """State of a prediction on this rank under Lightning's names. :class:`KeepsPredicted` fills it.
+    """State of a prediction on this rank, with Lightning's names. :class:`KeepsPredicted` fills it.
 
     Attributes:
         current_batch_number: number of the current batch, counted over all ranks.
-        current_batch_indices: indices of the samples of the current batch in the dataset. Empty if the loader is not a
-            DataLoader that reads the dataset in order.
-        epoch_batch_indices: indices of the samples of each batch so far, one list per loader.
+        current_batch_indices: dataset indices of the samples in the current batch. The list is empty if the loader is
+            not a DataLoader that reads the dataset in order.
+        epoch_batch_indices: dataset indices of the samples in each batch so far, as one list per loader.
         return_predictions: whether ``predict`` returns the predictions.
     """
 
@@ -42,9 +42,10 @@ class PredictLoop:
 
     @property
     def predictions(self) -> list[Any]:
-        """Predictions of the batches of this rank, in host memory; with several loaders, one list per loader.
+        """Predictions for the batches of this rank, in host memory. With several loaders, the value is one list per
+        loader.
 
-        Predictions are kept only if a callback writes them at the end.
+        Predictions are stored only if a callback writes them at the end.
         """
         return self._predictions[0] if self.num_dataloaders == 1 else self._predictions
 
@@ -59,9 +60,9 @@ class PredictLoop:
         Args:
             loader_number: index of its loader.
             number: number of the batch, counted over all ranks.
-            indices: indices of its samples in the dataset.
+            indices: dataset indices of the samples in the batch.
             output: its prediction.
-            is_kept: whether to keep the prediction.
+            is_kept: whether to store the prediction.
         """
         self.current_batch_number, self.current_batch_indices = number, indices
         self.epoch_batch_indices[loader_number].append(indices)
@@ -70,10 +71,10 @@ class PredictLoop:
 
 
 class KeepsPredicted(Callback):
-    """Fills ``trainer.predict_loop``. It must be the first callback, so that writers read current values.
+    """Fills ``trainer.predict_loop``. This callback must be the first in the list, so that writers read current values.
 
     Args:
-        until_end: keep the predictions for a callback that writes them at the end.
+        until_end: whether to store the predictions for a callback that writes them at the end.
     """
 
     def __init__(self, *, until_end: bool) -> None:
@@ -99,12 +100,12 @@ class KeepsPredicted(Callback):
 
 
 def writes_predictions(callback: Any) -> bool:
-    """Return whether ``callback`` is a prediction writer of roomier or of Lightning."""
+    """Return whether ``callback`` is a prediction writer from roomier or from Lightning."""
     return isinstance(callback, PredictionWriter) or is_builtin(callback, "BasePredictionWriter")
 
 
 def writes_at_end(callback: Any) -> bool:
-    """Return whether ``callback`` writes all predictions of a rank at the end."""
+    """Return whether ``callback`` writes all predictions of a rank at the end of the prediction."""
     interval = callback.interval
     return "epoch" in str(getattr(interval, "value", interval))
 
@@ -114,7 +115,8 @@ def _are_loaders(loaders: Any) -> bool:
 
 
 def batch_indices(loader: Any, number: int) -> list[int]:
-    """Return the dataset indices of the samples in batch ``number``; ``[]`` if the loader does not read in order."""
+    """Return the dataset indices of the samples in batch ``number``, or ``[]`` if the loader does not read the dataset
+    in order."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or type(sampler) is not BatchSampler:
         return []

@@ -1,4 +1,4 @@
-"""``trainer.strategy``: the ranks and the device under Lightning's names."""
+"""``trainer.strategy``: the ranks and the device, with Lightning's names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.core.all_gather import all_gather
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
+from roomier.device.resolve import resolve_device
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
@@ -24,8 +24,8 @@ _REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 class Strategy:
     """View of the ranks and the device of a Trainer, for Lightning's callbacks and modules.
 
-    Methods other than ``all_gather`` send values through host memory. Use them for metrics and decisions, not for the
-    tensors of a step. Every rank must make the same calls in the same order.
+    All methods except ``all_gather`` send values through host memory. Use these methods for metrics and decisions, not
+    for the tensors of a step. Every rank must make the same calls in the same order.
 
     Args:
         trainer: the Trainer.
@@ -100,7 +100,7 @@ class Strategy:
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        """Read by ``LightningModule.optimizers`` after a run."""
+        """Attribute that ``LightningModule.optimizers`` reads after a run."""
         return list(self._trainer.manual_optimizers)
 
     def barrier(self, name: str | None = None) -> None:
@@ -115,7 +115,7 @@ class Strategy:
         return ranks.gather(obj, allows_pickle=True)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
-        """Reduce ``tensor``, of any shape, over all ranks. Return any other object unchanged.
+        """Reduce ``tensor``, which can have any shape, across all ranks. Return any other object unchanged.
 
         Args:
             tensor: the tensor.
@@ -145,14 +145,15 @@ class Strategy:
         return min(decisions) if all else max(decisions)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack the tensors of all ranks: shape ``(...)`` becomes ``(ranks, ...)``. Dicts and lists may be nested.
+        """Stack the tensors of all ranks, so that shape ``(...)`` becomes ``(ranks, ...)``. Dicts and lists may be
+        nested.
 
-        Same as :meth:`roomier.Module.all_gather`. With one rank, tensors are returned unchanged.
+        Equivalent of :meth:`roomier.Module.all_gather`. With one rank, tensors are returned unchanged.
         """
         return all_gather(tensor, self._trainer.ranks, self.root_device, group, has_gradients=sync_grads)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove the checkpoint at ``filepath``, if it exists, on rank 0."""
+        """On rank 0, remove the checkpoint at ``filepath`` if it exists."""
         self._trainer.ranks.on_zero(partial(_remove, Path(filepath)))
 
 

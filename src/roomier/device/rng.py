@@ -1,18 +1,30 @@
 """Seed, save and restore all random number generators that a training step can use."""
 
 import random
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from roomier.core.errors import RoomierError
-from roomier.core.forms import Form, FormError, fields, finite, integer, mapping_of, one_of, optional, tensor
+from roomier.core.forms import FormError, either, fields, finite, integer, mapping_of, one_of, optional, tensor
+from roomier.device.resolve import accelerator_type
 
 _LIMIT = 2**32
 
 _GENERATOR = tensor(torch.uint8)
-RNG_FORM: Form = fields(
+_OF_HOST = ("python", "numpy", "torch")
+
+
+def _device_index(value: Any, place: str) -> None:
+    if type(value) is not str or not value.isascii() or not value.isdecimal() or len(value) > 4:
+        raise FormError(place, value, "the index of a device")
+
+
+_STATES = fields(
     {
         "python": fields({"version": one_of(3), "internal": tensor(torch.int64, (625,)), "gauss": optional(finite)}),
         "numpy": fields(
@@ -26,9 +38,16 @@ RNG_FORM: Form = fields(
         ),
         "torch": _GENERATOR,
     },
-    others={"cuda": mapping_of(_GENERATOR), "mps": _GENERATOR},
+    others=either(_GENERATOR, mapping_of(_GENERATOR, keys=_device_index)),  # one tensor: mps in earlier versions
 )
-"""Form of the result of :func:`rng_state`."""
+
+
+def rng_form(value: Any, place: str) -> None:
+    """Accept the result of :func:`rng_state`. Keys that are not of the host are device types."""
+    _STATES(value, place)
+    for key in of_devices(value):
+        if type(key) is not str or re.fullmatch("[a-z][a-z0-9_]{0,31}", key) is None:
+            raise FormError(f"a key of {place}", key, "a device type")
 
 
 def seed_everything(seed: int, workers: bool = False) -> int:
@@ -36,11 +55,11 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
     Args:
         seed: integer in ``[0, 2**32)``.
-        workers: has no effect. It exists for compatibility with Lightning. roomier always seeds the workers of a
-            DataLoader, separately for each sample.
+        workers: has no effect. This argument exists for compatibility with Lightning. roomier always seeds the workers
+            of a DataLoader, separately for each sample.
 
     Raises:
-        RoomierError: ``seed`` is not an integer in this range.
+        RoomierError: ``seed`` is not an integer in ``[0, 2**32)``.
 
     Example:
         >>> roomier.seed_everything(42)
@@ -55,7 +74,8 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
 
 def separate_rng(rank: int) -> None:
-    """Seed the generators of this rank differently from other ranks with the same state. Rank 0 keeps its state.
+    """Reseed the generators of this rank, so that ranks with the same state obtain different states. Rank 0 keeps its
+    state.
 
     The new state depends only on the current state and on ``rank``.
     """
@@ -81,15 +101,36 @@ def rng_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = {str(i): s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    if torch.backends.mps.is_available():
-        state["mps"] = torch.mps.get_rng_state()
+    kind = accelerator_type()
+    if kind is not None:
+        devices = [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+        state[kind] = {str(device.index): generator_state(device) for device in devices}
     return state
 
 
+def of_devices(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of ``state`` that belongs to devices, by device type."""
+    return {name: each for name, each in state.items() if name not in _OF_HOST}
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """Return the state of torch's default generator of ``device``, without a synchronization."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Set the state that :func:`generator_state` returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
 def check_rng_state(state: dict[str, Any], place: str) -> None:
-    """Check that the generators on the CPU accept the tensors of ``state``, which has :data:`RNG_FORM`.
+    """Check that the generators on the CPU accept the tensors of ``state``, which has :func:`rng_form`.
 
     Raises:
         FormError: a generator does not accept its tensor.
@@ -105,7 +146,7 @@ def check_rng_state(state: dict[str, Any], place: str) -> None:
 def check_generator_state(state: torch.Tensor, place: str) -> None:
     """Raise FormError if a generator of torch on the CPU does not accept ``state``.
 
-    States of other devices have other sizes and are not checked.
+    States of other devices have different sizes and are not checked.
     """
     if state.shape != torch.Generator().get_state().shape:
         return
@@ -116,7 +157,7 @@ def check_generator_state(state: torch.Tensor, place: str) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the state that :func:`rng_state` returned. States of CUDA devices that do not exist are skipped."""
+    """Restore the state that :func:`rng_state` returned. States of devices that do not exist are skipped."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     np.random.set_state(
@@ -129,8 +170,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
         )
     )
     torch.set_rng_state(state["torch"].cpu())
-    for index, cuda_state in state.get("cuda", {}).items():
-        if int(index) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(cuda_state.cpu(), int(index))
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state["mps"].cpu())
+    kind = accelerator_type()
+    of_kind = {} if kind is None else state.get(kind, {})
+    for index, own in ({"0": of_kind} if isinstance(of_kind, Tensor) else of_kind).items():
+        if int(index) < torch.accelerator.device_count():
+            set_generator_state(torch.device(str(kind), int(index)), own.cpu())

@@ -1,0 +1,1 @@
+"""Accelerators through ``torch.accelerator``: names, capabilities, streams, memory, random states, and copies."""

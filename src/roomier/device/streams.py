@@ -1,0 +1,27 @@
+"""Streams and events of an accelerator.
+
+Kernels and copies on one stream run in their order. Work on different streams is unordered unless a stream waits for
+an event of another stream. ``with stream:`` submits work to a stream.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def computing_stream(device: torch.device) -> torch.Stream:
+    """Return the stream to which this thread submits kernels on ``device``."""
+    return torch.accelerator.current_stream(device)
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """Record an event on the computing stream. ``elapsed_time`` of two events is the time between them in ms."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(computing_stream(device))
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has finished all submitted work. The CPU has no pending work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
