@@ -219,7 +219,7 @@ def parts_with_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (tmp_path / f"{name}.py").write_text(code.format(body))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     limits_s = {"broken_part": 100.0, "endless_part": 0.1, "good_part": 100.0}
-    monkeypatch.setattr(case, "PARTS", {name: Part(name, limit_s) for name, limit_s in limits_s.items()})
+    monkeypatch.setattr(case, "PARTS", {name: Part(name, limit_s, limit_s) for name, limit_s in limits_s.items()})
 
 
 def test_a_failing_part_is_recorded_and_the_others_run(

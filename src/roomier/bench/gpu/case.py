@@ -81,12 +81,13 @@ def _without_facts(line: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 def _run(name: str, part: Part, setting: Setting, results: Results) -> None:
     """Run one part and make sure that the results file contains its end."""
-    notice(f"bench gpu: {name}, at most {part.limit_s:g} s")
+    limit_s = part.limit_of(setting.size)
+    notice(f"bench gpu: {name}, at most {limit_s:g} s")
     settings = {
         "part": name,
         "module": part.module,
         "started_s": time.time(),
-        "limit_s": part.limit_s,
+        "limit_s": limit_s,
         "size": setting.size,
         "accelerator": setting.accelerator,
         "out": str(results.path),
@@ -94,11 +95,11 @@ def _run(name: str, part: Part, setting: Setting, results: Results) -> None:
     }
     num_ends = len(results.ends(name))
     with TemporaryFile("w+") as output:
-        code = run_with_limit([sys.executable, "-P", "-m", _WORKER, json.dumps(settings)], output, part.limit_s)
+        code = run_with_limit([sys.executable, "-P", "-m", _WORKER, json.dumps(settings)], output, limit_s)
         output.seek(0)
         last_lines = output.read().splitlines()[-_NUM_LAST_LINES:]
     if len(results.ends(name)) == num_ends:
-        problem = f"was stopped after {part.limit_s:g} s" if code is None else f"ended with code {code}"
+        problem = f"was stopped after {limit_s:g} s" if code is None else f"ended with code {code}"
         error = "\n".join([f"the process {problem}; its last lines:", *last_lines])
         results.append("end", name, status=FAILED, rows_left=None, rows_failed=[], took_s=None, error=error)
     end = results.ends(name)[-1]

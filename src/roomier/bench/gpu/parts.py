@@ -54,10 +54,16 @@ class Part:
     Attributes:
         module: import path of a file that implements :class:`PartModule`.
         limit_s: seconds after which the process of the part is stopped.
+        tiny_limit_s: the same for the size ``"tiny"``. It only ends a part that hangs.
     """
 
     module: str
     limit_s: float
+    tiny_limit_s: float = 240.0
+
+    def limit_of(self, size: str) -> float:
+        """Return the time limit in seconds."""
+        return self.tiny_limit_s if size == "tiny" else self.limit_s
 
 
 # On a GPU, all parts together leave 3 of 12 minutes for the device tests of `make gpu`.
