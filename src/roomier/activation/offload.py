@@ -5,7 +5,8 @@ Each call of a block is a visit. Tensors that are saved during a visit are copie
 continues. The device memory of these tensors is freed when the second block after this block begins. Only then does the
 computation wait for the copies. In backward, the computation waits for the tensors of a visit, and starts the copies of
 the visit before it, which overlap with computation. Therefore, only the tensors of at most two visits are on the
-device. All device memory belongs to the compute stream, which waits for the copies before memory is freed.
+device. The tensors of the last two visits are still on the device when backward begins. The computation waits for their
+copies as well, because backward frees their memory. All device memory belongs to the compute stream, which waits for the copies before memory is freed.
 ``record_stream`` is not used, because it would keep the memory allocated while the host runs ahead of the device.
 
 A storage is moved completely and only one time, even if several blocks save views of it (for example of a mask).
@@ -187,14 +188,12 @@ class Visit:
     Attributes:
         before: function that returns the previous call, or None if it no longer exists.
         parcels: saved storages, which exist until no graph needs them.
-        mark: mark of its last copy.
     """
 
     def __init__(self, before: Visit | None) -> None:
         self.before: Callable[[], Visit | None] = (lambda: None) if before is None else weakref.ref(before)
         self.parcels: list[weakref.ref[Parcel]] = []
-        self.mark: Any = None
-        self._is_awaited = False
+        self._mark: Any = None  # of the last copy, until the computation waits for it
         self._held: list[Parcel] = []  # kept alive while they are being copied
 
     def add(self, parcel: Parcel) -> None:
@@ -206,27 +205,30 @@ class Visit:
         """Return the saved storages that a graph still needs."""
         return [parcel for each in self.parcels if (parcel := each()) is not None]
 
+    def end(self, copies: Copies) -> None:
+        """Call after the forward of the block, which started the copies to the host."""
+        self._mark = copies.mark()
+
     def come_back(self, copies: Copies) -> None:
         """Start copying the saved storages to the device."""
         self._held = self.living()
         for parcel in self._held:
             parcel.come_back()
-        self.mark, self._is_awaited = copies.mark(), True
+        self._mark = copies.mark()
 
     def arrive(self, copies: Copies) -> None:
-        """Wait for the copies to the device. Afterwards, each storage is freed after the graph has used it."""
-        if self._is_awaited:
-            copies.wait(self.mark)
-        self._is_awaited, self._held = False, []
+        """Wait for the copies in both directions. Afterwards, each storage is freed after the graph has used it."""
+        if self._mark is not None:
+            copies.wait(self._mark)
+        self._mark, self._held = None, []
 
     def leave(self, copies: Copies, staying: Sequence[Visit]) -> None:
         """Free the device memory of the saved storages, except for storages that the visits in ``staying`` need."""
-        copies.wait(self.mark)
+        self.arrive(copies)
         needed = {id(parcel) for visit in staying for parcel in visit.living()}
         for parcel in self.living():
             if id(parcel) not in needed:
                 parcel.leave()
-        self._is_awaited, self._held = False, []
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ class Offload:
             with saved_tensors_hooks(lambda tensor: move(tensor) or tensor, _unpacked):
                 yield move
         finally:
-            visit.mark = self._copies.mark()
+            visit.end(self._copies)
 
     def arrive(self, visit: Visit) -> None:
         """Call when the backward of ``visit`` begins or continues."""

@@ -44,6 +44,14 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
     return torch.accelerator.get_memory_info(device) if capabilities_of(device).has_memory_info else None
 
 
+def available_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process can still allocate, including cached memory; None if they are not known."""
+    info = free_and_total_bytes(device)
+    if info is None or not capabilities_of(device).has_memory_statistics:
+        return None
+    return info[0] + reserved_bytes(device) - allocated_bytes(device)
+
+
 def total_bytes(device: torch.device) -> int | None:
     """Return the memory of ``device``; None if its driver does not report it."""
     module: Any = torch.get_device_module(device)

@@ -20,6 +20,7 @@ import torch
 
 from roomier.core.errors import RoomierError
 from roomier.device.capability import capabilities_of
+from roomier.device.memory import available_bytes
 from roomier.device.streams import synchronize
 
 DTYPES = {
@@ -50,8 +51,8 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
         while True:
             try:
                 a, b, out = (torch.full((size, size), 0.5, dtype=DTYPES[dtype], device=device) for _ in range(3))
-            except (TypeError, RuntimeError):  # mps has no float64
-                return None
+            except (TypeError, RuntimeError):  # mps has no float64, and memory can be full
+                return best or None
             took = _typical_seconds(partial(torch.mm, a, b, out=out), device, seconds / 16)
             best = max(best, 2 * size**3 / took)
             # The next product is 8 times as large and runs at least 3 times.
@@ -69,7 +70,7 @@ def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = No
     busy cores, a long copy is interrupted.
     """
     if num_bytes is None:
-        num_bytes = 2**24 if device.type == "cpu" else 2**27
+        num_bytes = 2**24 if device.type == "cpu" else _fitting(2**27, device)
     source = torch.ones(num_bytes // 4, device=device)  # zeros would map to one page of memory
     target = torch.ones_like(source)
     return 2 * source.nbytes / _typical_seconds(lambda: target.copy_(source), device, seconds)
@@ -77,6 +78,7 @@ def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = No
 
 def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27) -> float:
     """Return the bytes per second from pinned host memory to ``device``."""
+    num_bytes = _fitting(num_bytes, device)
     source = torch.ones(num_bytes // 4, pin_memory=True)
     target = torch.ones(num_bytes // 4, device=device)
     return source.nbytes / _typical_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds)
@@ -99,6 +101,7 @@ def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**2
 
     A device without fused optimizers runs separate kernels, so its rate is lower than its memory bandwidth.
     """
+    num_parameters = _fitting(16 * num_parameters, device) // 16  # values, gradients and two states in float32
     parameters = [torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -106,6 +109,12 @@ def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**2
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=is_fused)
     num_bytes = 7 * sum(parameter.nbytes for parameter in parameters)
     return num_bytes / _typical_seconds(optimizer.step, device, seconds)
+
+
+def _fitting(num_bytes: int, device: torch.device) -> int:
+    """Return ``num_bytes``, or less if the memory of ``device`` is almost full, as after an out-of-memory error."""
+    available = available_bytes(device)
+    return num_bytes if available is None else max(2**20, min(num_bytes, available // 4))
 
 
 def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[float, float]:

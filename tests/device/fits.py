@@ -1,0 +1,157 @@
+"""Fits of a small GPT on the simulated accelerator and on the CPU, with everything that a test compares."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from roomier import Callback, Logger, Module, Trainer
+from roomier.hardware.this_machine import this_machine
+from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.workload import Workload
+from tests.simulator import simulated
+from tests.simulator.gpt import CONTEXT, GPT, batches
+
+NUM_STEPS = 6
+WIDTH = 256  # large enough that rounding of allocations is below 1 % of the bytes
+FIRST_STEP_WITHOUT_WAITS = 2  # DDP waits in its second step, in which it arranges its buckets
+
+
+@dataclass
+class Fit:
+    """Result of a fit on one rank.
+
+    Attributes:
+        losses: the losses of the rank's micro-batches.
+        weights: the unsharded weights after the fit, on the CPU.
+        races: accesses that no wait orders.
+        waits: waits of the host from the third step on, by kind.
+        peak_bytes: peak of the allocated bytes of the device from the third step on.
+        forecast_bytes: forecast of the peak, for the rank with the highest peak.
+    """
+
+    losses: Tensor
+    weights: dict[str, Tensor]
+    races: list[str] = field(default_factory=list)
+    waits: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    forecast_bytes: int = 0
+
+
+class Language(Module):
+    """A small GPT. ``training_step`` stores its losses without waiting for the device."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = GPT(width=WIDTH, dropout=dropout)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.network(batch[0])
+        self.losses.append(loss.detach())
+        return loss
+
+
+class NoRows(Logger):
+    """Discards all rows, so that log steps exist but write no files."""
+
+    name = "none"
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+
+class Watch(Callback):
+    """Counts waits of the host from the third step to the last step, which is a log step."""
+
+    def __init__(self) -> None:
+        self._earlier_waits: dict[str, int] = {}
+        self.waits: dict[str, int] = {}
+        self.peak_bytes = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if trainer.global_step == FIRST_STEP_WITHOUT_WAITS:
+            torch.accelerator.reset_peak_memory_stats()
+            self._earlier_waits = simulated.host_waits()
+        if trainer.global_step == NUM_STEPS - 1:
+            counted = {kind: num - self._earlier_waits.get(kind, 0) for kind, num in simulated.host_waits().items()}
+            self.waits = {kind: num for kind, num in counted.items() if num}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.peak_bytes = torch.accelerator.max_memory_allocated()
+
+
+def fit(accelerator: str, keywords: dict[str, Any], *, dropout: float = 0.0, batch_size: int = 4) -> Fit:
+    """Fit the GPT and return the result of this rank."""
+    module = Language(dropout)
+    shapes = Workload.of(copy.deepcopy(module).to("meta"), [torch.empty(batch_size, CONTEXT + 1, dtype=torch.int64)])
+    watch = [] if accelerator == "cpu" else [Watch()]
+    trainer = Trainer(
+        accelerator=accelerator,
+        max_steps=NUM_STEPS,
+        logger=NoRows(),
+        log_every_n_steps=1000,
+        callbacks=watch,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"optimizer": {"name": "adamw", "lr": 3e-3, "eps": 1e-3}, **keywords},
+    )
+    num_batches = NUM_STEPS * trainer.accumulate_grad_batches * trainer.world_size
+    data = torch.cat(batches(num_batches, batch_size))
+    gc.collect()
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=batch_size))
+    result = Fit(torch.stack(module.losses).cpu(), weights_of(module))
+    for each in watch:
+        result.races, result.waits, result.peak_bytes = simulated.races(), each.waits, each.peak_bytes
+        machine = this_machine(trainer.plan.parallel.devices, 1, accelerator)
+        result.forecast_bytes = confirm(shapes, trainer.plan, machine).tensor_bytes
+    return result
+
+
+def weights_of(module: Module) -> dict[str, Tensor]:
+    """Return the unsharded weights on the CPU. Every rank must call this function."""
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in full.items()}
+
+
+@dataclass
+class Comparison:
+    """Comparison of a fit on the simulated accelerator with the same fit on the CPU.
+
+    Attributes:
+        losses: largest relative difference of a loss.
+        weights: largest difference of a weight, relative to the largest weight of its tensor.
+        fit: the fit on the accelerator, without its losses and weights.
+    """
+
+    losses: float
+    weights: float
+    fit: Fit
+
+
+def compare(keywords: dict[str, Any], batch_size: int = 4) -> Comparison:
+    """Run the same fit on the simulated accelerator and on the CPU."""
+    device = fit(simulated.DEVICE, keywords, batch_size=batch_size)
+    with simulated.allowed_host_waits():
+        cpu = fit("cpu", keywords, batch_size=batch_size)
+    assert device.weights.keys() == cpu.weights.keys()
+    return Comparison(
+        losses=float(((device.losses - cpu.losses).abs() / cpu.losses.abs()).max()),
+        weights=max(
+            float((device.weights[name].float() - weight.float()).abs().max() / weight.float().abs().max().clamp(min=1e-12))
+            for name, weight in cpu.weights.items()
+        ),
+        fit=replace(device, losses=torch.empty(0), weights={}),
+    )
