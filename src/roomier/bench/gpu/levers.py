@@ -12,11 +12,14 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from roomier.bench.gpu.parts import Rows, Setting, Values
 from roomier.bench.lever_rows import FRAMEWORKS, ROWS
 from roomier.bench.lever_worker import RUNNERS, Measurement
 from roomier.bench.levers import row_of, turns_of
 from roomier.core.units import format_bytes
+from roomier.device.resolve import resolve_device
 
 _FULL: dict[str, Any] = {"model": "bert-large", "seq_len": 512, "steps": 10, "levers": ""}
 _TINY: dict[str, Any] = {"model": "bert-tiny", "seq_len": 16, "steps": 1, "levers": "vanilla,all"}
@@ -39,6 +42,8 @@ def summary(values: Mapping[str, Any]) -> str:
 
 
 def _row(framework: str, lever: str, settings: Mapping[str, Any]) -> Values:
+    if framework == "transformers" and not _transformers_supports(resolve_device(settings["accelerator"])):
+        return {"unsupported": "transformers does not support the device"}
     measurement = Measurement(settings["steps"])
     with TemporaryDirectory() as folder:
         RUNNERS[framework]({**settings, "framework": framework, "lever": lever}, measurement, folder)
@@ -46,3 +51,11 @@ def _row(framework: str, lever: str, settings: Mapping[str, Any]) -> Values:
     del values["peak_rss_bytes"]  # the process also holds memory of earlier rows
     sizes = {name: settings[name] for name in ("model", "seq_len", "steps")}
     return {**values, "step_s_all": measurement.result["step_s"], **sizes, "published": ROWS[lever].published}
+
+
+def _transformers_supports(device: torch.device) -> bool:
+    import transformers
+
+    with TemporaryDirectory() as folder:
+        chosen = transformers.TrainingArguments(folder, use_cpu=device.type == "cpu", report_to="none").device
+    return bool(chosen.type == device.type)
