@@ -14,7 +14,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-full test-kernels lint format clean
+.PHONY: help install browser demo test test-full test-kernels gpu lint format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
@@ -22,6 +22,7 @@ help:
 	@echo 'make test          lint, types, layers and tests'
 	@echo 'make test-full     the same with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
+	@echo 'make gpu           the device tests and the benchmarks on the GPU of this machine'
 	@echo 'make lint          ruff, mypy and import-linter'
 	@echo 'make format        let ruff rewrite the files'
 	@echo 'make clean         remove .venv, caches and runs'
@@ -58,6 +59,18 @@ test-full: lint
 
 test-kernels: install
 	$(BIN)/python tests/kernels/each_setting.py $(PARALLEL)
+
+# The benchmarks run even if a device test fails. Both take at most 12 minutes, and a repetition skips completed parts.
+ACCELERATOR ?= gpu
+DEVICE_TESTS := $(wildcard tests/device)
+
+gpu: install
+	@failed=0; \
+	for folder in $(DEVICE_TESTS); do \
+	  ROOMIER_TEST_ACCELERATOR=$(ACCELERATOR) timeout 180 $(BIN)/python -m pytest $$folder -m 'not slow' || failed=1; \
+	done; \
+	$(BIN)/roomier bench gpu --json --accelerator $(ACCELERATOR) $(GPU_OPTIONS) || failed=1; \
+	exit $$failed
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,6 +1,5 @@
 """``roomier bench levers --json`` as a command, with a model that is too small for meaningful times."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 
 from roomier.bench import levers
 from roomier.bench.lever_report import markdown
-from roomier.bench.lever_rows import BERT_SIZES, ROWS
+from roomier.bench.lever_rows import BERT_SIZES, ROWS, keywords_of
 from roomier.core.errors import RoomierError
 from roomier.plan import plan_from_flags
 
@@ -58,39 +57,36 @@ def test_the_report_is_written(result: dict[str, Any]) -> None:
     assert "roomier bench levers" in text
 
 
+@pytest.mark.parametrize(("device_type", "mode"), [("cpu", "bf16-mixed"), ("cuda", "16-mixed")])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_is_a_plan(name: str) -> None:
-    keywords = {"optimizer": "adamw", **ROWS[name].roomier}
-    if keywords.get("precision") == "16":
-        keywords["precision"] = "bf16-mixed"
-    plan_from_flags(**keywords)
+def test_every_row_is_a_plan(name: str, device_type: str, mode: str) -> None:
+    plan = plan_from_flags(**keywords_of(name, device_type), accelerator=device_type)
+    if ROWS[name].roomier.get("precision") == "16":
+        assert plan.precision.mode == mode
 
 
 def test_a_row_without_peer_or_meaning_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = argparse.Namespace(model="bert-tiny", levers="", frameworks="")
     monkeypatch.setattr(levers, "find_spec", lambda name: None if name == "bitsandbytes" else name)
-    turns = levers._turns(options)
+    turns = levers.turns_of("bert-tiny")
     assert ("transformers", "adafactor") in turns
     assert ("transformers", "adam8bit") not in turns
     assert ("roomier", "adam8bit") in turns
     assert ("roomier", "chunked loss") not in turns
-    options.model = "gpt-nano"
-    assert ("roomier", "chunked loss") in levers._turns(options)
+    assert ("roomier", "chunked loss") in levers.turns_of("gpt-nano")
     monkeypatch.setattr(levers, "find_spec", lambda name: None if name == "accelerate" else name)
-    assert {framework for framework, _ in levers._turns(options)} == {"roomier"}
+    assert {framework for framework, _ in levers.turns_of("gpt-nano")} == {"roomier"}
 
 
 def test_unknown_names_are_rejected_before_a_process_starts() -> None:
-    options = argparse.Namespace(model="bert-tiny", levers="vanila", frameworks="")
     with pytest.raises(RoomierError, match=r"--levers=.vanila.: is unknown\. Did you mean .vanilla."):
-        levers._turns(options)
+        levers.turns_of("bert-tiny", "vanila")
     assert set(BERT_SIZES) >= {"bert-large", "bert-base", "bert-tiny"}
 
 
 def test_a_failing_row_is_reported_and_the_others_remain() -> None:
     runs = [{"step_s": [0.5, 0.25, 0.5], "peak_bytes": 10, "peak_rss_bytes": None, "peak_by_kind": {}}]
-    good = levers._row("roomier", "vanilla", runs)
-    bad = levers._row("roomier", "all", [*runs, {"error": "out of memory", "code": -9}])
+    good = levers.row_of("roomier", "vanilla", runs)
+    bad = levers.row_of("roomier", "all", [*runs, {"error": "out of memory", "code": -9}])
     assert (good["samples_per_s"], good["peak_bytes"]) == (8.0, 10)
     assert (bad["samples_per_s"], bad["error"]) == (None, "out of memory")
     assert levers.lines({"rows": [good, bad]})[1][2] == "failed"

@@ -75,8 +75,9 @@ def test_the_table_shows_the_same_figures(result: dict[str, Any]) -> None:
 
 
 def test_all_strategies_are_measured_by_default() -> None:
-    assert strategies._strategies("", 2) == ["torch_ddp", "ddp", "zero1", "zero2", "zero3"]
-    assert strategies._strategies("", 4) == ["torch_ddp", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+    assert strategies.possible_strategies("", 1) == ["torch_ddp", "single"]
+    assert strategies.possible_strategies("", 2) == ["torch_ddp", "ddp", "zero1", "zero2", "zero3"]
+    assert strategies.possible_strategies("", 4) == ["torch_ddp", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 
 
 def options(*words: str) -> argparse.Namespace:

@@ -21,7 +21,8 @@ class CaseModule(Protocol):
         """Run the benchmark.
 
         Returns:
-            Data for one JSON object. The function writes no text to standard output.
+            Data for one JSON object. The function writes no text to standard output. If the list ``"failed"`` in the
+            data is not empty, the command ends with exit code 1.
         """
 
     def table(self, result: Mapping[str, Any]) -> RenderableType:
@@ -60,5 +61,6 @@ CASES: dict[str, Case] = {
     "choice": Case(
         "the choice of strategy='auto', compared with measurements of all plans that fit", "roomier.bench.choice"
     ),
+    "gpu": Case("memory, speed and copies on an accelerator, compared with forecasts", "roomier.bench.gpu.case"),
     "strategies": Case("memory and step time of each strategy, compared with PyTorch DDP", "roomier.bench.strategies"),
 }

@@ -41,6 +41,15 @@ class Row:
 
 FRAMEWORKS = ("roomier", "transformers")
 
+
+def keywords_of(lever: str, device_type: str) -> dict[str, Any]:
+    """Return the arguments of roomier's Trainer for a row, including the optimizer."""
+    keywords = {"optimizer": "adamw", **ROWS[lever].roomier}
+    if keywords.get("precision") == "16":
+        keywords["precision"] = "bf16-mixed" if device_type == "cpu" else "16-mixed"
+    return keywords
+
+
 ROWS: dict[str, Row] = {
     "vanilla": Row({}, {}, published=(8.86, 14949)),
     "accumulation": Row(_ACCUMULATED, _ACCUMULATED_PEER, published=(7.75, 8681)),
@@ -72,7 +81,8 @@ ROWS: dict[str, Row] = {
     "offload": Row({"offload": {"activations": "cpu"}}),
     "most": Row(
         {
-            **{name: value for name, value in _ALL.items() if name != "accumulate_grad_batches"},
+            "activation_checkpointing": "full",
+            "precision": "bf16-mixed",  # step_in_backward does not support the loss scale of fp16
             "optimizer": "adamw8bit",
             "step_in_backward": True,
         }

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from roomier.api.callback import Callback
-from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes
-from roomier.device.resolve import accelerator_type
+from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes, keywords_of
+from roomier.device.resolve import resolve_device
 from roomier.device.streams import synchronize
 from roomier.memory.tracker import MemoryTracker
 from roomier.models.gpt import SIZES
@@ -82,14 +82,13 @@ def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str)
             if is_step_end and measurement.end_step(module.network, trainer.optimizers):
                 trainer.should_stop = True
 
-    keywords = {"optimizer": "adamw", **ROWS[settings["lever"]].roomier}
-    if keywords.get("precision") == "16":
-        keywords["precision"] = "16-mixed" if accelerator_type() else "bf16-mixed"
+    accelerator = settings["accelerator"]
+    keywords = keywords_of(settings["lever"], resolve_device(accelerator).type)
     micro_batch = BATCH_SIZE // keywords.get("accumulate_grad_batches", 1)
     trainer = Trainer(
         **keywords,
         learning_rate=1e-5,
-        accelerator="auto",
+        accelerator=accelerator,
         devices=1,
         max_epochs=1,
         callbacks=[AtStepEnd()],
@@ -115,9 +114,10 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
                 control.should_training_stop = True
             return control
 
+    is_cpu = resolve_device(settings["accelerator"]).type == "cpu"
     fields = dict(ROWS[settings["lever"]].transformers or {})
     if fields.pop("precision", None) == "16":
-        fields["fp16" if accelerator_type() else "bf16"] = True
+        fields["bf16" if is_cpu else "fp16"] = True
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=BATCH_SIZE // fields.get("gradient_accumulation_steps", 1),
@@ -125,7 +125,7 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,  # no clipping: the guide does not measure clipping
-        use_cpu=accelerator_type() is None,
+        use_cpu=is_cpu,
         report_to="none",
         log_level="error",
         logging_strategy="no",
@@ -133,6 +133,7 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
         disable_tqdm=True,
         **fields,
     )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # with several GPUs, the Trainer would use DataParallel
     trainer = transformers.Trainer(
         model=make_model(settings),
         args=arguments,

@@ -23,7 +23,7 @@ from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, FRAMEWORKS, ROWS
 from roomier.bench.machine import circumstances
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
-from roomier.device.resolve import accelerator_type
+from roomier.device.resolve import resolve_device
 from roomier.models.gpt import SIZES
 
 _NUM_LAST_LINES = 15
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frameworks", default="", help=f"separated by commas; {','.join(FRAMEWORKS)} if installed")
     parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps per turn (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="turns per row (%(default)s)")
+    parser.add_argument("--accelerator", default="auto", help="as Trainer(accelerator=...) (%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of torch (%(default)s)")
     parser.add_argument("--output", default=None, help="folder for levers.md and levers.png")
 
@@ -45,16 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return all rows, with the seconds per step and the peak bytes. Every turn runs in a separate process, and rows
     alternate."""
-    has_gpu = accelerator_type() is not None
+    is_cpu = resolve_device(options.accelerator).type == "cpu"
     facts = circumstances()
     settings = {
         "model": _known("--model", options.model, [*BERT_SIZES, *SIZES]),
-        "seq_len": options.seq_len or (512 if has_gpu else 128),
+        "seq_len": options.seq_len or (128 if is_cpu else 512),
         "steps": options.steps,
         "repeats": options.repeats,
         "threads": options.threads,
+        "accelerator": options.accelerator,
     }
-    turns = _turns(options)
+    turns = turns_of(options.model, options.levers, options.frameworks)
     found: dict[tuple[str, str], list[dict[str, Any]]] = {turn: [] for turn in turns}
     for index in range(options.repeats):
         for framework, lever in reversed(turns) if index % 2 else turns:
@@ -64,8 +66,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "case": "levers",
         **settings,
         "batch_size": BATCH_SIZE,
-        "peak_is_of": "the allocator of the device" if has_gpu else _COUNTED,
-        "rows": [_row(*turn, runs) for turn, runs in found.items()],
+        "peak_is_of": _COUNTED if is_cpu else "the allocator of the device",
+        "rows": [row_of(*turn, runs) for turn, runs in found.items()],
         **facts,
     }
     if options.output is not None:
@@ -73,7 +75,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _turns(options: argparse.Namespace) -> list[tuple[str, str]]:
+def turns_of(model: str, levers: str = "", frameworks: str = "") -> list[tuple[str, str]]:
+    """Return the framework and the lever of each row of ``model``.
+
+    Args:
+        model: name of the model.
+        levers: names separated by commas; all by default.
+        frameworks: names separated by commas; all installed frameworks by default.
+
+    Raises:
+        RoomierError: a name is unknown, or transformers is not installed.
+    """
     if find_spec("transformers") is None:
         action = "Run pip install transformers accelerate"
         raise RoomierError(
@@ -81,14 +93,12 @@ def _turns(options: argparse.Namespace) -> list[tuple[str, str]]:
         )
     can_compare = find_spec("accelerate") is not None
     possible = [each for each in FRAMEWORKS if each != "transformers" or can_compare]
-    frameworks = _chosen("--frameworks", options.frameworks, possible)
-    levers = _chosen("--levers", options.levers, list(ROWS))
+    chosen = _chosen("--frameworks", frameworks, possible)
     return [
         (framework, lever)
-        for lever in levers
-        for framework in frameworks
-        if not (ROWS[lever].only_causal and options.model in BERT_SIZES)
-        and (framework == "roomier" or _has_peer(lever))
+        for lever in _chosen("--levers", levers, list(ROWS))
+        for framework in chosen
+        if not (ROWS[lever].only_causal and model in BERT_SIZES) and (framework == "roomier" or _has_peer(lever))
     ]
 
 
@@ -126,7 +136,8 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
         return found
 
 
-def _row(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a lever from the values of its turns."""
     row: dict[str, Any] = {"framework": framework, "lever": lever}
     failed = next((run for run in runs if "error" in run), None)
     if failed is not None:

@@ -29,10 +29,10 @@ from roomier.bench.timing import (
 )
 from roomier.trainer import Trainer
 
-_NUM_LOGGED = 10  # the time of one self.log is one tenth of the time of ten calls, so its noise is also one tenth
+NUM_LOGGED = 10  # the time of one self.log is one tenth of the time of ten calls, so its noise is also one tenth
 _NUM_CALLBACKS = 50
-_LOG_INTERVAL = 50  # default of log_every_n_steps: times and calls are counted over complete intervals
-_FIRST_COUNTED, _LAST_COUNTED = _LOG_INTERVAL, 3 * _LOG_INTERVAL
+LOG_INTERVAL = 50  # default of log_every_n_steps: times and calls are counted over complete intervals
+_FIRST_COUNTED, _LAST_COUNTED = LOG_INTERVAL, 3 * LOG_INTERVAL
 
 
 class IdleCallback(Callback):
@@ -48,9 +48,7 @@ class EmptyCallback(Callback):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument(
-        "--steps", type=_at_least(4 * _LOG_INTERVAL), default=1000, help="steps per block (%(default)s)"
-    )
+    parser.add_argument("--steps", type=_at_least(4 * LOG_INTERVAL), default=1000, help="steps per block (%(default)s)")
     parser.add_argument("--repeats", type=_at_least(1), default=15, help="blocks per kind (%(default)s)")
 
 
@@ -68,7 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result = {
             "case": "overhead",
             "bare_us": median(wall["bare"]),
-            **_figures("trainer", wall, cpu),
+            **figures_of("trainer", wall, cpu),
             "idle_callback_us": median_difference(cpu["trainer_50_idle"], cpu["trainer"], _NUM_CALLBACKS),
             "empty_hook_us": median_difference(cpu["trainer_50_empty"], cpu["trainer"], _NUM_CALLBACKS),
             **_count(toy.run_trainer, batches, Trainer.fit, roomier),
@@ -77,12 +75,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if lightning is not None:
             result["lightning"] = {
                 "version": lightning.version,
-                **_figures("lightning", wall, cpu),
+                **figures_of("lightning", wall, cpu),
                 "idle_callback_us": median_difference(cpu["lightning_50_idle"], cpu["lightning"], _NUM_CALLBACKS),
                 **_count(lightning.run, batches, lightning.fit, *lightning.packages),
                 **import_times(min(options.repeats, 5), lightning.import_line),
             }
-            result["lightning_module"] = _figures("adapted", wall, cpu)
+            result["lightning_module"] = figures_of("adapted", wall, cpu)
     return {
         **result,
         "model": toy.MODEL_TEXT,
@@ -96,31 +94,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _blocks(batches: list[toy.Batch], peer: Lightning | None) -> dict[str, Callable[[], Cost]]:
-    def timed(run: Callable[..., Any], **settings: Any) -> Callable[[], Cost]:
-        def block() -> Cost:
-            stamps = Stamps()
-            run(batches, stamps, **settings)
-            return stamps.cost(num_warmup=_LOG_INTERVAL, period=_LOG_INTERVAL)
-
-        return block
-
     blocks = {
-        "bare": timed(toy.run_bare),
-        "trainer": timed(toy.run_trainer),
-        "trainer_10_logs": timed(toy.run_trainer, num_logged=_NUM_LOGGED),
-        "trainer_50_idle": timed(toy.run_trainer, callbacks=_many(IdleCallback)),
-        "trainer_50_empty": timed(toy.run_trainer, callbacks=_many(EmptyCallback)),
+        "bare": timed(toy.run_bare, batches),
+        "trainer": timed(toy.run_trainer, batches),
+        "trainer_10_logs": timed(toy.run_trainer, batches, num_logged=NUM_LOGGED),
+        "trainer_50_idle": timed(toy.run_trainer, batches, callbacks=_many(IdleCallback)),
+        "trainer_50_empty": timed(toy.run_trainer, batches, callbacks=_many(EmptyCallback)),
     }
     if peer is not None:
-        blocks["lightning"] = timed(peer.run)
-        blocks["lightning_10_logs"] = timed(peer.run, num_logged=_NUM_LOGGED)
-        blocks["lightning_50_idle"] = timed(peer.run, num_callbacks=_NUM_CALLBACKS)
-        blocks["adapted"] = timed(peer.run_adapted)
-        blocks["adapted_10_logs"] = timed(peer.run_adapted, num_logged=_NUM_LOGGED)
+        blocks["lightning"] = timed(peer.run, batches)
+        blocks["lightning_10_logs"] = timed(peer.run, batches, num_logged=NUM_LOGGED)
+        blocks["lightning_50_idle"] = timed(peer.run, batches, num_callbacks=_NUM_CALLBACKS)
+        blocks["adapted"] = timed(peer.run_adapted, batches)
+        blocks["adapted_10_logs"] = timed(peer.run_adapted, batches, num_logged=NUM_LOGGED)
     return blocks
 
 
-def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
+def timed(run: Callable[..., Any], batches: list[toy.Batch], **settings: Any) -> Callable[[], Cost]:
+    """Return a function that calls ``run(batches, probe, **settings)`` and returns the cost of a step."""
+
+    def block() -> Cost:
+        stamps = Stamps()
+        run(batches, stamps, **settings)
+        return stamps.cost(num_warmup=LOG_INTERVAL, period=LOG_INTERVAL)
+
+    return block
+
+
+def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the overhead of ``who`` compared with the bare loop, and the time of one ``self.log``.
 
     Small times are differences of large times, so they are measured as processor time, which is less noisy.
@@ -130,7 +131,7 @@ def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[f
         "overhead_us": median_difference(wall[who], wall["bare"]),
         "overhead_quartiles_us": quartiles_of_difference(wall[who], wall["bare"]),
         "overhead_cpu_us": median_difference(cpu[who], cpu["bare"]),
-        "log_us": median_difference(cpu[f"{who}_10_logs"], cpu[who], _NUM_LOGGED),
+        "log_us": median_difference(cpu[f"{who}_10_logs"], cpu[who], NUM_LOGGED),
     }
 
 

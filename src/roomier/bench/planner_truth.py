@@ -34,9 +34,11 @@ def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
     return tracker.peak()
 
 
-def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None) -> MemoryTracker:
-    """Return the tracker after the step of :func:`measured_peak`."""
-    plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"))
+def measured_step(
+    module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None, accelerator: str = "cpu"
+) -> MemoryTracker:
+    """Return the tracker after the step of :func:`measured_peak`, on ``accelerator`` instead of the CPU."""
+    plan = replace(plan, parallel=replace(plan.parallel, accelerator=accelerator))
     copied = copy.deepcopy(as_module(module))
     _disable_logging(copied)
 

@@ -18,7 +18,7 @@ from roomier.plan import Plan
 
 PEER = "torch_ddp"
 _WORKER = "roomier.bench.strategy_ranks"
-STRATEGIES = (PEER, "ddp", "zero1", "zero2", "zero3", "hsdp")
+STRATEGIES = (PEER, "single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 MODELS = ("mingpt", *SIZES)
 _NUM_COPIES = 2  # replicas of the model with hsdp
 
@@ -26,7 +26,8 @@ _NUM_COPIES = 2  # replicas of the model with hsdp
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--model", default="mingpt", help="mingpt (34M parameters) or a size of minGPT, such as gpt2")
-    parser.add_argument("--ranks", type=_at_least(2), default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--accelerator", default="cpu", help="as Trainer(accelerator=...) (%(default)s)")
     parser.add_argument("--precision", default="bf16-mixed", help="as Trainer(precision=...) (%(default)s)")
     parser.add_argument("--batch-size", type=_at_least(1), default=2, help="sequences per rank (%(default)s)")
     parser.add_argument("--seq-len", type=_at_least(1), default=128, help="tokens per sequence (%(default)s)")
@@ -41,17 +42,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "model": _known("--model", options.model, MODELS),
         "ranks": options.ranks,
+        "accelerator": options.accelerator,
         "precision": options.precision,
         "batch_size": options.batch_size,
         "seq_len": options.seq_len,
         "steps": options.steps,
         "repeats": options.repeats,
-        "strategies": _strategies(options.strategies, options.ranks),
-        "shard_size": options.ranks // _NUM_COPIES,
+        "strategies": possible_strategies(options.strategies, options.ranks),
     }
+    return {"case": "strategies", **settings, **compare(settings), **facts}
+
+
+def compare(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all strategies in ``settings``, which contains the keys of the options."""
     for name in settings["strategies"]:
         plan_of(name, settings)  # reject impossible plans before a process starts
-    return {"case": "strategies", **settings, **run_on_ranks(_WORKER, settings["ranks"], settings), **facts}
+    return run_on_ranks(_WORKER, settings["ranks"], settings)
 
 
 def config_of(settings: Mapping[str, Any]) -> GPTConfig:
@@ -63,9 +69,10 @@ def config_of(settings: Mapping[str, Any]) -> GPTConfig:
 
 def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
     """Return the plan of a strategy. The plan of :data:`PEER` is the plan of ``ddp``."""
-    parallel: dict[str, Any] = {"strategy": "ddp" if name == PEER else name, "accelerator": "cpu"}
+    strategy = "ddp" if name == PEER else name
+    parallel: dict[str, Any] = {"strategy": strategy, "accelerator": settings["accelerator"]}
     if name == "hsdp":
-        parallel["shard_size"] = settings["shard_size"]
+        parallel["shard_size"] = settings["ranks"] // _NUM_COPIES
     return Plan.from_dict(
         {
             "parallel": {**parallel, "devices": settings["ranks"]},
@@ -75,9 +82,14 @@ def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
     )
 
 
-def _strategies(text: str, num_ranks: int) -> list[str]:
+def possible_strategies(text: str, num_ranks: int) -> list[str]:
+    """Return the strategies of ``text``, separated by commas, and :data:`PEER`. An empty text means all.
+
+    One rank has the strategy ``single`` only, because the other strategies would run the same code.
+    """
     has_copies = num_ranks >= 2 * _NUM_COPIES and num_ranks % _NUM_COPIES == 0
-    possible = [each for each in STRATEGIES if each != "hsdp" or has_copies]
+    impossible = {"single"} if has_copies else {"single", "hsdp"}
+    possible = [PEER, "single"] if num_ranks == 1 else [each for each in STRATEGIES if each not in impossible]
     wanted = [_known("--strategies", each.strip(), possible) for each in text.split(",") if each.strip()] or possible
     return [each for each in possible if each == PEER or each in wanted]  # the baseline is always included
 

@@ -1,7 +1,7 @@
 """One rank of ``roomier bench strategies``, which runs as ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
 
-Memory and time are measured separately, because the memory tracker slows down the steps. Both use the same objects. If
-the objects of all strategies do not fit into memory at the same time, they are created again for each turn.
+Memory and time are measured separately, because the memory tracker slows down the steps. On the CPU, both use the same
+objects. If the objects of all strategies do not fit into memory at the same time, they are created again for each turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from roomier.api.module import Module
 from roomier.bench.raw_collectives import time_collectives
 from roomier.bench.strategies import PEER, config_of, plan_of
 from roomier.core.ranks import Ranks
+from roomier.core.tree import to_device
 from roomier.core.world import World
+from roomier.device.memory import free_and_total_bytes, release_cached
+from roomier.device.resolve import group_backend, num_devices, resolve_device
+from roomier.device.streams import synchronize
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
@@ -43,7 +47,6 @@ from roomier.precision.policy import precision_of
 
 Batch = tuple[Tensor, Tensor]
 _WARMUP_STEPS = 3
-_DEVICE = torch.device("cpu")
 
 
 class TrainedGPT(Module):
@@ -62,8 +65,11 @@ class PlainLoop:
     """The training step from the PyTorch tutorials, with DDP, autocast and a fused optimizer."""
 
     def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
-        precision = precision_of(plan.precision.mode, _DEVICE)
-        self.network = DistributedDataParallel(precision.convert_module(GPT(config)), gradient_as_bucket_view=True)
+        device = resolve_device(plan.parallel.accelerator)
+        precision = precision_of(plan.precision.mode, device)
+        network = precision.convert_module(GPT(config)).to(device)
+        self.network = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self._device = device
         weights = list(self.network.parameters())
         groups = [
             {"params": [each for each in weights if each.dim() >= 2], "weight_decay": 0.01},
@@ -75,6 +81,7 @@ class PlainLoop:
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
         """Run one step, call ``enter`` at the start of each phase, and return the loss."""
         enter("forward")
+        batch = to_device(batch, self._device)
         self.optimizer.zero_grad()
         with self._context():
             loss: Tensor = self.network(*batch)[1]
@@ -87,7 +94,7 @@ class PlainLoop:
     @contextmanager
     def tracked(self) -> Iterator[MemoryTracker]:
         """Track the memory of the steps in this context."""
-        with MemoryTracker(self.network, [self.optimizer], _DEVICE) as tracker:
+        with MemoryTracker(self.network, [self.optimizer], self._device) as tracker:
             yield tracker
 
 
@@ -127,16 +134,18 @@ class Strategy:
         name: name of the strategy.
         settings: settings of the benchmark.
         ranks: ranks of the run.
+        device: device of this rank.
         keeps: True if the loop stays in memory between its turns.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, *, keeps: bool) -> None:
+    def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, device: torch.device, *, keeps: bool) -> None:
         self.name = name
         self.step_s: list[float] = []
         self.loss = float("nan")
         self._config = config_of(settings)
         self._plan = plan_of(name, settings)
         self._ranks = ranks
+        self._device = device
         self._keeps = keeps
         self._loop: Loop | None = None
         generator = torch.Generator().manual_seed(ranks.world.rank)
@@ -153,7 +162,8 @@ class Strategy:
 
     def measure_memory(self) -> dict[str, Any]:
         """Return the bytes at the peak of a step, on the rank with the largest peak."""
-        with self._running() as loop:
+        is_cpu = self._device.type == "cpu"
+        with self._running(keeps=self._keeps and is_cpu) as loop:  # an allocator also counts kept strategies
             with loop.tracked() as tracker:
                 loop.step(self._batch, tracker.enter)
                 tracker.restart()
@@ -162,6 +172,8 @@ class Strategy:
         found: dict[str, Any] = {
             "model_state_bytes": states.total(MODEL_STATES),
             "peak_bytes": whole.total(),
+            "allocator_peak_bytes": tracker.allocator_peak_bytes,
+            "reserved_peak_bytes": tracker.reserved_peak_bytes,
             "model_states": {kind.value: states.num_bytes[kind] for kind in MODEL_STATES},
             "peak": {kind.value: whole.num_bytes[kind] for kind in Kind},
             "between_steps_bytes": rest.total(MODEL_STATES),
@@ -173,47 +185,56 @@ class Strategy:
 
     def time_turn(self, num_steps: int) -> None:
         """Record one turn: the median time of its steps, on the slowest rank."""
-        with self._running() as loop:
+        with self._running(keeps=self._keeps) as loop:
             loop.step(self._batch, _ignore)  # fill the caches of the processor
             dist.barrier()
             durations = []
             loss = torch.tensor(0.0)
+            synchronize(self._device)
             for _ in range(num_steps):
                 start = time.perf_counter()
                 loss = loop.step(self._batch, _ignore)
+                synchronize(self._device)
                 durations.append(time.perf_counter() - start)
         self.step_s.append(max(self._ranks.gather(statistics.median(durations))))
         self.loss = statistics.mean(self._ranks.gather(float(loss)))
 
     @contextmanager
-    def _running(self) -> Iterator[Loop]:
+    def _running(self, *, keeps: bool) -> Iterator[Loop]:
         loop = self._loop
         if loop is None:
+            gc.collect()  # objects of the previous strategy
+            release_cached(self._device)
             torch.manual_seed(0)
             loop = (PlainLoop if self.name == PEER else EngineLoop)(self._config, self._plan, self._ranks)
             for _ in range(_WARMUP_STEPS):
                 loop.step(self._batch, _ignore)
-        self._loop = loop if self._keeps else None
+        self._loop = loop if keeps else None
         yield loop
         gc.collect()  # so that no strategy spends time on the garbage collection of the previous strategy
 
 
-def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+def run(settings: dict[str, Any], ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Measure memory, time and collectives of all strategies."""
     names: list[str] = settings["strategies"]
-    num_bytes = sum(Strategy(name, settings, ranks, keeps=False).formula().peak.total() for name in names)
-    keeps = ranks.from_zero(num_bytes * ranks.world.size < psutil.virtual_memory().available / 2)
-    strategies = [Strategy(name, settings, ranks, keeps=keeps) for name in names]
+    num_bytes = sum(Strategy(name, settings, ranks, device, keeps=False).formula().peak.total() for name in names)
+    memory_info = free_and_total_bytes(device)
+    if memory_info is None:  # the ranks share the memory of the host
+        keeps = num_bytes * ranks.world.size < psutil.virtual_memory().available / 2
+    else:
+        keeps = num_bytes < memory_info[0] / 2
+    keeps = ranks.from_zero(keeps)
+    strategies = [Strategy(name, settings, ranks, device, keeps=keeps) for name in names]
     memory = {each.name: each.measure_memory() for each in strategies}
     with torch.device("meta"):
         network: nn.Module = GPT(config_of(settings))
-    precision = precision_of(settings["precision"], _DEVICE)
+    precision = precision_of(settings["precision"], device)
     units = units_with_weights(network, find_blocks(network), precision.autocast_dtype, precision.weight_dtype)
     collectives: list[dict[str, float]] = []
     for index in range(settings["repeats"]):
         for each in reversed(strategies) if index % 2 else strategies:
             each.time_turn(settings["steps"])
-        collectives.append(time_collectives(units))
+        collectives.append(time_collectives(units, device))
     base = statistics.median(strategies[0].step_s)
     return {
         "num_parameters": sum(each.numel() for each in network.parameters()),
@@ -239,8 +260,12 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     """Run the benchmark on this rank. Rank 0 writes ``result.json``."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), settings["ranks"]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    result = run(settings, Ranks(World(rank, size, rank, 0, size)))
+    if num_devices(resolve_device(settings["accelerator"])) > 1:
+        torch.accelerator.set_device_index(rank)
+    device = resolve_device(settings["accelerator"])
+    backend, rendezvous = group_backend(device.type), f"file://{folder}/rendezvous"
+    dist.init_process_group(backend or "gloo", init_method=rendezvous, rank=rank, world_size=size)
+    result = run(settings, Ranks(World(rank, size, rank, 0, size)), device)
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -39,12 +39,14 @@ def toy_batches(num_steps: int) -> list[Batch]:
     return [(torch.randn(16, 32), torch.randint(0, 2, (16,)))] * num_steps
 
 
-def run_bare(batches: list[Batch], probe: Probe) -> None:
-    """Train with the loop from the PyTorch tutorials."""
-    network = toy_network()
+def run_bare(batches: list[Batch], probe: Probe, *, device: torch.device | None = None) -> None:
+    """Train with the loop from the PyTorch tutorials. None means the CPU, where batches are not moved."""
+    network = toy_network() if device is None else toy_network().to(device)
     optimizer = toy_optimizer(network)
     for index, (x, y) in enumerate(batches):
         probe(index)
+        if device is not None:
+            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = F.cross_entropy(network(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -78,7 +80,12 @@ class ToyModule(Module):
 
 
 def run_trainer(
-    batches: list[Batch], probe: Probe, *, num_logged: int = 0, callbacks: list[Callback] | None = None
+    batches: list[Batch],
+    probe: Probe,
+    *,
+    num_logged: int = 0,
+    callbacks: list[Callback] | None = None,
+    accelerator: str = "cpu",
 ) -> dict[str, Any]:
     """Run ``Trainer.fit`` over ``batches`` with default settings, in a temporary folder.
 
@@ -86,7 +93,7 @@ def run_trainer(
         The callbacks, loggers and log interval of the Trainer.
     """
     with TemporaryDirectory() as folder, muted():
-        trainer = Trainer(max_epochs=1, default_root_dir=Path(folder), callbacks=callbacks, accelerator="cpu")
+        trainer = Trainer(max_epochs=1, default_root_dir=Path(folder), callbacks=callbacks, accelerator=accelerator)
         trainer.fit(ToyModule(probe, num_logged), batches)
         return {
             "callbacks": [type(each).__name__ for each in trainer.callbacks],

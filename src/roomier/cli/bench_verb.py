@@ -13,6 +13,9 @@ from roomier.core.errors import RoomierError, did_you_mean
 def run(verb: str, arguments: Sequence[str]) -> int:
     """Print one table, or with ``--json`` only one JSON object, to standard output.
 
+    Returns:
+        The exit code: 1 if the result lists failed parts under ``"failed"``, otherwise 0.
+
     Raises:
         RoomierError: the case or an option is unknown.
     """
@@ -34,7 +37,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         from rich.console import Console
 
         Console().print(case.table(result))
-    return 0
+    return 1 if result.get("failed") else 0
 
 
 def _help_text() -> str:

@@ -1,0 +1,1 @@
+"""``roomier bench gpu``: measurements of an accelerator in several parts."""

@@ -1,0 +1,77 @@
+"""The parts of ``roomier bench gpu``, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from roomier.device.resolve import resolve_device
+
+SIZES = ("tiny", "full")
+"""``"full"`` is for GPUs. ``"tiny"`` takes seconds on a CPU, and its values have no meaning."""
+
+Values = dict[str, Any]
+Rows = Mapping[str, Callable[[], Values]]
+"""Name of a row -> function that measures it and returns JSON data. If the device lacks a required capability, the
+data contains only ``"unsupported"`` with the reason."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The size of the models, and the device.
+
+    Attributes:
+        size: one of :data:`SIZES`.
+        accelerator: value of ``Trainer(accelerator=...)``.
+    """
+
+    size: str
+    accelerator: str
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return resolve_device(self.accelerator)
+
+
+class PartModule(Protocol):
+    """The functions that the file of a part defines."""
+
+    def rows(self, setting: Setting) -> Rows:
+        """Return the rows, the most important rows first."""
+
+    def summary(self, values: Mapping[str, Any]) -> str:
+        """Return one line of text for the values of a measured row."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the benchmark.
+
+    Attributes:
+        module: import path of a file that implements :class:`PartModule`.
+        limit_s: seconds after which the process of the part is stopped.
+        tiny_limit_s: the same for the size ``"tiny"``. It only ends a part that hangs.
+    """
+
+    module: str
+    limit_s: float
+    tiny_limit_s: float = 240.0
+
+    def limit_of(self, size: str) -> float:
+        """Return the time limit in seconds."""
+        return self.tiny_limit_s if size == "tiny" else self.limit_s
+
+
+# On a GPU, all parts together leave 3 of 12 minutes for the device tests of `make gpu`.
+PARTS: dict[str, Part] = {
+    "copies": Part("roomier.bench.gpu.copies", 25),
+    "planner": Part("roomier.bench.gpu.planner", 130),
+    "mfu": Part("roomier.bench.gpu.mfu", 150),
+    "levers": Part("roomier.bench.gpu.levers", 150),
+    "strategies": Part("roomier.bench.gpu.strategies", 55),
+    "overhead": Part("roomier.bench.gpu.overhead", 30),
+}

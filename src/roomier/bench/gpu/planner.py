@@ -1,0 +1,144 @@
+"""Part ``planner``: forecast and measured memory of a step, for models and memory techniques.
+
+The keys of a row are:
+
+- ``model``, ``lever`` (:mod:`roomier.bench.lever_rows`), ``micro_batch``, and ``method`` of the forecast;
+- ``allocated_bytes``: peak of the bytes that the allocator assigned to tensors. If the device has no allocator
+  statistics, the tensors of all operations are counted instead (``counts_operations``);
+- ``reserved_bytes``: peak of the bytes that the allocator took from the device; None without allocator statistics;
+- ``forecast_allocated_bytes``, ``forecast_reserved_bytes``: the same by forecast. Both include the workspaces of the
+  device's libraries;
+- ``allocated_error``, ``reserved_error``: forecast / measured - 1;
+- ``by_kind``, ``forecast_by_kind``: bytes of tensors at the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roomier.bench import lever_worker
+from roomier.bench.gpu.parts import Rows, Setting, Values
+from roomier.bench.lever_rows import BATCH_SIZE, keywords_of
+from roomier.bench.planner_models import UNet
+from roomier.bench.planner_truth import measured_step
+from roomier.bench.strategy_ranks import TrainedGPT
+from roomier.core.units import format_bytes
+from roomier.hardware.this_machine import this_machine
+from roomier.models.gpt import GPTConfig
+from roomier.plan import plan_from_flags
+from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.workload import Workload
+
+_LEVERS = ("vanilla", "mixed", "checkpointing", "selective", "step in backward", "offload", "adam8bit", "all", "most")
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model of the table.
+
+    Attributes:
+        make: function that returns the model, which all rows share. They train copies.
+        batch: function that returns a micro-batch of the given number of samples.
+        levers: memory techniques of its rows.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    levers: tuple[str, ...]
+
+
+def rows(setting: Setting) -> Rows:
+    """Return a row for each model and memory technique."""
+    models = _TINY if setting.size == "tiny" else _FULL
+    return {
+        f"{name}, {lever}": partial(_row, name, model.make, model.batch, lever, setting)
+        for name, model in models.items()
+        for lever in model.levers
+    }
+
+
+def summary(values: Mapping[str, Any]) -> str:
+    """Return measured bytes and errors."""
+    text = f"allocated {format_bytes(values['allocated_bytes'])}, forecast {values['allocated_error']:+.1%}"
+    if values["reserved_bytes"] is not None:
+        text += f"; reserved {format_bytes(values['reserved_bytes'])}, forecast {values['reserved_error']:+.1%}"
+    return text
+
+
+def _gpt(size: str, seq_len: int, levers: tuple[str, ...]) -> _Model:
+    config = GPTConfig.named(size, context=seq_len, dropout=0.0)
+
+    def batch(num_samples: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(num_samples * seq_len).view(num_samples, seq_len) * 7 % config.vocab_size
+        return tokens, tokens.clone()
+
+    return _Model(cache(lambda: TrainedGPT(config)), batch, levers)
+
+
+def _bert(model: str, seq_len: int, levers: tuple[str, ...]) -> _Model:
+    settings = {"model": model, "seq_len": seq_len}
+
+    def batch(num_samples: int) -> dict[str, Tensor]:
+        samples = lever_worker.make_samples(settings)[:num_samples]
+        return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
+
+    return _Model(cache(lambda: lever_worker.make_model(settings)), batch, levers)
+
+
+def _unet(width: int, image_size: int, levers: tuple[str, ...]) -> _Model:
+    def batch(num_samples: int) -> dict[str, Tensor]:
+        shape = (num_samples, 3, image_size, image_size)
+        return {"images": torch.linspace(-1, 1, math.prod(shape)).view(shape)}
+
+    return _Model(cache(lambda: UNet(width, 4 * width)), batch, levers)
+
+
+_FULL = {
+    "gpt2": _gpt("gpt2", 1024, (*_LEVERS, "chunked loss")),
+    "bert-large": _bert("bert-large", 512, _LEVERS),
+    "unet": _unet(96, 128, ("vanilla", "mixed", "adam8bit")),
+    "gpt2-medium": _gpt("gpt2-medium", 1024, ("vanilla", "most")),
+}
+_TINY = {"gpt-nano": _gpt("gpt-nano", 64, ("vanilla", "most")), "unet": _unet(16, 32, ("vanilla",))}
+
+
+def _row(
+    name: str, make: Callable[[], nn.Module], make_batch: Callable[[int], Any], lever: str, setting: Setting
+) -> Values:
+    plan = plan_from_flags(**keywords_of(lever, setting.device.type), accelerator=setting.accelerator, devices=1)
+    micro_batch = BATCH_SIZE // plan.batch.accumulate_grad_batches
+    module, batch = make(), make_batch(micro_batch)
+    forecast = confirm(Workload.of(module, batch), plan, this_machine(1, accelerator=setting.accelerator))
+    tracker = measured_step(module, batch, plan, accelerator=setting.accelerator)
+    peak = tracker.peak()
+    forecast_bytes = forecast_of_allocator(forecast.tensor_bytes, forecast.fixed_bytes)
+    found: Values = {"model": name, "lever": lever, "micro_batch": micro_batch, "method": forecast.method}
+    for kind, num_bytes in (
+        ("allocated", tracker.allocator_peak_bytes or peak.total()),
+        ("reserved", tracker.reserved_peak_bytes),
+    ):
+        found[f"{kind}_bytes"] = num_bytes
+        found[f"forecast_{kind}_bytes"] = forecast_bytes[kind]
+        found[f"{kind}_error"] = None if num_bytes is None else forecast_bytes[kind] / num_bytes - 1
+    return {
+        **found,
+        "counts_operations": tracker.allocator_peak_bytes is None,
+        "by_kind": {each.value: count for each, count in peak.num_bytes.items()},
+        "forecast_by_kind": {each.value: count for each, count in forecast.bytes_by_kind.items()},
+    }
+
+
+def forecast_of_allocator(tensor_bytes: int, fixed_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Return the forecast of ``allocated`` and ``reserved`` bytes from the parts of a forecast.
+
+    The allocator counts workspaces as allocated. It does not count the context and the buffers of collectives.
+    """
+    allocated = tensor_bytes + fixed_bytes.get("workspace", 0)
+    return {"allocated": allocated, "reserved": allocated + fixed_bytes.get("allocator", 0)}
