@@ -242,7 +242,8 @@ def run_rank(rank: int, request: dict[str, Any], connection: Connection, printed
         os._exit(0)
 
 
-def call(rank: int, request: dict[str, Any]) -> Any:
+def call(rank: int, request: dict[str, Any]) -> list[Any]:
+    """Return the result of each call."""
     num_ranks = request["num_ranks"]
     os.chdir(request["folder"])
     os.environ.clear()
@@ -257,9 +258,6 @@ def call(rank: int, request: dict[str, Any]) -> Any:
         MASTER_PORT=str(request["port"]),
         OMP_NUM_THREADS="1",
     )
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
     warnings.resetwarnings()
     warnings.simplefilter("error")
     if request["joins"]:
@@ -275,8 +273,19 @@ def call(rank: int, request: dict[str, Any]) -> Any:
     function = load(request["module"], request["file"])
     for name in request["function"].split("."):
         function = getattr(function, name)
-    args, kwargs = pickle.loads(request["payload"])
-    return function(*args, **kwargs)
+    calls = pickle.loads(request["payload"])
+    results = []
+    for args, kwargs in calls:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            results.append(function(*args, **kwargs))
+        except Exception as error:
+            if len(calls) > 1:
+                error.add_note(f"arguments of the call: {args}")
+            raise
+    return results
 
 
 if __name__ == "__main__":
