@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from roomier import Module, RoomierError, Trainer
@@ -27,6 +28,8 @@ from tests.engine.materialised import (
     whole_tensors,
 )
 from tests.ranks.pool import RankPool
+
+transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
 
 LAYOUTS = [
     (2, ["zero3", "zero1", "ddp"]),
@@ -117,8 +120,6 @@ def test_weights_are_sampled_before_they_are_rounded(on_ranks: RankPool) -> None
 
 
 def hugging_face(name: str) -> nn.Module:
-    import transformers
-
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     sizes = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 12}
     if name == "gpt2":
