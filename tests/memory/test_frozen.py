@@ -59,7 +59,8 @@ def tracked(plan: Plan, module: Model, ranks: Ranks) -> tuple[EagerEngine, Memor
         engine.forward_backward(lambda batch, _: module.training_step(batch), [batch])
         engine.step()
 
-    step()  # creates the optimizer states
+    step()
+    step()
     with tracking(engine) as tracker:
         step()
         tracker.restart()

@@ -83,7 +83,8 @@ def tracked_step(engine: EagerEngine, module: Module, num_micro_batches: int) ->
             tracker.enter("update")
         engine.step()
 
-    step()  # creates the optimizer states
+    for _ in range(2):
+        step()
     with tracking(engine) as tracker:
         step(tracker)
         tracker.restart()

@@ -31,7 +31,11 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import roomier  # noqa: F401
+import roomier
+import roomier.core.yaml_text
+import roomier.launch.group
+import roomier.parallel.replicate
+import roomier.parallel.shard  # noqa: F401
 from roomier.core.loopback import keep_on_loopback
 
 GROUP_TIMEOUT_S = 120.0
