@@ -13,7 +13,7 @@ from tests.activation.budgets import Language, Net, engine_for, measured_peak, r
 from tests.ranks.pool import RankPool
 
 NUM_RANKS = 2
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+STRATEGIES = ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero2", "zero3"]
 
 
 def make_ranks() -> Ranks:

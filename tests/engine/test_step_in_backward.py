@@ -321,12 +321,14 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "hsdp"])
-def test_sharded_weights(on_ranks: RankPool, strategy: str) -> None:
+def test_sharded_weights(on_ranks: RankPool, strategy: str, every_pair: bool) -> None:
+    """Every second case has a tied output layer, or each case is tested with and without it."""
     cases = {
         (name, make_task): replace(setup, levers={"step_in_backward": True}, num_steps=4)
-        for name, setup in ON_RANKS.items()
-        for make_task in ((Language, TiedLanguage) if setup.num_ranks == 2 else (Language,))
+        for index, (name, setup) in enumerate(ON_RANKS.items())
+        for make_task in ((Language, TiedLanguage) if every_pair else ((Language, TiedLanguage)[index % 2],))
         if setup.strategy == strategy
     }
     num_ranks = 4 if strategy == "hsdp" else 2
