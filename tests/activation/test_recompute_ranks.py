@@ -39,7 +39,7 @@ class TiedDropping(Dropping):
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
 MOVED: dict[str, Any] = {"activation_checkpointing": "every_n", "offload": {"activations": "cpu"}}
-SETUP = Setup(accumulate=2, clip=0.5, num_steps=4, terms="none on one")
+SETUP = Setup(accumulate=2, clip=0.5, num_steps=2, terms="none on one")
 UNUSED = {"find_unused_parameters": True}
 BF16 = {"precision": "bf16-mixed"}
 

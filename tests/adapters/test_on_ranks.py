@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,8 @@ from roomier.engine.weights_file import WeightsFile
 from roomier.plan import plan_from_flags
 from tests.adapters.models import Adaptable, make_gpt, token_batches
 from tests.ranks.pool import RankPool
+
+transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
 
 SLOW = pytest.mark.slow
 SETTINGS = {"rank": 4, "alpha": 8}

@@ -91,8 +91,8 @@ def load_sharded(path: Path, name: str) -> None:
 def test_load_on_another_number_of_ranks(tmp_path: Path, on_ranks: RankPool, saved_by: int, saved_as: str) -> None:
     path = tmp_path / "c"
     on_ranks(saved_by, save_sharded, path, saved_as)
-    for num_ranks, name in ((1, "whole"), (2, "sharded"), (4, "hsdp"), (4, "sharded"), (2, "whole")):
-        on_ranks(num_ranks, load_sharded, path, name)
+    for num_ranks, names in ((1, ["whole"]), (2, ["sharded", "whole"]), (4, ["hsdp", "sharded"])):
+        on_ranks.each(num_ranks, load_sharded, [(path, name) for name in names])
     assert_each_element_is_stored_once(path)
     checkpoint.verify(path)
 
@@ -156,8 +156,7 @@ def load_damaged(folder: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "delete"])
 def test_a_damaged_file_is_reported_on_all_ranks(tmp_path: Path, on_ranks: RankPool, harm: str) -> None:
-    for name in "ab":
-        on_ranks(2, save_sharded, tmp_path / name, "sharded")
+    on_ranks.each(2, save_sharded, [(tmp_path / name, "sharded") for name in "ab"])
     (file,) = (tmp_path / "b").glob("shard-00002-*")
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -165,7 +164,7 @@ def test_a_damaged_file_is_reported_on_all_ranks(tmp_path: Path, on_ranks: RankP
         file.unlink()
     else:
         file.write_bytes(data if harm == "flip" else data[:-1])
-    for num_ranks in (1, 2, 4):
+    for num_ranks in (1, 3):
         on_ranks(num_ranks, load_damaged, tmp_path)
 
 

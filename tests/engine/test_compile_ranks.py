@@ -33,9 +33,7 @@ def apart(setup: Setup, levers: list[dict[str, Any]], backend: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize(
-    ("strategy", "recompute"), [("ddp", ["none"]), ("zero2", ["full"]), ("zero3", ["none", "selective"])], ids=str
-)
+@pytest.mark.parametrize(("strategy", "recompute"), [("ddp", ["full"]), ("zero3", ["selective"])], ids=str)
 def test_two_ranks(on_ranks: RankPool, strategy: str, recompute: list[str]) -> None:
     levers = [{"activation_checkpointing": each} for each in recompute]
     for found in on_ranks(2, apart, dataclasses.replace(SETUP, strategy=strategy), levers, "aot_eager"):
@@ -43,6 +41,12 @@ def test_two_ranks(on_ranks: RankPool, strategy: str, recompute: list[str]) -> N
             assert losses < 1e-5
             assert weights < 1e-4
             assert num_graphs == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_every_recomputation_on_two_ranks(on_ranks: RankPool, strategy: str) -> None:
+    test_two_ranks(on_ranks, strategy, ["none", "full", "selective"])
 
 
 @pytest.mark.slow

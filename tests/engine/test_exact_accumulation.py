@@ -123,13 +123,27 @@ def gradient_of(kind, batches):
     return loss, [parameter.grad.clone() for parameter in module.parameters()]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+EXAMPLES = given(
     kind=st.sampled_from(KINDS),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     seed=st.integers(0, 2**16),
 )
+
+
+@settings(max_examples=25, deadline=None)
+@EXAMPLES
 def test_the_gradient_of_micro_batches_is_the_gradient_of_the_batch(kind, sizes, seed):
+    check_gradient(kind, sizes, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@EXAMPLES
+def test_the_gradient_of_micro_batches_is_the_gradient_of_the_batch_many_examples(kind, sizes, seed):
+    check_gradient(kind, sizes, seed)
+
+
+def check_gradient(kind, sizes, seed):
     generator = torch.Generator().manual_seed(seed)
     batches = [kind.make(size, generator) for size in sizes]
     if kind is TokenMean:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from roomier import Module, RoomierError, Trainer
@@ -28,7 +29,14 @@ from tests.engine.materialised import (
 )
 from tests.ranks.pool import RankPool
 
-LAYOUTS = [("zero3", 2), ("zero3", 4), ("zero1", 2), ("zero2", 3), ("hsdp", 4), ("ddp", 2)]
+transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
+
+LAYOUTS = [
+    (2, ["zero3", "zero1", "ddp"]),
+    (3, ["zero2"]),
+    (4, ["hsdp"]),
+    pytest.param(4, ["zero3"], marks=pytest.mark.slow),
+]
 
 
 def seed(number: int) -> None:
@@ -62,12 +70,6 @@ def built_in_configure_model(strategy: str, num_ranks: int) -> dict[str, list[st
     return wrong
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), LAYOUTS)
-def test_configure_model_creates_the_weights_of_one_process(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
-    nothing: dict[str, list[str]] = {"make_gpt": [], "make_tied_gpt": [], "CustomStart": []}
-    assert on_ranks(num_ranks, built_in_configure_model, strategy, num_ranks) == [nothing] * num_ranks
-
-
 def built_on_meta(strategy: str, num_ranks: int) -> dict[str, list[str]]:
     ranks, plan = ranks_here(), plan_for(strategy, num_ranks)
     wrong: dict[str, list[str]] = {}
@@ -82,10 +84,17 @@ def built_on_meta(strategy: str, num_ranks: int) -> dict[str, list[str]]:
     return wrong
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), LAYOUTS)
-def test_a_model_on_meta_gets_the_weights_of_one_process(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
-    nothing: dict[str, list[str]] = {"make_gpt": [], "make_tied_gpt": [], "Layers": []}
-    assert on_ranks(num_ranks, built_on_meta, strategy, num_ranks) == [nothing] * num_ranks
+def built_both_ways(strategy: str, num_ranks: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    return built_in_configure_model(strategy, num_ranks), built_on_meta(strategy, num_ranks)
+
+
+@pytest.mark.parametrize(("num_ranks", "strategies"), LAYOUTS)
+def test_a_model_gets_the_weights_of_one_process(on_ranks: RankPool, num_ranks: int, strategies: list[str]) -> None:
+    results = on_ranks.each(num_ranks, built_both_ways, [(strategy, num_ranks) for strategy in strategies])
+    for strategy, by_rank in zip(strategies, results, strict=True):
+        for in_configure_model, on_meta in by_rank:
+            assert in_configure_model == {"make_gpt": [], "make_tied_gpt": [], "CustomStart": []}, strategy
+            assert on_meta == {"make_gpt": [], "make_tied_gpt": [], "Layers": []}, strategy
 
 
 @pytest.mark.parametrize("make", [make_gpt, make_tied_gpt, Layers])
@@ -111,8 +120,6 @@ def test_weights_are_sampled_before_they_are_rounded(on_ranks: RankPool) -> None
 
 
 def hugging_face(name: str) -> nn.Module:
-    import transformers
-
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     sizes = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 12}
     if name == "gpt2":

@@ -15,7 +15,7 @@ from roomier.engine.materialise import built_in_parts
 from tests.engine.materialised import built, plan_for, ranks_here
 from tests.ranks.pool import RankPool
 
-WIDTH, DEPTH = 1536, 24
+WIDTH, DEPTH = 1536, 18
 TENSOR_MIB = WIDTH * WIDTH * 4 / 2**20
 MODEL_MIB = TENSOR_MIB * DEPTH
 MARGIN_MIB = 24  # loaded code, process groups, fragmentation of the allocator
@@ -86,7 +86,7 @@ def stored(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("how", "num_ranks", "from_file"),
-    [("configure_model", 2, False), ("configure_model", 2, True), ("meta", 4, False), ("meta", 2, True)],
+    [("configure_model", 2, False), ("configure_model", 2, True), ("meta", 3, False), ("meta", 2, True)],
 )
 def test_a_rank_holds_its_shards_and_a_few_tensors(
     on_ranks: RankPool, tmp_path: Path, how: str, num_ranks: int, from_file: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 CLIPS: dict[str, dict[str, Any]] = {
     "unclipped": {},
     "norm": {"gradient_clip_val": 0.5},
@@ -321,11 +321,20 @@ ON_RANKS = {
 }
 
 
-@pytest.mark.parametrize("case", ON_RANKS)
-def test_sharded_weights(on_ranks: RankPool, case: str) -> None:
-    setup = Setup(**{**vars(ON_RANKS[case]), "levers": {"step_in_backward": True}, "num_steps": 6})
-    for make_task in (Language, TiedLanguage) if setup.num_ranks == 2 else (Language,):
-        assert all(on_ranks(setup.num_ranks, both_ways, make_task, setup))
+@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "hsdp"])
+def test_sharded_weights(on_ranks: RankPool, strategy: str, every_pair: bool) -> None:
+    """Every second case has a tied output layer, or each case is tested with and without it."""
+    cases = {
+        (name, make_task): replace(setup, levers={"step_in_backward": True}, num_steps=4)
+        for index, (name, setup) in enumerate(ON_RANKS.items())
+        for make_task in ((Language, TiedLanguage) if every_pair else ((Language, TiedLanguage)[index % 2],))
+        if setup.strategy == strategy
+    }
+    num_ranks = 4 if strategy == "hsdp" else 2
+    results = on_ranks.each(num_ranks, both_ways, [(make_task, setup) for (_, make_task), setup in cases.items()])
+    for case, by_rank in zip(cases, results, strict=True):
+        assert all(by_rank), case
 
 
 def test_a_parameter_that_was_removed_from_its_optimizer_is_not_updated() -> None:

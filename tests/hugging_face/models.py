@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
+transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
 
 VOCABULARY = 23
 LENGTH = 8

@@ -33,25 +33,24 @@ LAYOUTS = [("ddp", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("zero3", 2
 CASES = [(Language, *layout) for layout in LAYOUTS] + [(TiedLanguage, "ddp", 2, None), (TiedLanguage, "zero3", 2, None)]
 
 
-@pytest.mark.parametrize(("task", "strategy", "num_ranks", "shard_size"), CASES)
-def test_each_strategy(
-    on_ranks: RankPool, task: type[Language], strategy: str, num_ranks: int, shard_size: int | None
-) -> None:
-    setup = Chunked(strategy, num_ranks, shard_size, accumulate=2, clip=0.5, terms="none on one", num_steps=3)
-    trained = on_ranks(setup.num_ranks, train_on_ranks, task, setup)
-    assert distance(trained[1], trained[0]).weights == 0.0
-    apart = distance(trained[0], train_bare(task, setup))
-    assert max(apart.losses, apart.norms, apart.weights) < 1e-5, apart
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_strategy(on_ranks: RankPool, num_ranks: int) -> None:
+    same = {"accumulate": 2, "clip": 0.5, "terms": "none on one", "num_steps": 3}
+    cases = [(task, Chunked(*layout, **same)) for task, *layout in CASES if layout[1] == num_ranks]
+    for (task, setup), trained in zip(cases, on_ranks.each(num_ranks, train_on_ranks, cases), strict=True):
+        assert distance(trained[1], trained[0]).weights == 0.0, (task.__name__, setup.strategy)
+        apart = distance(trained[0], train_bare(task, setup))
+        assert max(apart.losses, apart.norms, apart.weights) < 1e-5, (task.__name__, setup.strategy, apart)
 
 
-@pytest.mark.parametrize(("task", "strategy"), [(Language, "ddp"), (Language, "zero3"), (TiedLanguage, "zero2")])
-def test_each_strategy_in_bf16(on_ranks: RankPool, task: type[Language], strategy: str) -> None:
+def test_each_strategy_in_bf16(on_ranks: RankPool) -> None:
     """In one step, rounding errors do not grow."""
-    setup = Chunked(strategy, 2, precision="bf16-mixed", num_steps=1)
-    [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
-    apart = distance(trained, train_bare(task, setup, in_parts=True))
-    assert apart.losses < 1e-5, apart
-    assert apart.weights < 2**-8, apart
+    tasks = [(Language, "ddp"), (Language, "zero3"), (TiedLanguage, "zero2")]
+    cases = [(task, Chunked(strategy, 2, precision="bf16-mixed", num_steps=1)) for task, strategy in tasks]
+    for (task, setup), [trained, *_] in zip(cases, on_ranks.each(2, train_on_ranks, cases), strict=True):
+        apart = distance(trained, train_bare(task, setup, in_parts=True))
+        assert apart.losses < 1e-5, (task.__name__, setup.strategy, apart)
+        assert apart.weights < 2**-8, (task.__name__, setup.strategy, apart)
 
 
 class Evaluated(Language):

@@ -86,37 +86,31 @@ def found(strategy: str, precision: str, base: str | None, num_frozen_blocks: in
     }
 
 
-def check(case: dict[str, Any]) -> None:
+def check(case: dict[str, Any], call: tuple[Any, ...]) -> None:
     for kind in MODEL_STATES:
-        assert case["measured"][kind] == pytest.approx(case["formula"][kind], rel=TOLERANCE), kind
-    assert case["measured_peak"] == pytest.approx(case["formula_peak"], rel=TOLERANCE)
-    assert case["is_the_same_when_built"]
+        assert case["measured"][kind] == pytest.approx(case["formula"][kind], rel=TOLERANCE), (call, kind)
+    assert case["measured_peak"] == pytest.approx(case["formula_peak"], rel=TOLERANCE), call
+    assert case["is_the_same_when_built"], call
 
 
 @pytest.mark.parametrize("base", ["as_is", "int8", "nf4"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_adapters_on_one_rank(base: str, precision: str) -> None:
-    check(found("single", precision, base))
+    check(found("single", precision, base), ("single", precision, base))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision", "base"),
-    [
+def test_adapters_and_frozen_blocks_on_two_ranks(on_ranks: RankPool) -> None:
+    calls = [
         ("zero2", "32-true", "as_is"),
         ("zero3", "32-true", "as_is"),
         ("zero3", "bf16-mixed", "as_is"),
         ("ddp", "32-true", "nf4"),
-    ],
-)
-def test_adapters_on_two_ranks(on_ranks: RankPool, strategy: str, precision: str, base: str) -> None:
-    for case in on_ranks(2, found, strategy, precision, base):
-        check(case)
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_frozen_blocks_on_two_ranks(on_ranks: RankPool, strategy: str) -> None:
-    for case in on_ranks(2, found, strategy, "32-true", None, num_frozen_blocks=2):
-        check(case)
+        ("zero2", "32-true", None, 2),
+        ("zero3", "32-true", None, 2),
+    ]
+    for call, cases in zip(calls, on_ranks.each(2, found, calls), strict=True):
+        for case in cases:
+            check(case, call)
 
 
 def test_frozen_parameter_has_only_its_weight() -> None:

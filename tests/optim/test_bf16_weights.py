@@ -184,9 +184,9 @@ OPTIMIZERS = [
 def test_a_resume_is_bit_identical(
     on_ranks: RankPool, tmp_path: Path, strategy: str, num_ranks: int, optimizer: dict[str, Any]
 ) -> None:
-    begun = on_ranks(num_ranks, train, tmp_path / "a", strategy, num_ranks, 4, optimizer)[0]
+    parts = [(tmp_path / name, strategy, num_ranks, num_steps, optimizer) for name, num_steps in (("a", 4), ("c", 8))]
+    [begun, *_], [whole, *_] = on_ranks.each(num_ranks, train, parts)
     ended = on_ranks(num_ranks, train, tmp_path / "b", strategy, num_ranks, 8, optimizer, begun["path"])[0]
-    whole = on_ranks(num_ranks, train, tmp_path / "c", strategy, num_ranks, 8, optimizer)[0]
     ours, theirs = (checkpoint.load(each["path"]) for each in (ended, whole))
     for section in ("module", "optimizers"):
         assert list(differing(ours[section], theirs[section], section)) == []

@@ -160,8 +160,9 @@ def test_bytes_sent_against_ddp(on_ranks: RankPool, num_ranks: int) -> None:
         assert ddp / sent[5] == pytest.approx(32 / 1.25, rel=0.05)
 
 
-def resumed(num_steps: int, at: int, **keywords: Any) -> bool:
+def resumed(num_steps: int, at: int, freeze_step: int, rounds_variance: bool) -> bool:
     """Return whether a new optimizer with the states of step ``at`` continues with the same bits."""
+    keywords: dict[str, Any] = {"freeze_step": freeze_step, "rounds_variance": rounds_variance}
     expected, _ = train(num_steps, torch.float32, **keywords)
     parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
     first = OneBitAdam(parameters, LR, BETAS, EPS, DECAY, **keywords)
@@ -174,8 +175,9 @@ def resumed(num_steps: int, at: int, **keywords: Any) -> bool:
 
 @pytest.mark.parametrize(("num_ranks", "at"), covering([1, 2, 3], [0, 6, 10]))
 def test_restored_states_continue_bit_for_bit(on_ranks: RankPool, num_ranks: int, at: int) -> None:
-    assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6))
-    assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6, rounds_variance=True))
+    calls = [(14, at, 6, rounds) for rounds in (False, True)]
+    for call, by_rank in zip(calls, on_ranks.each(num_ranks, resumed, calls), strict=True):
+        assert all(by_rank), call
 
 
 def whole_states(at: int, freeze_step: int) -> dict[str, Any]:

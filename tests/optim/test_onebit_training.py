@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,17 @@ from tests.ranks.pool import RankPool
 CONTEXT, VOCABULARY = 24, 64
 
 
+@cache
+def successors() -> Tensor:
+    """Return the ``[VOCABULARY, 4]`` successors of each token."""
+    generator, frequency = torch.Generator().manual_seed(99), 1 / torch.arange(1, VOCABULARY + 1)
+    return torch.stack([torch.multinomial(frequency, 4, generator=generator) for _ in range(VOCABULARY)])
+
+
 def sentences(num: int, seed: int) -> Tensor:
     """Return ``[num, CONTEXT + 1]`` tokens. Each is one of four successors of the last token, or random."""
-    language, draws = torch.Generator().manual_seed(99), torch.Generator().manual_seed(seed)
+    draws, followers = torch.Generator().manual_seed(seed), successors()
     frequency = 1 / torch.arange(1, VOCABULARY + 1)
-    followers = torch.stack([torch.multinomial(frequency, 4, generator=language) for _ in range(VOCABULARY)])
     tokens = [torch.multinomial(frequency, num, replacement=True, generator=draws)]
     for _ in range(CONTEXT):
         follower = followers[tokens[-1], torch.randint(4, (num,), generator=draws)]
@@ -96,8 +103,9 @@ def last(losses: list[float]) -> float:
 
 @pytest.mark.parametrize(("strategy", "precision"), [("ddp", "32-true"), ("zero1", "bf16-mixed")])
 def test_a_gpt_learns_as_with_adamw(on_ranks: RankPool, strategy: str, precision: str) -> None:
-    adamw = on_ranks(2, learn, "ddp", {"name": "adamw"}, 100, 32, precision)[0]
-    onebit = on_ranks(2, learn, strategy, {"name": "onebit_adam", "freeze_step": 40}, 100, 32, precision)[0]
+    plain = ("ddp", {"name": "adamw"}, 100, 32, precision)
+    frozen = (strategy, {"name": "onebit_adam", "freeze_step": 40}, 100, 32, precision)
+    [adamw, *_], [onebit, *_] = on_ranks.each(2, learn, [plain, frozen])
     # Up to the freeze they are equal. bf16 amplifies the order of sums.
     assert onebit[:40] == pytest.approx(adamw[:40], rel=1e-4 if precision == "32-true" else 0.02)
     assert onebit[41:] != pytest.approx(adamw[41:], rel=1e-6)
@@ -211,13 +219,16 @@ def fit(
     return {name: each.detach().clone() for name, each in module.named_parameters()}, optimizer.bytes_sent
 
 
-@pytest.mark.parametrize(("strategy", "at"), [("ddp", 10), ("zero1", 10), ("zero1", 4)])
-def test_a_resumed_run_equals_an_uninterrupted_run(on_ranks: RankPool, tmp_path: Path, strategy: str, at: int) -> None:
-    whole = on_ranks(2, fit, tmp_path, strategy, 2, 14)[0][0]
-    on_ranks(2, fit, tmp_path, strategy, 2, at)
-    for weights, _ in on_ranks(2, fit, tmp_path, strategy, 2, 14, ckpt_path=str(tmp_path / f"step{at}")):
-        for name, weight in whole.items():
-            assert torch.equal(weights[name], weight), name
+@pytest.mark.parametrize(("strategy", "stops"), [("ddp", [10]), ("zero1", [4, 10])])
+def test_a_resumed_run_equals_an_uninterrupted_run(
+    on_ranks: RankPool, tmp_path: Path, strategy: str, stops: list[int]
+) -> None:
+    [(whole, _), _], *_ = on_ranks.each(2, fit, [(tmp_path, strategy, 2, steps) for steps in (14, *stops)])
+    resumed = [(tmp_path, strategy, 2, 14, str(tmp_path / f"step{stop}")) for stop in stops]
+    for stop, by_rank in zip(stops, on_ranks.each(2, fit, resumed), strict=True):
+        for weights, _ in by_rank:
+            for name, weight in whole.items():
+                assert torch.equal(weights[name], weight), (stop, name)
 
 
 def test_a_run_resumes_with_the_other_strategy_and_other_ranks(on_ranks: RankPool, tmp_path: Path) -> None:

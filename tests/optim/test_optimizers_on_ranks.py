@@ -14,6 +14,8 @@ from tests.parallel.parity import Setup, Trained, distance, engine_of, train_on_
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
 
+OPTIMIZERS = ["lion", "muon"]
+NUM_STEPS = 6
 LAYOUTS = [("ddp", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)]
 # The gradient of an attention key bias is zero up to rounding, and Lion uses its sign.
 UNDETERMINED = "query_key_value.bias"
@@ -21,35 +23,37 @@ UNDETERMINED = "query_key_value.bias"
 
 @cache
 def on_one_rank(pool: RankPool, optimizer: str, num_samples: int) -> Trained:
-    setup = Setup("single", 1, micro_batch=num_samples, precision="64-true", optimizer=optimizer, num_steps=10)
+    setup = Setup("single", 1, micro_batch=num_samples, precision="64-true", optimizer=optimizer, num_steps=NUM_STEPS)
     trained: Trained = pool(1, train_on_ranks, Language, setup)[0]
     return trained
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "muon"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
-def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
+def test_ranks_train_as_one_process(on_ranks: RankPool, layout: tuple[str, int, int | None]) -> None:
     """Use float64, in which the order of sums cannot change the values that Muon rounds to bfloat16."""
     strategy, num_ranks, shard_size = layout
-    setup = Setup(
-        strategy, num_ranks, shard_size, micro_batch=2, precision="64-true", optimizer=optimizer, num_steps=10
-    )
-    single = on_one_rank(on_ranks, optimizer, 2 * num_ranks)
-    for trained in on_ranks(num_ranks, train_on_ranks, Language, setup):
-        for each in (single, trained):
-            each.weights = {name: value for name, value in each.weights.items() if UNDETERMINED not in name}
-        apart = distance(trained, single)
-        assert apart.losses < 1e-9, apart
-        assert apart.weights < 1e-8, apart
-    assert single.losses[-1] < single.losses[0], "nothing was learned"
+    setup = Setup(strategy, num_ranks, shard_size, micro_batch=2, precision="64-true", num_steps=NUM_STEPS)
+    calls = [(Language, replace(setup, optimizer=optimizer)) for optimizer in OPTIMIZERS]
+    for optimizer, by_rank in zip(OPTIMIZERS, on_ranks.each(num_ranks, train_on_ranks, calls), strict=True):
+        single = on_one_rank(on_ranks, optimizer, 2 * num_ranks)
+        for trained in by_rank:
+            for each in (single, trained):
+                each.weights = {name: value for name, value in each.weights.items() if UNDETERMINED not in name}
+            apart = distance(trained, single)
+            assert apart.losses < 1e-9, (optimizer, apart)
+            assert apart.weights < 1e-8, (optimizer, apart)
+        assert single.losses[-1] < single.losses[0], f"{optimizer}: nothing was learned"
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "muon"])
-def test_losses_in_float32_are_near(on_ranks: RankPool, optimizer: str) -> None:
-    setup = Setup("zero2", 2, micro_batch=2, optimizer=optimizer)
-    single = on_ranks(1, train_on_ranks, Language, replace(setup, strategy="single", num_ranks=1, micro_batch=4))[0]
-    for trained in on_ranks(2, train_on_ranks, Language, setup):
-        assert trained.losses == pytest.approx(single.losses, rel=1e-3 if optimizer == "lion" else 1e-2)
+def test_losses_in_float32_are_near(on_ranks: RankPool) -> None:
+    setups = [Setup("zero2", 2, micro_batch=2, optimizer=optimizer) for optimizer in OPTIMIZERS]
+    alone = [replace(setup, strategy="single", num_ranks=1, micro_batch=4) for setup in setups]
+    expected = on_ranks.each(1, train_on_ranks, [(Language, setup) for setup in alone])
+    results = on_ranks.each(2, train_on_ranks, [(Language, setup) for setup in setups])
+    for optimizer, [single], by_rank in zip(OPTIMIZERS, expected, results, strict=True):
+        for trained in by_rank:
+            near = pytest.approx(single.losses, rel=1e-3 if optimizer == "lion" else 1e-2)
+            assert trained.losses == near, optimizer
 
 
 class LikeBitsandbytes(torch.optim.SGD):

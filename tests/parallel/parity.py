@@ -71,7 +71,7 @@ class Setup:
     clip_algorithm: str = "norm"
     optimizer: str = "adamw"
     terms: str = "all"
-    num_steps: int = 20
+    num_steps: int = 8
     options: dict[str, Any] = field(default_factory=dict)
     levers: dict[str, Any] = field(default_factory=dict)
 

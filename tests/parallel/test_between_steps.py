@@ -87,24 +87,13 @@ def losses_on_rank(*args: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_reduced_gradients_are_added_to_zero_filled_gradients(on_ranks: RankPool, strategy: str) -> None:
-    plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
-    filled = on_ranks(2, losses_on_rank, strategy, FillsWithZeros, False, 2)
-    assert filled == plain
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_gradient_hooks_receive_reduced_gradients(on_ranks: RankPool, strategy: str) -> None:
-    plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
-    in_backward = on_ranks(2, losses_on_rank, strategy, StepsInBackward, False, 2)
-    assert in_backward == [pytest.approx(each, rel=1e-4) for each in plain]
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_parameters_unsharded_between_backward_and_update_are_gathered_again(on_ranks: RankPool, strategy: str) -> None:
-    plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
-    with_reads = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, True, 2)
-    assert with_reads == plain
+def test_gradients_and_parameters_between_backward_and_update(on_ranks: RankPool, strategy: str) -> None:
+    cases = [(torch.optim.SGD, False), (FillsWithZeros, False), (StepsInBackward, False), (torch.optim.SGD, True)]
+    calls = [(strategy, optimizer, runs_block, 2) for optimizer, runs_block in cases]
+    plain, filled, in_backward, with_reads = on_ranks.each(2, losses_on_rank, calls)
+    assert filled == plain, "reduced gradients are added to gradients filled with zeros"
+    assert in_backward == [pytest.approx(each, rel=1e-4) for each in plain], "hooks receive reduced gradients"
+    assert with_reads == plain, "parameters unsharded between backward and update are all-gathered again"
 
 
 class Manual(Layers):

@@ -76,14 +76,10 @@ def distributed_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("limit", [0.1, 100.0])
-def test_norm_of_the_full_gradient(on_ranks: RankPool, num_ranks: int, num_shards: int, limit: float) -> None:
-    on_ranks(num_ranks, clip_both, num_ranks, num_shards, limit, False)
-
-
-def test_clipping_by_value_matches_torch(on_ranks: RankPool) -> None:
-    on_ranks(4, clip_both, 4, 2, 0.1, True)
+@pytest.mark.parametrize(("num_ranks", "shards"), [(2, [2]), (4, [4, 2])])
+def test_clipping_by_norm_and_by_value_matches_torch(on_ranks: RankPool, num_ranks: int, shards: list[int]) -> None:
+    ways = [(0.1, False), (100.0, False), (0.1, True)]
+    on_ranks.each(num_ranks, clip_both, [(num_ranks, num_shards, *way) for num_shards in shards for way in ways])
 
 
 def clip_infinite() -> list[float]:

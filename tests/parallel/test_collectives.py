@@ -82,10 +82,9 @@ def run(unit: PairwiseReduceScatter, whole: torch.Tensor, group: dist.ProcessGro
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("may_wait", [False, True])
-def test_reduce_scatter_matches_torch(on_ranks: RankPool, num_ranks: int, dtype: torch.dtype, may_wait: bool) -> None:
-    on_ranks(num_ranks, reduce_both, dtype, may_wait)
+def test_reduce_scatter_matches_torch(on_ranks: RankPool, num_ranks: int) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    on_ranks.each(num_ranks, reduce_both, list(itertools.product(dtypes, (False, True))))
 
 
 def reduce_in_bf16() -> None:
@@ -143,11 +142,12 @@ def test_collectives_within_a_group_of_ranks(on_ranks: RankPool) -> None:
     assert [reduced for _, reduced in results] == [21.0, 41.0, 25.0, 45.0]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (3, 3), (4, 4), (4, 1), (4, 2)])
-def test_consecutive_ranks_share_a_replica(on_ranks: RankPool, num_ranks: int, num_shards: int) -> None:
-    replicas = on_ranks(num_ranks, ranks_of_replica, num_ranks, num_shards)
-    expected = [list(range(start, start + num_shards)) for start in range(0, num_ranks, num_shards)]
-    assert replicas == list(itertools.chain.from_iterable([ranks] * num_shards for ranks in expected))
+@pytest.mark.parametrize(("num_ranks", "shards"), [(2, [2]), (3, [3]), (4, [4, 1, 2])])
+def test_consecutive_ranks_share_a_replica(on_ranks: RankPool, num_ranks: int, shards: list[int]) -> None:
+    results = on_ranks.each(num_ranks, ranks_of_replica, [(num_ranks, num_shards) for num_shards in shards])
+    for num_shards, replicas in zip(shards, results, strict=True):
+        expected = [list(range(start, start + num_shards)) for start in range(0, num_ranks, num_shards)]
+        assert replicas == list(itertools.chain.from_iterable([ranks] * num_shards for ranks in expected)), num_shards
 
 
 def ranks_of_replica(num_ranks: int, num_shards: int) -> list[int]:

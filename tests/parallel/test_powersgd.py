@@ -58,6 +58,10 @@ def learn(num_steps: int, accumulate: int = 1, **strategy: Any) -> tuple[list[fl
     return losses, whole_weights(module.network)
 
 
+def learn_with(num_steps: int, accumulate: int, strategy: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    return learn(num_steps, accumulate, **strategy)
+
+
 def last(losses: list[float]) -> float:
     return sum(losses[-20:]) / 20
 
@@ -77,20 +81,18 @@ def test_powersgd_learns_almost_as_fast(on_ranks: RankPool, num_ranks: int) -> N
 
 
 def test_higher_rank_reduces_the_error(on_ranks: RankPool) -> None:
-    plain = on_ranks(2, learn, 60)[0][1]
-
-    def distance(rank: int) -> float:
-        settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 3, "compression_rank": rank}
-        weights = on_ranks(2, learn, 60, **settings)[0][1]
-        return sum((weights[name] - weight).square().sum().item() for name, weight in plain.items())
-
-    assert distance(12) < 0.7 * distance(1)
+    settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 3}
+    options = [{}, *({**settings, "compression_rank": rank} for rank in (1, 12))]
+    plain, *results = (by_rank[0][1] for by_rank in on_ranks.each(2, learn_with, [(60, 1, each) for each in options]))
+    low, high = (
+        sum((weights[name] - weight).square().sum().item() for name, weight in plain.items()) for weights in results
+    )
+    assert high < 0.7 * low
 
 
 def test_powersgd_with_accumulation(on_ranks: RankPool) -> None:
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 5}
-    once = on_ranks(2, learn, 30, 1, **settings)[0][0]
-    twice = on_ranks(2, learn, 30, 2, **settings)[0][0]
+    once, twice = (by_rank[0][0] for by_rank in on_ranks.each(2, learn_with, [(30, 1, settings), (30, 2, settings)]))
     # With accumulation, a rank has different samples. The factors differ, and the losses are only approximately equal.
     assert twice[:5] == pytest.approx(once[:5], rel=1e-4)
     assert twice == pytest.approx(once, rel=0.05)
@@ -188,8 +190,10 @@ ROUNDED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 1),
 
 @pytest.mark.parametrize(("name", "accumulate"), ROUNDED)
 def test_gradients_in_bfloat16_change_the_result_little(on_ranks: RankPool, name: str, accumulate: int) -> None:
-    exact, weights = on_ranks(2, learn, 40, accumulate, name=name)[0]
-    rounded, near = on_ranks(2, learn, 40, accumulate, name=name, reduce_dtype="bf16")[0]
+    options = [{"name": name}, {"name": name, "reduce_dtype": "bf16"}]
+    [(exact, weights), _], [(rounded, near), _] = on_ranks.each(
+        2, learn_with, [(20, accumulate, each) for each in options]
+    )
     # Rounding changes a gradient by at most 2^-9, and the steps of Adam depend mostly on its sign.
     assert rounded == pytest.approx(exact, rel=0.01)
     apart = [(near[each] - weight).norm() / weight.norm() for each, weight in weights.items()]

@@ -122,7 +122,7 @@ def check(on_ranks: RankPool, cases: list[tuple[type[Task], Setup]]) -> None:
 def test_scalar_parameters_match_one_process(
     on_ranks: RankPool, strategy: str, num_ranks: int, shard_size: int | None
 ) -> None:
-    setup = Setup(strategy, num_ranks, shard_size, accumulate=2, clip=0.05, num_steps=4)
+    setup = Setup(strategy, num_ranks, shard_size, accumulate=2, clip=0.05, num_steps=3)
     by_value = replace(setup, clip=0.01, clip_algorithm="value")
     unused = replace(setup, clip=None, options={"find_unused_parameters": True})
     check(on_ranks, [*((task, setup) for task in TASKS), (Scalars, by_value), (Scalars, unused)])

@@ -269,34 +269,51 @@ TASKS = [
     AloneInRoot,
     ChannelsLast,
 ]
-LAYOUTS = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 4)]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 
 
-@pytest.mark.parametrize(("task", "layout"), covering(TASKS, LAYOUTS, per_row=2))
-def test_structure_matches_one_process(on_ranks: RankPool, task: type[Task], layout: tuple[str, int]) -> None:
-    strategy, num_ranks = layout
-    setup = Setup(strategy, num_ranks, accumulate=2, clip=0.5, num_steps=6)
-    [trained, *_] = on_ranks(num_ranks, train_on_ranks, task, setup)
-    apart = distance(trained, train_bare(task, setup))
-    assert max(apart.losses, apart.norms, apart.weights) < 1e-5, apart
+def check_structures(on_ranks: RankPool, tasks: list[type[Task]], strategy: str, num_ranks: int = 2) -> None:
+    setup = Setup(strategy, num_ranks, accumulate=2, clip=0.5, num_steps=4)
+    results = on_ranks.each(num_ranks, train_on_ranks, [(task, setup) for task in tasks])
+    for task, [trained, *_] in zip(tasks, results, strict=True):
+        apart = distance(trained, train_bare(task, setup))
+        assert max(apart.losses, apart.norms, apart.weights) < 1e-5, (task.__name__, apart)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_structures_match_one_process(on_ranks: RankPool, strategy: str) -> None:
+    """Each structure trains under two strategies."""
+    chosen = covering(TASKS, STRATEGIES, per_row=2)
+    tasks = [each.values[0] for each in chosen if each.values[1] == strategy and not each.marks]
+    assert len(tasks) == len(TASKS) // 2
+    check_structures(on_ranks, tasks, strategy)
+
+
+def test_ranks_without_rows_match_one_process(on_ranks: RankPool) -> None:
+    check_structures(on_ranks, [Uneven, Unused], "zero3", num_ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "num_ranks"), [*((each, 2) for each in STRATEGIES), ("zero3", 4)])
+def test_every_structure_matches_one_process(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+    check_structures(on_ranks, TASKS, strategy, num_ranks)
 
 
 # Attention as a unit receives three separate inputs, so one matrix product in bf16 becomes three, each rounded.
 BF16_TOLERANCES = {Attention: 2**-8, Recurrent: 1e-5, Convolutions: 1e-5, UsedTwice: 1e-5}
 
 
-@pytest.mark.parametrize("task", BF16_TOLERANCES, ids=lambda task: task.__name__)
-def test_structure_in_bf16_matches_one_process(
-    on_ranks: RankPool, monkeypatch: pytest.MonkeyPatch, task: type[Task]
-) -> None:
+def test_structures_in_bf16_match_one_process(on_ranks: RankPool) -> None:
     """Uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
     setup = Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=1)
-    [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
-    if task is Recurrent and not onednn_has_lstm(torch.bfloat16):
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # otherwise torch raises in the bare loop
-    apart = distance(trained, train_bare(task, setup, in_parts=True))
-    assert apart.losses < 1e-5, apart
-    assert apart.weights < BF16_TOLERANCES[task], apart
+    results = on_ranks.each(2, train_on_ranks, [(task, setup) for task in BF16_TOLERANCES])
+    for (task, tolerance), [trained, *_] in zip(BF16_TOLERANCES.items(), results, strict=True):
+        with pytest.MonkeyPatch.context() as patched:
+            if task is Recurrent and not onednn_has_lstm(torch.bfloat16):
+                patched.setattr(torch.backends.mkldnn, "enabled", False)  # otherwise torch raises in the bare loop
+            apart = distance(trained, train_bare(task, setup, in_parts=True))
+        assert apart.losses < 1e-5, (task.__name__, apart)
+        assert apart.weights < tolerance, (task.__name__, apart)
 
 
 class Dropped(Language):
@@ -304,10 +321,10 @@ class Dropped(Language):
 
 
 def test_dropout_is_identical_under_every_strategy(on_ranks: RankPool) -> None:
-    setup = Setup("ddp", 2, accumulate=2, num_steps=6)
-    [expected, *_] = on_ranks(2, train_on_ranks, Dropped, setup)
-    for strategy in ("zero1", "zero2", "zero3"):
-        [trained, *_] = on_ranks(2, train_on_ranks, Dropped, replace(setup, strategy=strategy))
+    setup = Setup("ddp", 2, accumulate=2, num_steps=4)
+    calls = [(Dropped, replace(setup, strategy=strategy)) for strategy in STRATEGIES]
+    [expected, *_], *results = on_ranks.each(2, train_on_ranks, calls)
+    for strategy, [trained, *_] in zip(STRATEGIES[1:], results, strict=True):
         apart = distance(trained, expected)
         assert max(apart.losses, apart.weights) < 1e-5, (strategy, apart)
 
@@ -341,7 +358,7 @@ def train_and_show_buffers(task: type[Task], setup: Setup) -> tuple[Trained, dic
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_batch_norm_uses_the_micro_batch_of_each_rank(on_ranks: RankPool, strategy: str) -> None:
     """Matches a plain loop over the same micro-batches. Running statistics differ between ranks."""
-    setup = Setup(strategy, 2, micro_batch=4, num_steps=6)
+    setup = Setup(strategy, 2, micro_batch=4, num_steps=4)
     results = on_ranks(2, train_and_show_buffers, BatchNormed, setup)
     apart = distance(results[0][0], train_bare(BatchNormed, setup, in_parts=True))
     assert max(apart.losses, apart.weights) < 1e-5, apart

@@ -14,7 +14,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,39 @@ class RankPool:
         Raises:
             RankFailed: a rank raised an error, died or did not end in time.
         """
+        return [results[0] for results in self._results(num_ranks, function, [(args, kwargs)], timeout_s, joins)]
+
+    def each(
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[list[Any]]:
+        """Call ``function(*args)`` for each ``args`` in ``calls``, one after the other in the same processes.
+
+        This is faster than separate calls, because only the first call fills the caches of torch. All seeds are 0
+        before each call.
+
+        Returns:
+            The results of the ranks, ordered by call and then by rank.
+        """
+        by_rank = self._results(num_ranks, function, [(args, {}) for args in calls], timeout_s, joins=True)
+        return [list(results) for results in zip(*by_rank, strict=True)]
+
+    def _results(
+        self, num_ranks: int, function: Callable[..., Any], calls: Sequence[Any], timeout_s: float, joins: bool
+    ) -> list[list[Any]]:
+        """Return the results, ordered by rank and then by call."""
+        if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
+            raise TypeError(f"{function.__qualname__} is not a function of the top level of a file")
         request = {
             "num_ranks": num_ranks,
-            "function": reference(function),
-            "setup": self._setup,
-            "prepare": self._prepare,
-            "settings": settings or {},
-            "backend": self._backend,
-            "payload": pickle.dumps((args, kwargs)),
+            "module": function.__module__,
+            "file": str(Path(inspect.getfile(function)).resolve()),
+            "function": function.__qualname__,
+            "payload": pickle.dumps(calls),
             "environment": dict(os.environ),
             "folder": os.getcwd(),
             "path": sys.path,

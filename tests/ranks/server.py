@@ -32,7 +32,11 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import roomier  # noqa: F401
+import roomier
+import roomier.core.yaml_text
+import roomier.launch.group
+import roomier.parallel.replicate
+import roomier.parallel.shard  # noqa: F401
 from roomier.core.loopback import keep_on_loopback
 
 GROUP_TIMEOUT_S = 120.0
@@ -265,7 +269,8 @@ def run_rank(rank: int, request: dict[str, Any], connection: Connection, printed
         os._exit(0)
 
 
-def call(rank: int, request: dict[str, Any]) -> Any:
+def call(rank: int, request: dict[str, Any]) -> list[Any]:
+    """Return the result of each call."""
     num_ranks = request["num_ranks"]
     os.chdir(request["folder"])
     os.environ.clear()
@@ -280,9 +285,6 @@ def call(rank: int, request: dict[str, Any]) -> Any:
         MASTER_PORT=str(request["port"]),
         OMP_NUM_THREADS="1",
     )
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
     warnings.resetwarnings()
     warnings.simplefilter("error")
     if request["prepare"] is not None:
@@ -297,8 +299,22 @@ def call(rank: int, request: dict[str, Any]) -> Any:
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-    args, kwargs = pickle.loads(request["payload"])
-    return find(request["function"])(*args, **kwargs)
+    function = load(request["module"], request["file"])
+    for name in request["function"].split("."):
+        function = getattr(function, name)
+    calls = pickle.loads(request["payload"])
+    results = []
+    for args, kwargs in calls:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            results.append(function(*args, **kwargs))
+        except Exception as error:
+            if len(calls) > 1:
+                error.add_note(f"arguments of the call: {args}")
+            raise
+    return results
 
 
 if __name__ == "__main__":

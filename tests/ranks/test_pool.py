@@ -30,6 +30,21 @@ def test_ranks_form_a_group_and_results_are_ordered_by_rank(on_ranks: RankPool, 
     assert on_ranks(num_ranks, all_sums, number=0.5) == [(rank, num_ranks, total) for rank in range(num_ranks)]
 
 
+def pid_and_draw(number: int) -> tuple[int, int, float]:
+    if number == 3:
+        raise ValueError("three is invalid")
+    return os.getpid(), number, random.random()
+
+
+def test_several_calls_run_in_the_same_processes_with_the_same_seeds(on_ranks: RankPool) -> None:
+    by_call = on_ranks.each(2, pid_and_draw, [(1,), (2,)])
+    assert [[number for _, number, _ in results] for results in by_call] == [[1, 1], [2, 2]]
+    assert [pid for pid, _, _ in by_call[0]] == [pid for pid, _, _ in by_call[1]]
+    assert len({draw for results in by_call for _, _, draw in results}) == 1
+    with pytest.raises(RankFailed, match=r"(?s)three is invalid.*arguments of the call: \(3,\)"):
+        on_ranks.each(2, pid_and_draw, [(1,), (3,)])
+
+
 def test_a_call_is_quick(on_ranks: RankPool) -> None:
     on_ranks(2, all_sums, 1.0)
     times_s = []

@@ -56,7 +56,12 @@ def random_fault(seed: int, num_ranks: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "kind"), [(2, "waiting"), (3, "async"), pytest.param(4, "async", marks=pytest.mark.slow)]
+    ("seed", "kind"),
+    [
+        (3, "async"),
+        pytest.param(2, "waiting", marks=pytest.mark.slow),
+        pytest.param(4, "async", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_are_killed_and_restarted(
     seed: int,
@@ -76,6 +81,7 @@ def test_two_ranks_are_killed_and_restarted(
     check(tmp_path, undisturbed)
 
 
+@pytest.mark.slow  # tests/launch/test_restarted_job.py restarts a small job under torchrun
 def test_a_job_on_two_ranks(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     output = run_job(tmp_path / "job", "zero3", 2, *random_fault(1, 2), "async")
     assert "this job was restarted" in output

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("trained_and_killed.py")
 
 
-@pytest.mark.parametrize("num_kills", [12, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [8, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_runs_are_equal_to_undisturbed_runs(num_kills: int, tmp_path: Path) -> None:
     seed = 20
     command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), str(seed), str(num_kills)]

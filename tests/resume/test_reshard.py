@@ -14,15 +14,14 @@ from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing
 from tests.resume.reshard import GLOBAL_BATCH, LAYOUTS, NUM_STEPS, STOPS_AT, Classifier, Samples, train
 
-# From one process to several and back, between strategies, between numbers of ranks, and to the same layout.
+# From one process to several and back, between strategies, and between numbers of ranks.
 COVERING = [
     (("single", 1), ("zero3", 2)),
-    (("zero3", 4), ("single", 1)),
+    (("zero3", 2), ("single", 1)),
     (("zero2", 2), ("hsdp", 4)),
     (("hsdp", 4), ("ddp", 2)),
-    (("ddp", 4), ("zero1", 2)),
-    (("zero1", 2), ("zero3", 4)),
-    (("zero3", 2), ("zero3", 2)),
+    (("ddp", 2), ("zero1", 2)),
+    (("zero1", 2), ("zero2", 2)),
 ]
 ALL = [(first, second) for first in LAYOUTS for second in LAYOUTS]
 
@@ -84,8 +83,11 @@ def test_resume_with_the_same_layout_is_bit_identical(
 ) -> None:
     strategy, num_ranks = layout
     begun = saved(layout)
-    ended = on_ranks(num_ranks, train, tmp_path / "cut", strategy, num_ranks, NUM_STEPS, begun["best"])[0]
-    whole = on_ranks(num_ranks, train, tmp_path / "whole", strategy, num_ranks, NUM_STEPS)[0]
+    calls = [
+        (tmp_path / "cut", strategy, num_ranks, NUM_STEPS, begun["best"]),
+        (tmp_path / "whole", strategy, num_ranks, NUM_STEPS),
+    ]
+    [ended, *_], [whole, *_] = on_ranks.each(num_ranks, train, calls)
     assert begun["losses"] + ended["losses"] == whole["losses"]
     ours, theirs = (checkpoint.load(each["best"]) for each in (ended, whole))
     for section in ("module", "optimizers", "random", "progress", "data"):
@@ -119,7 +121,7 @@ def validate(folder: Path, strategy: str, num_ranks: int, path: str) -> float:
         default_root_dir=folder,
         accelerator="cpu",
         devices=num_ranks,
-        strategy=strategy,
+        strategy={"name": "hsdp", "shard_size": 2} if strategy == "hsdp" else strategy,
         logger=False,
         enable_progress_bar=False,
     )
@@ -131,7 +133,7 @@ def test_validation_with_another_layout(saved: Any, on_ranks: RankPool, tmp_path
     path = saved(("zero3", 2))["best"]
     losses = [
         loss
-        for strategy, num_ranks in (("single", 1), ("zero3", 4), ("ddp", 2))
+        for strategy, num_ranks in (("single", 1), ("hsdp", 4), ("ddp", 2))
         for loss in on_ranks(num_ranks, validate, tmp_path, strategy, num_ranks, path)
     ]
     assert losses == pytest.approx([losses[0]] * 7, rel=1e-6)

@@ -71,7 +71,7 @@ def train(folder: Path, num_ranks: int, max_steps: int, path: Path | None = None
     return seen.values
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 1), (1, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_metrics_of_an_epoch_include_the_steps_before_a_resume(
     before: int, after: int, on_ranks: RankPool, tmp_path: Path
 ) -> None:

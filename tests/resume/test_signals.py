@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from roomier import Callback, Trainer
 from roomier.callbacks import EarlyStopping, ModelCheckpoint
+from tests.covering import covering
 
 Make = Callable[..., Any]
 
@@ -148,11 +149,15 @@ class SenderToAll(Sender):
         time.sleep(0.2)  # enough time to detect a worker that exits
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("where", "saved_step"), [("on_before_backward", 2), ("on_validation_batch_start", 3)])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    covering([("on_before_backward", 2), ("on_validation_batch_start", 3)], [signal.SIGTERM, signal.SIGINT]),
+)
 def test_workers_ignore_a_signal_to_all_processes_of_the_job(
-    where: str, saved_step: int, number: signal.Signals, runs: Any, net: Any, noisy: Any
+    moment: tuple[str, int], number: signal.Signals, runs: Any, net: Any, noisy: Any
 ) -> None:
+    where, saved_step = moment
+
     def loader() -> DataLoader[Tensor]:
         return DataLoader(noisy(), batch_size=2, shuffle=True, num_workers=1)
 
