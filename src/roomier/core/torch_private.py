@@ -118,8 +118,7 @@ def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
-    """Return ``_reset_parameters`` of the two torch modules that define this method instead of ``reset_parameters``, or
-    None."""
+    """Return ``_reset_parameters`` of the two torch modules that define it instead of ``reset_parameters``, or None."""
     if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
         return module._reset_parameters
     return None
