@@ -197,8 +197,7 @@ class Results:
     def _entry_for(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
-        """Return the entry for the first call of ``log`` with ``name``, or for the first call after ``entry`` was
-        restored."""
+        """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
         if not isinstance(name, str):
             raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)
