@@ -214,7 +214,9 @@ class Stuck(Samples):
     ],
 )
 def test_a_worker_that_is_stuck_is_reported_and_ended(is_persistent, blocks_signals, make_trainer, monkeypatch):
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # torch waits so long for its exit
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
+    )  # seconds that torch waits for its exit
     before = running()
     loader = persistent(Stuck(blocks_signals), num_workers=1, persistent_workers=is_persistent, timeout=1)
     with pytest.raises(DataError) as caught:
