@@ -299,9 +299,7 @@ def call(rank: int, request: dict[str, Any]) -> list[Any]:
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-    function = load(request["module"], request["file"])
-    for name in request["function"].split("."):
-        function = getattr(function, name)
+    function = find(request["function"])
     calls = pickle.loads(request["payload"])
     results = []
     for args, kwargs in calls:
