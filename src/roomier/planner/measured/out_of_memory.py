@@ -10,8 +10,10 @@ before planning, which uses shapes without device memory.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import traceback
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -46,6 +48,7 @@ _NAMES = {
     Kind.GRADIENT: "gradients",
     Kind.OPTIMIZER_STATE: "optimizer states",
 }
+_CALL_WITH_HOOKS = "Module._call_impl.<locals>.inner"
 _LESS = 0.9  # if a plan that was forecast to fit failed: largest forecast of the next plan, relative to that forecast
 
 
@@ -94,7 +97,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
     plan, engine, attempt = failed.plan, failed.engine, _Attempts()
     held = attempt(lambda: _held(engine)) if engine is not None else None
     workload = attempt(lambda: _workload(failed)) if engine is not None else None
-    traceback.clear_frames(error.__traceback__)  # the frames reference the graph of the failed step
+    _release_frames(error)
     forecast = None if failed.choice is None else failed.choice.chosen
     machine = attempt(lambda: _machine(failed))
     if forecast is None and workload is not None and machine is not None:
@@ -138,6 +141,18 @@ class _Attempts:
         except Exception as error:
             self.failures.append(f"{type(error).__name__}: {_one_line(error)}")
             return None
+
+
+def _release_frames(error: BaseException) -> None:
+    """Release the tensors that the frames of ``error`` reference, such as the graph of the failed step."""
+    traceback.clear_frames(error.__traceback__)
+    # A cleared frame still references its function. torch calls a module with hooks in a nested function, whose
+    # closure contains the inputs of the module. No later call uses this closure.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for function in gc.get_referents(frame):
+            if isinstance(function, FunctionType) and function.__qualname__ == _CALL_WITH_HOOKS:
+                for cell in function.__closure__ or ():
+                    cell.cell_contents = None
 
 
 def _where(failed: FailedRun) -> str:
