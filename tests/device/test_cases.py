@@ -167,9 +167,7 @@ def test_an_interrupted_run_continues_with_the_same_bits(
     with pytest.raises(RankFailed, match="SIGKILL|SystemExit: 143"):
         on_simulated(num_ranks, train, tmp_path / "cut", DEVICE, keywords, stopped_by=number, schedule=schedule)
     assert checkpoint.find_last(tmp_path / "cut") is not None
-    resumed = on_simulated(
-        num_ranks, train, tmp_path / "cut", DEVICE, keywords, ckpt_path="last", schedule=schedule
-    )[0]
+    resumed = on_simulated(num_ranks, train, tmp_path / "cut", DEVICE, keywords, ckpt_path="last", schedule=schedule)[0]
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
 
@@ -187,9 +185,7 @@ def resume_on_both(folder: Path, keywords: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["single", "zero3"])
-def test_a_run_can_change_between_device_and_cpu(
-    on_simulated: SimulatedRanks, tmp_path: Path, strategy: str
-) -> None:
+def test_a_run_can_change_between_device_and_cpu(on_simulated: SimulatedRanks, tmp_path: Path, strategy: str) -> None:
     num_ranks, keywords = STRATEGIES[strategy]
     for differences in on_simulated(num_ranks, resume_on_both, tmp_path, keywords):
         assert max(differences) <= RELATIVE
@@ -335,9 +331,7 @@ def save_twice(folder: Path, keywords: dict[str, Any], is_async: bool) -> int:
     return gate.num_open_saves if gate else 0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "schedule"), [("single", "LATE"), ("zero3", "LATE"), ("single", "OTHERS_FIRST")]
-)
+@pytest.mark.parametrize(("strategy", "schedule"), [("single", "LATE"), ("zero3", "LATE"), ("single", "OTHERS_FIRST")])
 def test_a_background_checkpoint_contains_the_state_of_its_step(
     on_simulated: SimulatedRanks, tmp_path: Path, strategy: str, schedule: str
 ) -> None:

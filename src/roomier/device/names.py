@@ -13,12 +13,17 @@ _VISIBLE = {
 }
 
 
-def is_known_to_torch(device_type: str) -> bool:
-    """Return whether ``device_type`` is the accelerator of this build of torch, even if this machine has none."""
+def accelerator_of_torch() -> str | None:
+    """Return the type of the accelerator of this build of torch, even if this machine has none. None for the CPU."""
     import torch
 
     found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == device_type
+    return None if found is None else found.type
+
+
+def is_known_to_torch(device_type: str) -> bool:
+    """Return whether ``device_type`` is the accelerator of this build of torch, even if this machine has none."""
+    return accelerator_of_torch() == device_type
 
 
 def visible_devices_variable(device_type: str) -> str:

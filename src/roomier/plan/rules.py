@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.units import format_bytes
-from roomier.device.names import is_known_to_torch
+from roomier.device.names import accelerator_of_torch
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
 from roomier.plan.levers import BY_PERMISSION
@@ -168,8 +168,14 @@ def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]
 
 
 def _check_word(field: str, value: str) -> Iterator[PlanError]:
-    if value in CHOICES[field] or (field == "parallel.accelerator" and is_known_to_torch(value)):
+    choices = list(CHOICES[field])
+    if value in choices:
         return
+    if field == "parallel.accelerator":
+        added = accelerator_of_torch()
+        choices += [added] if added is not None and added not in choices else []
+        if value in choices:
+            return
     refused = REFUSED.get(field, {})
     if value in refused:
         also = aliases_of(field, value)
@@ -177,10 +183,10 @@ def _check_word(field: str, value: str) -> Iterator[PlanError]:
         yield PlanError(field, value, refused[value].problem + meaning, refused[value].instead)
         return
     aliases = ALIASES.get(field, {})
-    near = difflib.get_close_matches(value.lower(), [*CHOICES[field], *refused, *aliases], n=1)
+    near = difflib.get_close_matches(value.lower(), [*choices, *refused, *aliases], n=1)
     meant = refused.get(aliases.get(near[0], near[0])) if near else None
     if meant is None:
-        action = did_you_mean(value.lower(), [*CHOICES[field], *(near if near else ())])
+        action = did_you_mean(value.lower(), [*choices, *(near if near else ())])
     else:
         action = f"Did you mean {near[0]!r}? It {meant.problem}. {meant.instead}"
     yield PlanError(field, value, "is unknown", action)
