@@ -85,7 +85,8 @@ def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
     for (phase, place), amount in base.trace.work.items():
         for name in base.names(place):
             work[phase, name] = amount
-    return replace(base.trace, passages=tuple(passages), work=work)
+    saved_bytes = {name: sizes for place, sizes in base.trace.saved_bytes.items() for name in base.names(place)}
+    return replace(base.trace, passages=tuple(passages), work=work, saved_bytes=saved_bytes)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from roomier.activation.offload import MIN_BYTES
 from roomier.api.wrapped import network_of
 from roomier.core import torch_fake
 from roomier.core.world import World
@@ -109,7 +110,7 @@ class Estimator:
                 self._machine,
                 work,
                 units=states.units,
-                kept_bytes=trace.kept_bytes(self._blocks) if moves else None,
+                kept_bytes=trace.moved_bytes(self._blocks, MIN_BYTES) if moves else None,
             ),
         )
 
