@@ -100,7 +100,8 @@ class RankPool:
         Raises:
             RankFailed: a rank raised an error, died or did not end in time.
         """
-        return [results[0] for results in self._results(num_ranks, function, [(args, kwargs)], timeout_s, joins)]
+        by_rank = self._results(num_ranks, function, [(args, kwargs)], timeout_s, joins, settings)
+        return [results[0] for results in by_rank]
 
     def each(
         self,
@@ -109,6 +110,8 @@ class RankPool:
         calls: Sequence[tuple[Any, ...]],
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        joins: bool = True,
+        settings: dict[str, Any] | None = None,
     ) -> list[list[Any]]:
         """Call ``function(*args)`` for each ``args`` in ``calls``, one after the other in the same processes.
 
@@ -118,20 +121,26 @@ class RankPool:
         Returns:
             The results of the ranks, ordered by call and then by rank.
         """
-        by_rank = self._results(num_ranks, function, [(args, {}) for args in calls], timeout_s, joins=True)
+        by_rank = self._results(num_ranks, function, [(args, {}) for args in calls], timeout_s, joins, settings)
         return [list(results) for results in zip(*by_rank, strict=True)]
 
     def _results(
-        self, num_ranks: int, function: Callable[..., Any], calls: Sequence[Any], timeout_s: float, joins: bool
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        calls: Sequence[Any],
+        timeout_s: float,
+        joins: bool,
+        settings: dict[str, Any] | None,
     ) -> list[list[Any]]:
         """Return the results, ordered by rank and then by call."""
-        if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
-            raise TypeError(f"{function.__qualname__} is not a function of the top level of a file")
         request = {
             "num_ranks": num_ranks,
-            "module": function.__module__,
-            "file": str(Path(inspect.getfile(function)).resolve()),
-            "function": function.__qualname__,
+            "function": reference(function),
+            "setup": self._setup,
+            "prepare": self._prepare,
+            "settings": settings or {},
+            "backend": self._backend,
             "payload": pickle.dumps(calls),
             "environment": dict(os.environ),
             "folder": os.getcwd(),
