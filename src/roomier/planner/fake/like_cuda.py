@@ -10,9 +10,9 @@ differences, which affect the memory of a step on a GPU, are modeled:
   without the fused kernel the full scores are saved. Dropout is therefore disabled in the fake environment, and
   attention saves its inputs, its output and one number per row.
 - **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
-  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations in 16 bits.
-  Other accelerators use CUDA's list. On these devices, ``cross_entropy`` computes ``log_softmax`` in 16 bits, because
-  it passes the dtype of its input, and converts the result to float32 for ``nll_loss``. A CPU converts the input.
+  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations with 16-bit
+  precision. All other accelerators use CUDA's list. ``cross_entropy`` is not in this list. It computes ``log_softmax``
+  in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, the input is converted.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
 - **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
   parameters on a GPU). Their temporary tensors exist for all parameters. This is also the default on other accelerators

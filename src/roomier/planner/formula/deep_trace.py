@@ -27,7 +27,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: s
 
     Args:
         workload: module and micro-batch.
-        plan: plan whose techniques inside the forward are applied.
+        plan: plan from which only the techniques that act inside the forward pass are applied.
         is_sharded: trace the model as sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 

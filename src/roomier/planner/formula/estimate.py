@@ -58,8 +58,8 @@ class Estimator:
     """Computes forecasts for one workload on one machine with :mod:`roomier.planner.formula.closed_form`.
 
     Most of the computation time is spent in traces. One trace is recorded for each combination of memory techniques
-    that act inside a forward. A second trace is recorded if another micro-batch size is required. Traces are recorded
-    on demand and cached.
+    that act inside a forward pass. A second trace is recorded if another micro-batch size is required. Traces are
+    recorded on demand and cached.
 
     Args:
         workload: workload with any batch size.

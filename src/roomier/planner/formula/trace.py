@@ -3,10 +3,10 @@
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer and with the techniques of the plan that
 act inside the forward. Each :class:`Passage` contains the growth of tensors since its start. The sizes of the states
-that strategies shard are calculated and added. Two effects inside a forward depend on sharding. If weights of matmuls
-are gathered in 16 bits, autocast creates no copies of them, and their gradients are in 16 bits. In addition, a view
-that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models and one for sharded
-models.
+that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights of
+matmuls are gathered in 16 bits, autocast creates no copies of them, and their gradients are in 16 bits. In addition, a
+view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models and one for
+sharded models.
 
 [Note: pending gradients]
 A gradient is *complete* when it has been added to the gradient of its parameter. Before that, it is pending. DDP copies
@@ -78,8 +78,8 @@ class Passage:
         phase: ``"forward"`` or ``"backward"``.
         place: name of the part; empty between parts.
         moments: growth since the start, after each change. The last is the end.
-        needs_inner: in a backward, whether the norms and embeddings in the part are required from this passage on; see
-            :attr:`roomier.memory.weights.Unit.is_inner`.
+        needs_inner: in a backward pass, whether the norms and embeddings in the part are required from this passage on;
+            see :attr:`roomier.memory.weights.Unit.is_inner`.
     """
 
     phase: str
@@ -236,7 +236,7 @@ def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Ris
 
 
 def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
-    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward.
+    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward pass.
 
     Args:
         workload: module and micro-batch.
