@@ -97,7 +97,7 @@ class Watch(Callback):
 def fit(accelerator: str, keywords: dict[str, Any], *, dropout: float = 0.0, batch_size: int = 4) -> Fit:
     """Fit the GPT and return the result of this rank."""
     module = Language(dropout)
-    shapes = Workload.of(copy.deepcopy(module).to("meta"), [torch.empty(batch_size, CONTEXT + 1, dtype=torch.int64)])
+    shapes = Workload.of(copy.deepcopy(module), [torch.empty(batch_size, CONTEXT + 1, dtype=torch.int64)])
     watch = [] if accelerator == "cpu" else [Watch()]
     trainer = Trainer(
         accelerator=accelerator,

@@ -41,11 +41,11 @@ class Parallel(Protocol):
         ...
 
     def begin_backward(self) -> None:
-        """Prepare a backward, which adds to the existing gradients."""
+        """Prepare a backward pass, which adds to the existing gradients."""
         ...
 
     def end_backward(self) -> None:
-        """Finish a backward."""
+        """Finish a backward pass."""
         ...
 
     def end_update(self) -> None:

@@ -272,7 +272,7 @@ class SimulatedBackend final : public c10d::Backend {
   void startCoalescing() override { is_coalescing_ = true; }
   WorkPointer endCoalescing() override {
     is_coalescing_ = false;
-    WorkPointer last = last_work_;
+    WorkPointer last = std::exchange(last_coalesced_, nullptr);
     for (auto& [tensors, transfer] : std::exchange(coalesced_sends_, {}))
       last = run(OpType::SEND, "send", tensors, {}, transfer);
     for (auto& [tensors, transfer] : std::exchange(coalesced_receives_, {}))
@@ -334,8 +334,9 @@ class SimulatedBackend final : public c10d::Backend {
     last = record_event(stream);
     Tensors used(reads);
     used.insert(used.end(), writes.begin(), writes.end());
-    last_work_ = c10::make_intrusive<SimulatedWork>(type, last, device, std::move(used), writes);
-    return last_work_;
+    WorkPointer work = c10::make_intrusive<SimulatedWork>(type, last, device, std::move(used), writes);
+    if (is_coalescing_) last_coalesced_ = work;  // a work that is kept longer would keep its results allocated
+    return work;
   }
 
   struct PointToPoint {
@@ -351,7 +352,7 @@ class SimulatedBackend final : public c10d::Backend {
   bool is_coalescing_ = false;
   std::vector<PointToPoint> coalesced_sends_;
   std::vector<PointToPoint> coalesced_receives_;
-  WorkPointer last_work_;
+  WorkPointer last_coalesced_;
 };
 
 }  // namespace
