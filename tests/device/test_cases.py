@@ -1,4 +1,4 @@
-"""Cases of a run on the simulated accelerator: memory that runs out, resumed runs, copies, and background checkpoints."""
+"""Runs on the simulated accelerator: memory that runs out, resumed runs, copies, and background checkpoints."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_an_interrupted_run_continues_with_the_same_bits(
 ) -> None:
     num_ranks, keywords = STRATEGIES[strategy]
     whole = on_simulated(num_ranks, train, tmp_path / "whole", DEVICE, keywords, schedule=schedule)[0]
-    with pytest.raises(RankFailed, match="SIGKILL|SystemExit: 143"):
+    with pytest.raises(RankFailed, match=r"SIGKILL|SystemExit: 143"):
         on_simulated(num_ranks, train, tmp_path / "cut", DEVICE, keywords, stopped_by=number, schedule=schedule)
     assert checkpoint.find_last(tmp_path / "cut") is not None
     resumed = on_simulated(num_ranks, train, tmp_path / "cut", DEVICE, keywords, ckpt_path="last", schedule=schedule)[0]
