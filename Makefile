@@ -62,13 +62,11 @@ test-kernels: install
 
 # The benchmarks run even if a device test fails. Both take at most 12 minutes, and a repetition skips completed parts.
 ACCELERATOR ?= gpu
-DEVICE_TESTS := $(wildcard tests/device)
+DEVICE_TESTS := tests/device/test_real_device.py
 
 gpu: install
 	@failed=0; \
-	for folder in $(DEVICE_TESTS); do \
-	  ROOMIER_TEST_ACCELERATOR=$(ACCELERATOR) timeout 180 $(BIN)/python -m pytest $$folder -m 'not slow' || failed=1; \
-	done; \
+	ROOMIER_TEST_ACCELERATOR=$(ACCELERATOR) timeout 180 $(BIN)/python -m pytest $(DEVICE_TESTS) || failed=1; \
 	$(BIN)/roomier bench gpu --json --accelerator $(ACCELERATOR) $(GPU_OPTIONS) || failed=1; \
 	exit $$failed
 

@@ -42,9 +42,9 @@ def evaluate(
         keeps_predictions: whether the outputs of ``"predict"`` are returned.
 
     Returns:
-        For ``"predict"``, a list for each source, which contains the output of the step for each batch. For other
-        stages, the lists are empty. With several ranks, each rank receives the outputs of all ranks in host memory, in
-        the order of the batches.
+        For ``"predict"``, a list for each source, which contains the output of the step for each batch in host memory.
+        For other stages, the lists are empty. With several ranks, each rank receives the outputs of all ranks, in the
+        order of the batches.
 
     Raises:
         EvaluationCutError: a signal interrupted the evaluation.
@@ -102,7 +102,7 @@ def _evaluate_source(
         for batch_idx, turn in enumerate(turns(run, source, limit)):
             host_batch, run.now.batch_number, counts = turn
             if is_kept and counts:
-                kept[run.now.batch_number] = run_batch(host_batch, batch_idx, counts)
+                kept[run.now.batch_number] = on_host(run, run_batch(host_batch, batch_idx, counts))
             else:
                 run_batch(host_batch, batch_idx, counts)
     finally:
@@ -170,9 +170,13 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
     return run_batch
 
 
+def on_host(run: Run, output: Any) -> Any:
+    """Return the output of a step with its tensors in host memory, so that outputs do not fill the device."""
+    return output if run.engine.device.type == "cpu" else map_tensors(lambda tensor: tensor.cpu(), output)
+
+
 def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
-    on_host = {number: map_tensors(lambda tensor: tensor.cpu(), output) for number, output in kept.items()}
-    by_rank = run.ranks.gather(on_host, allows_pickle=True)
+    by_rank = run.ranks.gather(kept, allows_pickle=True)
     outputs = {number: output for of_rank in by_rank for number, output in of_rank.items()}
     return [outputs[number] for number in sorted(outputs)]
 

@@ -6,12 +6,12 @@ from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
-from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.run.run import Run, call
 from roomier.train.evaluate import (
     batch_runner,
     evaluation_mode,
+    on_host,
     take_statistics_of_rank_zero,
     turns,
     without_gradients,
@@ -67,13 +67,12 @@ def _of_source(
         host_batch, run.now.batch_number, counts = turn
         with without_gradients(run):
             results.stage, results.dataloader_idx = "predict", dataloader_idx
-            output = run_batch(host_batch, batch_idx, counts)
+            output = on_host(run, run_batch(host_batch, batch_idx, counts))
             results.stage = None
         if run.ranks.is_alone:
             yield output
         else:
-            on_host = map_tensors(lambda tensor: tensor.cpu(), output)
-            of_round = run.ranks.gather((run.now.batch_number, on_host) if counts else None, allows_pickle=True)
+            of_round = run.ranks.gather((run.now.batch_number, output) if counts else None, allows_pickle=True)
             for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
                 yield each
         output = None
