@@ -92,7 +92,11 @@ def _cross_entropy(
         return _in_float32(F.cross_entropy)(input, target, weight, *args, **smoothing, **kwargs)  # type: ignore[no-any-return]
     logs = F.log_softmax(input, min(1, input.dim() - 1))
     loss = F.nll_loss(logs.float(), target, weight, *args, **kwargs)
-    return loss - label_smoothing * logs.sum(min(1, input.dim() - 1), dtype=torch.float32).mean() if label_smoothing else loss
+    return (
+        loss - label_smoothing * logs.sum(min(1, input.dim() - 1), dtype=torch.float32).mean()
+        if label_smoothing
+        else loss
+    )
 
 
 def _wide(value: Any) -> Any:

@@ -224,9 +224,7 @@ class Trace:
         """Return the bytes of the tensors of at least ``min_bytes`` that the forward of each of ``places`` saves for
         backward, in execution order."""
         order = dict.fromkeys(each.place for each in self.passages if each.phase == "forward" and each.place in places)
-        return {
-            place: sum(size for size in self.saved_bytes.get(place, ()) if size >= min_bytes) for place in order
-        }
+        return {place: sum(size for size in self.saved_bytes.get(place, ()) if size >= min_bytes) for place in order}
 
 
 def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Rise]]:
