@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from roomier import Callback, Logger, Module, Trainer
+from roomier.core.errors import PlanError
 from roomier.hardware.this_machine import this_machine
+from roomier.plan import ActivationPlan
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.workload import Workload
 from tests.simulator import simulated
 from tests.simulator.gpt import CONTEXT, GPT, batches
 
-NUM_STEPS = 6
+NUM_STEPS = 5
 WIDTH = 256  # large enough that rounding of allocations is below 1 % of the bytes
+LEARNING_RATE, EPS = 3e-3, 1e-3  # an eps of this size does not amplify the rounding of small gradients
 CHECKED_STEPS = range(2, NUM_STEPS - 1)  # states are created in the first steps, and the last step is a log step
 
 
@@ -34,8 +38,10 @@ class Fit:
         weights: the unsharded weights after the fit, on the CPU.
         races: accesses that no wait orders.
         waits: waits of the host in each of ``CHECKED_STEPS`` that has waits, by kind.
-        peak_bytes: peak of the allocated bytes of the device from the third step on.
-        forecast_bytes: forecast of the peak, for the rank with the highest peak.
+        peak_bytes: peak of the allocated bytes of the device from the third step on, without bytes that were allocated
+            before the fit.
+        forecast_bytes: forecast of the peak, for the rank with the highest peak. 0 on the other ranks.
+        least_bytes: the same forecast with full recomputation, if the plan has an activation budget.
     """
 
     losses: Tensor
@@ -44,15 +50,16 @@ class Fit:
     waits: dict[int, dict[str, int]] = field(default_factory=dict)
     peak_bytes: int = 0
     forecast_bytes: int = 0
+    least_bytes: int = 0
 
 
 class Language(Module):
     """A small GPT. ``training_step`` stores its losses without waiting for the device."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, *, num_blocks: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.network = GPT(width=WIDTH, dropout=dropout)
+        self.network = GPT(width=WIDTH, num_blocks=num_blocks, dropout=dropout)
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -94,32 +101,45 @@ class Watch(Callback):
         self.peak_bytes = torch.accelerator.max_memory_allocated()
 
 
-def fit(accelerator: str, keywords: dict[str, Any], *, dropout: float = 0.0, batch_size: int = 4) -> Fit:
+def fit(
+    accelerator: str, keywords: dict[str, Any], *, num_blocks: int = 2, dropout: float = 0.0, batch_size: int = 4
+) -> Fit:
     """Fit the GPT and return the result of this rank."""
-    module = Language(dropout)
+    module = Language(num_blocks=num_blocks, dropout=dropout)
     shapes = Workload.of(copy.deepcopy(module), [torch.empty(batch_size, CONTEXT + 1, dtype=torch.int64)])
     watch = [] if accelerator == "cpu" else [Watch()]
-    trainer = Trainer(
+    trainer = trainer_of(accelerator, keywords, watch)
+    num_batches = NUM_STEPS * trainer.accumulate_grad_batches * trainer.world_size
+    data = torch.cat(batches(num_batches, batch_size))
+    gc.collect()
+    bytes_before = torch.accelerator.memory_allocated()
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=batch_size))
+    result = Fit(torch.stack(module.losses).cpu(), weights_of(module))
+    for each in watch:
+        result.races, result.waits = simulated.races(), each.waits
+        result.peak_bytes = each.peak_bytes - bytes_before
+    if watch and trainer.is_global_zero:
+        machine = this_machine(trainer.plan.parallel.devices, 1, accelerator)
+        result.forecast_bytes = confirm(shapes, trainer.plan, machine).tensor_bytes
+        if trainer.plan.activation.policy == "budget":
+            least = replace(trainer.plan, activation=ActivationPlan("full"))
+            result.least_bytes = confirm(shapes, least, machine).tensor_bytes
+    return result
+
+
+def trainer_of(accelerator: str, keywords: dict[str, Any], callbacks: Sequence[Callback] = ()) -> Trainer:
+    """Return a Trainer that writes no files and takes ``NUM_STEPS`` steps."""
+    return Trainer(
         accelerator=accelerator,
         max_steps=NUM_STEPS,
         logger=NoRows(),
         log_every_n_steps=1000,
-        callbacks=watch,
+        callbacks=list(callbacks),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"optimizer": {"name": "adamw", "lr": 3e-3, "eps": 1e-3}, **keywords},
+        **{"optimizer": {"name": "adamw", "lr": LEARNING_RATE, "eps": EPS}, **keywords},
     )
-    num_batches = NUM_STEPS * trainer.accumulate_grad_batches * trainer.world_size
-    data = torch.cat(batches(num_batches, batch_size))
-    gc.collect()
-    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=batch_size))
-    result = Fit(torch.stack(module.losses).cpu(), weights_of(module))
-    for each in watch:
-        result.races, result.waits, result.peak_bytes = simulated.races(), each.waits, each.peak_bytes
-        machine = this_machine(trainer.plan.parallel.devices, 1, accelerator)
-        result.forecast_bytes = confirm(shapes, trainer.plan, machine).tensor_bytes
-    return result
 
 
 def weights_of(module: Module) -> dict[str, Tensor]:
@@ -143,20 +163,31 @@ class Comparison:
     fit: Fit
 
 
-def compare(keywords: dict[str, Any], batch_size: int = 4) -> Comparison:
-    """Run the same fit on the simulated accelerator and on the CPU."""
-    device = fit(simulated.DEVICE, keywords, batch_size=batch_size)
+def compare(keywords: dict[str, Any], sizes: dict[str, int], is_rejected: bool = False) -> Comparison | None:
+    """Run the same fit on the simulated accelerator and on the CPU.
+
+    Args:
+        keywords: arguments of the Trainer.
+        sizes: arguments of ``fit``.
+        is_rejected: check that the Trainer rejects the arguments, and return None.
+    """
+    if is_rejected:
+        with pytest.raises(PlanError):
+            trainer_of(simulated.DEVICE, keywords)
+        return None
+    device = fit(simulated.DEVICE, keywords, **sizes)
     with simulated.allowed_host_waits():
-        cpu = fit("cpu", keywords, batch_size=batch_size)
-    assert device.weights.keys() == cpu.weights.keys()
-    return Comparison(
-        losses=float(((device.losses - cpu.losses).abs() / cpu.losses.abs()).max()),
-        weights=max(
-            float(
-                (device.weights[name].float() - weight.float()).abs().max()
-                / weight.float().abs().max().clamp(min=1e-12)
-            )
-            for name, weight in cpu.weights.items()
-        ),
-        fit=replace(device, losses=torch.empty(0), weights={}),
+        cpu = fit("cpu", keywords, **sizes)
+    losses, weights = differences(device, cpu)
+    return Comparison(losses, weights, replace(device, losses=torch.empty(0), weights={}))
+
+
+def differences(one: Fit, other: Fit) -> tuple[float, float]:
+    """Return the largest relative differences of the losses and of the weights."""
+    assert one.weights.keys() == other.weights.keys()
+    losses = float(((one.losses - other.losses).abs() / other.losses.abs()).max())
+    weights = max(
+        float((one.weights[name].float() - weight.float()).abs().max() / weight.float().abs().max().clamp(min=1e-12))
+        for name, weight in other.weights.items()
     )
+    return losses, weights

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from roomier.activation.offload import MIN_BYTES
 from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Device, Link, Machine
@@ -185,6 +186,16 @@ def test_with_offloading_the_device_holds_the_activations_of_two_blocks() -> Non
     block_bytes = moved.host_bytes // 6
     assert held.host_bytes == 0 < block_bytes
     assert held.tensor_bytes - moved.tensor_bytes == pytest.approx(4 * block_bytes, rel=0.01)
+
+
+def test_with_offloading_small_activations_stay_on_the_device() -> None:
+    given = gpt(6, 32)
+    sizes = take_trace(given, make_plan(), is_sharded=False, like="cuda").saved_bytes["blocks.1"]
+    assert max(sizes) < MIN_BYTES < sum(sizes)
+    asked = Estimator(given, machine("cuda"))
+    held, moved = (asked.estimate(make_plan(**each), 32) for each in ({}, {"offload": {"activations": "cpu"}}))
+    assert moved.host_bytes == 0
+    assert moved.tensor_bytes == held.tensor_bytes
 
 
 def test_80_layers_on_1024_ranks_are_estimated_in_milliseconds() -> None:

@@ -259,6 +259,25 @@ def test_like_cuda_norms_compute_in_float32_under_autocast() -> None:
     assert dry_run(workload, exact, like="cuda").peak_bytes == dry_run(workload, exact).peak_bytes
 
 
+@pytest.mark.parametrize("like", ["cuda", "xpu"])
+def test_accelerators_keep_the_softmax_of_cross_entropy_in_16_bits_under_autocast(like: str) -> None:
+    class Classifies(roomier.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4096, bias=False)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.layer(batch), torch.zeros(len(batch), dtype=torch.int64))
+
+    workload = Workload.of(Classifies(), torch.ones(512, 8))
+    mixed, exact = plan_of({"precision": {"mode": "bf16-mixed"}}), plan_of({})
+    on_cpu, on_device = (dry_run(workload, mixed, like=each).peak_bytes for each in ("cpu", like))
+    # A CPU has three tensors in float32: the softmax, its gradient and the gradient of the logits. An accelerator has
+    # the softmax in 16 bits, its copy in float32 and the gradient of the copy.
+    assert on_cpu - on_device == pytest.approx(512 * 4096 * 2, rel=0.01)
+    assert dry_run(workload, exact, like=like).peak_bytes == dry_run(workload, exact).peak_bytes
+
+
 def test_like_cuda_applies_to_recomputation() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
