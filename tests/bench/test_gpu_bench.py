@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,8 @@ from roomier.core.errors import RoomierError
 ROOMIER = str(Path(sys.executable).with_name("roomier"))
 FACTS = {**dict.fromkeys(KEY, "x"), "machine": {"cpu": "x"}, "command": "roomier bench gpu"}
 SETTING = Setting("tiny", "cpu")
+# The other parts run in ``make test`` on the simulated accelerator (tests/device/test_simulated_plugin.py).
+QUICK_PARTS = ("copies", "mfu", "overhead")
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +34,25 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu") / "results.jsonl"
 
 
-@pytest.fixture(scope="module")
-def result(out: Path) -> dict[str, Any]:
-    """Return the printed result of all parts, which run one time for this file."""
-    words = ["bench", "gpu", "--json", "--size", "tiny", "--accelerator", "cpu", "--out", str(out)]
-    done = subprocess.run([ROOMIER, *words], capture_output=True, text=True)
+def run_parts(names: Sequence[str], out: Path) -> dict[str, Any]:
+    words = ["bench", "gpu", "--json", "--size", "tiny", "--accelerator", "cpu", "--parts", ",".join(names)]
+    done = subprocess.run([ROOMIER, *words, "--out", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return found
+
+
+@pytest.fixture(scope="module")
+def result(out: Path) -> dict[str, Any]:
+    """Return the printed result of the quick parts, which run one time for this file."""
+    return run_parts(QUICK_PARTS, out)
+
+
+@pytest.fixture(scope="module")
+def long_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the printed result of the other parts."""
+    names = [name for name in PARTS if name not in QUICK_PARTS]
+    return run_parts(names, tmp_path_factory.mktemp("long") / "results.jsonl")
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -47,7 +60,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_all_parts_are_complete(result: dict[str, Any]) -> None:
-    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(PARTS, "complete")
+    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(QUICK_PARTS, "complete")
     assert result["failed"] == []
     for name, part in result["parts"].items():
         assert part["rows"], name
@@ -58,7 +71,7 @@ def test_each_line_contains_machine_commit_and_command(result: dict[str, Any], o
     lines = lines_of(out)
     rows = [each for each in lines if each["record"] == "row"]
     assert len(rows) == sum(len(part["rows"]) for part in result["parts"].values())
-    assert [each["part"] for each in lines if each["record"] == "end"] == list(PARTS)
+    assert [each["part"] for each in lines if each["record"] == "end"] == list(QUICK_PARTS)
     for each in lines:
         assert {*KEY, "commit", "machine", "command", "measured_at", "device_type", "status", "took_s"} <= set(each)
         assert each["command"].startswith("roomier bench gpu --json --size tiny")
@@ -71,8 +84,9 @@ def rows_of(result: dict[str, Any], part: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_forecasts_of_memory_agree_with_the_measurement(result: dict[str, Any]) -> None:
-    for row in rows_of(result, "planner"):
+@pytest.mark.slow
+def test_forecasts_of_memory_agree_with_the_measurement(long_result: dict[str, Any]) -> None:
+    for row in rows_of(long_result, "planner"):
         assert row["counts_operations"]
         assert row["reserved_bytes"] is None
         assert abs(row["allocated_error"]) < 0.01, row["row"]
@@ -80,8 +94,9 @@ def test_forecasts_of_memory_agree_with_the_measurement(result: dict[str, Any]) 
         assert row["allocated_error"] == row["forecast_allocated_bytes"] / row["allocated_bytes"] - 1
 
 
-def test_both_trainers_run_in_one_process(result: dict[str, Any]) -> None:
-    rows = rows_of(result, "levers")
+@pytest.mark.slow
+def test_both_trainers_run_in_one_process(long_result: dict[str, Any]) -> None:
+    rows = rows_of(long_result, "levers")
     assert [each["row"] for each in rows] == [
         "vanilla, roomier",
         "all, roomier",
@@ -103,12 +118,16 @@ def test_a_large_model_runs_with_the_plan_of_the_planner(result: dict[str, Any])
     assert row["mfu"] is None  # no data sheet contains the peak of a CPU
 
 
-def test_copies_strategies_and_overhead_are_measured(result: dict[str, Any]) -> None:
-    for row in rows_of(result, "copies"):
-        assert row["bytes_per_s"] == pytest.approx(row["num_bytes"] / row["copy_s"])
-    (row,) = rows_of(result, "strategies")
+@pytest.mark.slow
+def test_strategies_are_measured(long_result: dict[str, Any]) -> None:
+    (row,) = rows_of(long_result, "strategies")
     assert [each["strategy"] for each in row["rows"]] == ["torch_ddp", "single"]
     assert row["rows"][0]["loss"] == pytest.approx(row["rows"][1]["loss"], rel=1e-3)
+
+
+def test_copies_and_overhead_are_measured(result: dict[str, Any]) -> None:
+    for row in rows_of(result, "copies"):
+        assert row["bytes_per_s"] == pytest.approx(row["num_bytes"] / row["copy_s"])
     (row,) = rows_of(result, "overhead")
     assert row["overhead_us"] == pytest.approx(
         row["samples_wall_us"]["trainer"][0] - row["samples_wall_us"]["bare"][0], abs=0.01
@@ -120,10 +139,11 @@ def test_a_repetition_skips_completed_parts(
 ) -> None:
     before = out.read_bytes()
     monkeypatch.setattr(case, "_run", lambda *arguments: pytest.fail("a completed part was repeated"))
-    assert main(["bench", "gpu", "--size", "tiny", "--accelerator", "cpu", "--out", str(out)]) == 0
+    words = ["bench", "gpu", "--size", "tiny", "--accelerator", "cpu", "--parts", ",".join(QUICK_PARTS)]
+    assert main([*words, "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert out.read_bytes() == before
-    assert printed.err.count("is complete in") == len(PARTS)
+    assert printed.err.count("is complete in") == len(QUICK_PARTS)
     assert result["parts"]["overhead"]["rows"][0]["summary"].split()[0] in printed.out
 
 

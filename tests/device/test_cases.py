@@ -1,4 +1,4 @@
-"""Runs on the simulated accelerator: memory that runs out, resumed runs, copies, and background checkpoints."""
+"""Runs on the simulated accelerator that run out of memory, resume, copy batches, and save in the background."""
 
 from __future__ import annotations
 
