@@ -17,6 +17,7 @@ from roomier.callbacks import ModelCheckpoint
 from roomier.checkpoint import store
 from roomier.device.transfer import BatchMover
 from roomier.plan import Plan
+from roomier.planner.measured import out_of_memory
 from roomier.planner.measured.out_of_memory import OutOfMemory
 from tests.device.runs import BATCH_SIZE, NUM_STEPS, RELATIVE, Language, difference, loader, trainer_of, weights_of
 from tests.ranks.pool import RankFailed
@@ -85,7 +86,7 @@ def resume_with_plan(folder: Path) -> tuple[int, int]:
     return steps[0], trainer.global_step
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero2"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_a_run_that_ran_out_of_memory_resumes_with_the_nearest_plan_that_fits(
     on_simulated: SimulatedRanks, tmp_path: Path, strategy: str
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_run_that_ran_out_of_memory_resumes_with_the_nearest_plan_that_fits(
 
 
 def run_out_on_the_last_rank(limit: int) -> None:
+    out_of_memory._advice = lambda *args: ("Do this", None)  # type: ignore[assignment]
     if os.environ["RANK"] == "1":
         simulated.set_memory_limit(limit)
     trainer = trainer_of(Path(), DEVICE, enable_checkpointing=False, strategy="zero2", devices=2)
@@ -155,9 +157,16 @@ def train(
     return weights_of(module)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    ("strategy", "number"), [("single", signal.SIGKILL), ("single", signal.SIGTERM), ("zero3", signal.SIGKILL)]
+    ("strategy", "number", "schedule"),
+    [
+        ("single", signal.SIGKILL, "LATE"),
+        ("single", signal.SIGTERM, "OTHERS_FIRST"),
+        ("zero3", signal.SIGKILL, "OTHERS_FIRST"),
+        pytest.param("single", signal.SIGKILL, "OTHERS_FIRST", marks=pytest.mark.slow),
+        pytest.param("single", signal.SIGTERM, "LATE", marks=pytest.mark.slow),
+        pytest.param("zero3", signal.SIGKILL, "LATE", marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_run_continues_with_the_same_bits(
     on_simulated: SimulatedRanks, tmp_path: Path, strategy: str, number: int, schedule: str
@@ -184,7 +193,7 @@ def resume_on_both(folder: Path, keywords: dict[str, Any]) -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_run_can_change_between_device_and_cpu(on_simulated: SimulatedRanks, tmp_path: Path, strategy: str) -> None:
     num_ranks, keywords = STRATEGIES[strategy]
     for differences in on_simulated(num_ranks, resume_on_both, tmp_path, keywords):
@@ -331,7 +340,10 @@ def save_twice(folder: Path, keywords: dict[str, Any], is_async: bool) -> int:
     return gate.num_open_saves if gate else 0
 
 
-@pytest.mark.parametrize(("strategy", "schedule"), [("single", "LATE"), ("zero3", "LATE"), ("single", "OTHERS_FIRST")])
+@pytest.mark.parametrize(
+    ("strategy", "schedule"),
+    [("single", "OTHERS_FIRST"), ("zero3", "LATE"), pytest.param("single", "LATE", marks=pytest.mark.slow)],
+)
 def test_a_background_checkpoint_contains_the_state_of_its_step(
     on_simulated: SimulatedRanks, tmp_path: Path, strategy: str, schedule: str
 ) -> None:

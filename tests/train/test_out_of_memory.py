@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import roomier
 from roomier.callbacks import Callback, MemoryForecast
@@ -75,6 +77,50 @@ def test_error_contains_measurement_forecast_and_a_suggestion(make_trainer: Make
     micro_batch = 4 // error.plan.batch.accumulate_grad_batches
     failed = make_trainer(optimizer="adamw").plan
     assert prices.estimate(error.plan, micro_batch).peak_bytes < 0.95 * prices.estimate(failed, 4).peak_bytes
+
+
+class Failing(nn.Module):
+    """Module that can run out of memory. Its hook replaces its input by a tensor that only this call references."""
+
+    def __init__(self, seen: list[weakref.ref[torch.Tensor]]) -> None:
+        super().__init__()
+        self.is_full = False
+        self.register_forward_pre_hook(partial(replace_input, seen))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+        return x
+
+
+def replace_input(seen: list[weakref.ref[torch.Tensor]], module: nn.Module, args: Any) -> Any:
+    replaced = args[0] * 1
+    if type(replaced) is torch.Tensor:  # not in a dry run
+        seen.append(weakref.ref(replaced))
+    return (replaced,)
+
+
+class GreedyWithHook(Greedy):
+    """Runs out of memory in a module with a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[weakref.ref[torch.Tensor]] = []
+        self.last = Failing(self.inputs)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.last.is_full = self.is_attached and self.global_step == 2
+        logits, loss = self.gpt(batch, batch)
+        return loss + 0 * self.last(logits).sum()
+
+
+def test_the_inputs_of_modules_with_hooks_are_released(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "_advice", lambda *args: ("Do this", None))
+    module = GreedyWithHook()
+    error = run_out(make_trainer, module)
+    assert "ran out of memory in step 3" in str(error)
+    assert len(module.inputs) >= 3
+    assert [each() for each in module.inputs] == [None] * len(module.inputs)
 
 
 @pytest.mark.parametrize("part", ["_held", "_workload", "_machine", "_forecast", "_advice"])
