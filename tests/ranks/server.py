@@ -285,6 +285,9 @@ def call(rank: int, request: dict[str, Any]) -> list[Any]:
         MASTER_PORT=str(request["port"]),
         OMP_NUM_THREADS="1",
     )
+    # torch replaces its pool of threads at the first use after a fork. The threads of a backward pass, one for each
+    # device, would do this at the same time, and one of them could find no pool and abort.
+    torch.set_num_threads(1)
     warnings.resetwarnings()
     warnings.simplefilter("error")
     if request["prepare"] is not None:
