@@ -1,0 +1,591 @@
+"""Small programs in which a missing synchronization changes numbers, host waits or the result of the race check."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import roomier.activation.profile
+import roomier.bench.gpu.copies as copies_part
+import roomier.bench.gpu.mfu as mfu_part
+import roomier.bench.raw_collectives
+import roomier.hardware.measure
+import roomier.hardware.rank_worker
+from roomier import Module, Trainer, checkpoint
+from roomier.activation.offload import Copies, Offload
+from roomier.bench.lever_worker import Measurement
+from roomier.bench.strategy_ranks import Strategy
+from roomier.callbacks import prediction_writer
+from roomier.callbacks.early_stopping import EarlyStopping
+from roomier.callbacks.spike_guard import SpikeGuard
+from roomier.callbacks.throughput import Throughput
+from roomier.callbacks.weight_averaging import WeightAveraging
+from roomier.checkpoint.agree import all_ranks
+from roomier.checkpoint.tensor_file import bytes_of
+from roomier.core.exchange import Exchange
+from roomier.core.ranks import Ranks
+from roomier.core.vote import Vote
+from roomier.core.wire import encode
+from roomier.core.log import quiet
+from roomier.device import capability, rng
+from roomier.device.streams import synchronize, timed_event
+from roomier.device.transfer import BatchMover
+from roomier.engine.build import build
+from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
+from roomier.export import adapter, compared, onnx
+from roomier.optim.adamw import StepValues
+from roomier.parallel.collectives import PairwiseAllGather
+from roomier.parallel.powersgd import PowerSGD
+from roomier.plan import plan_from_flags
+from roomier.train import evaluate
+from roomier.train.saving import save
+from roomier.trainer.lightning.predicted import PredictLoop
+from roomier.trainer.lightning.strategy import Strategy as LightningStrategy
+from tests.device.synchronizations import removed
+from tests.simulator import simulated
+from tests.simulator.gpt import GPT, batches
+
+DEVICE = simulated.DEVICE
+_DELAY_S = 0.3  # rank 1 begins later, so data that rank 0 does not wait for has not arrived
+
+
+def _device() -> torch.device:
+    return torch.device(DEVICE, torch.accelerator.current_device_index())
+
+
+def _pending() -> Tensor:
+    """Return a tensor of the device whose values are not computed yet."""
+    with simulated.allowed_host_waits():
+        start = torch.arange(1.0, 65.0).to(DEVICE)
+        torch.accelerator.synchronize()
+    return start * 2
+
+
+# ---- copies on other streams -----------------------------------------------------------------------------------------
+
+
+def batches_on_the_copy_stream() -> list[Any]:
+    """The device still reads a batch when the host frees it and requests the next batch."""
+    mover = BatchMover(_device())
+    total = torch.zeros(64, device=DEVICE)
+    for number in range(4):
+        batch = mover({"x": torch.full((64,), float(number)).pin_memory()})
+        total = total * 2 + batch["x"]
+        del batch
+    return [total.cpu()]
+
+
+def offloaded_blocks() -> list[Any]:
+    """Four blocks save activations, and backward reads them."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(4)).to(DEVICE)
+    offload = Offload(_device(), min_bytes=1)
+    for step in range(3):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        for block in blocks:
+            with offload.visit():
+                x = block(x)
+        x.square().sum().backward()
+        with torch.no_grad():
+            for parameter in blocks.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+    return [parameter.detach().cpu() for parameter in blocks.parameters()]
+
+
+def blocking_offload() -> list[Any]:
+    """The host reads a copy that was made by a device without streams."""
+    return [Copies(_device()).to_host(_pending())]
+
+
+def background_save() -> list[Any]:
+    """Training modifies the weights while a thread writes them."""
+    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+    saver = checkpoint.BackgroundSaver()
+    weights = _pending()
+    loaded = []
+    for step in range(2):
+        saver.start(folder / str(step), {"module": {"w": weights}})
+        weights.mul_(2)
+        saver.wait()
+        loaded.append(checkpoint.load(folder / str(step))["module"]["w"].clone())
+    saver.close()
+    shutil.rmtree(folder)
+    return loaded
+
+
+def update_numbers() -> list[Any]:
+    """The numbers of an update are copied to the device without a wait of the host."""
+    values = StepValues(3, 0.9, 0.99, 1e-8, 0.1, 0.01)
+    return [values.numbers(_device()).cpu()]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Language(Module):
+    """A small GPT."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = GPT(width=32, num_blocks=num_blocks)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.network(batch[0])
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+
+def _trainer(**keywords: Any) -> Trainer:
+    quiet = {
+        "accelerator": DEVICE,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**quiet, "optimizer": {"name": "adamw", "lr": 3e-3}, **keywords})
+
+
+def _loader(num_batches: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.cat(batches(num_batches))), batch_size=4)
+
+
+def train(*, num_blocks: int = 3, num_steps: int = 3, **flags: Any) -> list[Any]:
+    """Train with the engine of a Plan, and return the weights."""
+    module = Language(num_blocks)
+    plan = plan_from_flags(accelerator=DEVICE, **{"optimizer": "adamw", "learning_rate": 3e-3, **flags})
+    ranks = all_ranks()
+    with quiet():
+        engine, _ = build(plan, module, lambda blocks: configure(plan, module, lambda: 1.0, blocks), EagerEngine, ranks)
+    size = plan.batch.accumulate_grad_batches
+    for step in range(num_steps):
+        own = batches(num_steps * size * ranks.world.size)[step * size + ranks.world.rank :: ranks.world.size][:size]
+        engine.forward_backward(lambda batch, _: module.training_step(batch, 0), [[each] for each in own])
+        engine.clip()
+        engine.step()
+    engine.settle()
+    full = (each.full_tensor() if isinstance(each, DTensor) else each for each in module.parameters())
+    return [each.detach().cpu() for each in full]
+
+
+def validate() -> list[Any]:
+    """Evaluate one time."""
+    module = Language()
+    _trainer(devices=1).validate(module, _loader(3), verbose=False)
+    return []
+
+
+# ---- copies that the host reads --------------------------------------------------------------------------------------
+
+
+def state_of_early_stopping() -> list[Any]:
+    callback = EarlyStopping("loss")
+    callback.load_state_dict({"wait_count": 0, "stopped_epoch": 0, "best_score": _pending()[0], "patience": 1})
+    return [callback.best_score]
+
+
+def written_predictions() -> list[Any]:
+    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+    prediction_writer._save(_pending(), folder / "x.pt")
+    found = torch.load(folder / "x.pt")
+    shutil.rmtree(folder)
+    return [found]
+
+
+def figures_of_the_spike_guard() -> list[Any]:
+    guard = SpikeGuard()
+    guard._pending = [(None, 1, _pending()[0], None)]  # type: ignore[list-item]
+    return [figures["loss"] for *_, figures in guard._read(SimpleNamespace(ranks=Ranks(), world_size=1))]
+
+
+class _OfTwo:
+    """``Ranks`` of which only rank 0 exists. Values are encoded as for real ranks."""
+
+    is_alone = False
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def from_zero(self, value: Any) -> Any:
+        self.sent.append(encode(value))
+        return value
+
+    def gather(self, value: Any, **_: Any) -> list[Any]:
+        return [self.from_zero(value)]
+
+
+def shared_buffers_of_averages() -> list[Any]:
+    ranks = _OfTwo()
+    callback = SimpleNamespace(
+        _average=SimpleNamespace(averages={"statistic": _pending()}, take=lambda values: None), _use_buffers=True
+    )
+    module = SimpleNamespace(named_buffers=lambda: [("statistic", None)])
+    WeightAveraging._share_buffers(callback, SimpleNamespace(ranks=ranks, engine=SimpleNamespace(module=module)))
+    return [*ranks.sent]
+
+
+def shared_buffers_of_evaluation() -> list[Any]:
+    ranks = _OfTwo()
+    module = SimpleNamespace(buffers=lambda: [_pending()])
+    evaluate.take_statistics_of_rank_zero(SimpleNamespace(ranks=ranks, engine=SimpleNamespace(module=module)))
+    return [*ranks.sent]
+
+
+def gathered_outputs() -> list[Any]:
+    ranks = _OfTwo()
+    evaluate._of_all_ranks(SimpleNamespace(ranks=ranks), {0: _pending()})
+    return [*ranks.sent]
+
+
+def reduced_by_the_strategy() -> list[Any]:
+    ranks = _OfTwo()
+    LightningStrategy.reduce(SimpleNamespace(_trainer=SimpleNamespace(ranks=ranks)), _pending(), reduce_op="sum")
+    return [*ranks.sent]
+
+
+def kept_predictions() -> list[Any]:
+    loop = SimpleNamespace(epoch_batch_indices=[[]], _predictions=[[]])
+    PredictLoop.add(loop, 0, 0, [0], _pending(), True)
+    return loop._predictions[0]
+
+
+class Doubled(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return batch[0] * self.scale
+
+
+def streamed_predictions() -> list[Any]:
+    data = TensorDataset(torch.arange(16.0).view(4, 4))
+    trainer = _trainer(devices=2, strategy="ddp")
+    return list(trainer.predict_stream(Doubled(), DataLoader(data, batch_size=1)))
+
+
+def kept_metric_state() -> list[Any]:
+    return [save._kept_on_host(_pending())]
+
+
+def bytes_of_a_tensor() -> list[Any]:
+    return [bytes(each) for each in bytes_of(_pending())]
+
+
+def message_to_ranks() -> list[Any]:
+    return [encode(_pending())]
+
+
+def restored_random_state() -> list[Any]:
+    before = rng.rng_state()
+    with simulated.allowed_host_waits():
+        state = {**before, "torch": before["torch"].to(DEVICE), DEVICE: {"0": before[DEVICE]["0"].to(DEVICE)}}
+    state["torch"], state[DEVICE]["0"] = state["torch"] + 0, state[DEVICE]["0"] + 0  # pending
+    rng.check_generator_state(state["torch"], "torch")
+    rng.set_rng_state(state)
+    return [torch.get_rng_state(), rng.generator_state(torch.device(DEVICE, 0))]
+
+
+def exported_adapter() -> list[Any]:
+    a, b = adapter._as_in_peft(_pending(), _pending() + 1, is_in_out=False)
+    return [a, b]
+
+
+def compared_outputs() -> list[Any]:
+    return [compared._difference([_pending()], [_pending() + 1])]
+
+
+# ---- measurements: the host waits before the clock is read -----------------------------------------------------------
+
+
+def measured_seconds() -> list[Any]:
+    roomier.hardware.measure.seconds_of(_pending, _device())
+    return []
+
+
+def measured_host_copies() -> list[Any]:
+    roomier.hardware.measure.host_copy_rate(_device(), 0.0, 4096)
+    return []
+
+
+def measured_ranks() -> list[Any]:
+    roomier.hardware.rank_worker._repeated(_pending, _device())
+    return []
+
+
+def measured_collectives() -> list[Any]:
+    roomier.bench.raw_collectives._seconds(_pending, _device())
+    return []
+
+
+def measured_offload() -> list[Any]:
+    Copies(_device())._finished_ns()
+    return []
+
+
+def measured_bandwidth() -> list[Any]:
+    setting = SimpleNamespace(device=_device(), accelerator=DEVICE)
+    row = copies_part._row("host to device pinned", 4096, setting)  # type: ignore[arg-type]
+    return [row["kind"]]
+
+
+def measured_turn() -> list[Any]:
+    mfu_part._turn_s(lambda: None, 2, _device())
+    return []
+
+
+def measured_lever() -> list[Any]:
+    network = nn.Linear(2, 2).to(DEVICE)
+    measurement = Measurement(2)
+    while not measurement.end_step(network, []):
+        pass
+    return []
+
+
+def measured_strategy() -> list[Any]:
+    @contextmanager
+    def running(keeps: bool) -> Iterator[Any]:
+        yield SimpleNamespace(step=lambda *_: torch.tensor(0.0))
+
+    holder = SimpleNamespace(
+        _running=running, _keeps=False, _batch=None, _device=_device(), step_s=[], _ranks=Ranks(), loss=0.0
+    )
+    Strategy.time_turn(holder, 2)  # type: ignore[arg-type]
+    return []
+
+
+def recorded_profile() -> list[Any]:
+    recorder = roomier.activation.profile.Recorder([], _device())
+    recorder.start()
+    recorder.stop()
+    return []
+
+
+def logged_throughput() -> list[Any]:
+    callback = Throughput()
+    callback._device, callback._began_s = _device(), time.monotonic()
+    callback._log(SimpleNamespace(ranks=Ranks(), world_size=1, log_metrics=lambda rates: None))
+    return []
+
+
+def measured_events() -> list[Any]:
+    start, end = timed_event(_device()), timed_event(_device())
+    synchronize(_device())
+    return [start.elapsed_time(end) >= 0]
+
+
+def tried_capabilities() -> list[Any]:
+    capability._tried.cache_clear()
+    return [capability.capabilities_of(_device()).has_pinned_memory]
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def _late() -> None:
+    """Let rank 1 begin later than rank 0."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(_DELAY_S)
+
+
+def vote_on_the_host() -> list[Any]:
+    vote = Vote(Ranks())
+    _late()
+    vote.cast([dist.get_rank()])
+    return [vote.cast([0]), *(vote.settle([0]))]
+
+
+def exchange_on_the_host() -> list[Any]:
+    rows = torch.full((2, 4), float(dist.get_rank() + 1))
+    _late()
+    found = Exchange().all_to_all(rows).clone()
+    dist.barrier()
+    return [found]
+
+
+def pairwise_on_the_host() -> list[Any]:
+    group = dist.distributed_c10d._get_default_group()
+    output = torch.zeros(8)
+    _late()
+    PairwiseAllGather()(output, torch.full((4,), float(dist.get_rank() + 1)), group).wait()
+    found = output.clone()
+    dist.barrier()
+    return [found]
+
+
+def powersgd_on_the_host() -> list[Any]:
+    """A bucket has been sent when the hook returns, so that buckets do not overlap."""
+    sent = []
+
+    class Observed(PowerSGD):
+        def _send(self, state: Any, bucket: Any) -> Any:
+            found = super()._send(state, bucket)
+            sent.append(found.done())
+            return found
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    Observed(None, None).register(model)
+    _late()
+    model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    return [*sent]
+
+
+def collective(name: str) -> list[Any]:
+    """Use the result of a collective of ``torch.distributed`` on the device."""
+    x = _pending() + dist.get_rank()
+    if name == "broadcast":
+        dist.broadcast(x, 0)
+    elif name == "all_reduce":
+        dist.all_reduce(x)
+    elif name == "all_gather":
+        parts = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(parts, x)
+        x = torch.cat(parts)
+    elif name == "all_to_all_single":
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x)
+        x = received
+    elif name == "all_gather_single":
+        whole = torch.empty(128, device=DEVICE)
+        dist.all_gather_into_tensor(whole, x)
+        x = whole
+    elif name == "reduce_scatter_single":
+        part = torch.empty(32, device=DEVICE)
+        dist.reduce_scatter_tensor(part, x)
+        x = part
+    else:
+        raise ValueError(name)
+    return [(x * 2).cpu()]
+
+
+def functional_collective() -> list[Any]:
+    """Gather a DTensor."""
+    mesh = init_device_mesh(DEVICE, (2,))
+    sharded = DTensor.from_local(_pending(), mesh, [Shard(0)])
+    return [(sharded.full_tensor() * 2).cpu()]
+
+
+# ---- observation -----------------------------------------------------------------------------------------------------
+
+
+def digest(values: list[Any]) -> str:
+    """Return a hash of tensors on the host, bytes and numbers. No value of the device is read."""
+    found = hashlib.sha256()
+    for value in values:
+        found.update(_bytes(value))
+    return found.hexdigest()
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        assert value.device.type == "cpu"
+        content: np.ndarray[Any, Any] = value.detach().reshape(-1).view(torch.uint8).numpy()
+        return content.tobytes()
+    return value if isinstance(value, bytes) else repr(value).encode()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A program that is sensitive to a synchronization.
+
+    Attributes:
+        run: function that returns tensors on the host, bytes and numbers.
+        keywords: arguments of ``run``.
+        num_ranks: number of ranks that run the program.
+        without: capabilities that the device does not have.
+        compares_waits: whether a different number of host waits is a defect, as in measurements of time.
+    """
+
+    run: Callable[..., list[Any]]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int = 1
+    compares_waits: bool = False
+
+
+@dataclass(frozen=True)
+class _Observed:
+    digest: str
+    waits: dict[str, int]
+    races: list[str]
+
+
+def _observe(scenario: Scenario, *, is_mutated: bool = False) -> _Observed:
+    _finish()
+    torch.manual_seed(0)
+    try:
+        found = digest(scenario.run(**scenario.keywords))
+    except Exception as error:  # such as the error for a loss that is not finite
+        if not is_mutated:
+            raise
+        found = f"error: {type(error).__name__}"
+    waits, races = simulated.host_waits(), simulated.races()
+    _finish()
+    return _Observed(found, waits, races)
+
+
+def _finish() -> None:
+    """Finish all work, so that one program does not race with the next one."""
+    gc.collect()
+    with simulated.allowed_host_waits():
+        torch.accelerator.synchronize()
+    simulated.clear()
+
+
+def defects(scenario: Scenario, mutants: list[str]) -> list[list[str]]:
+    """Run ``scenario`` without each of the synchronizations in ``mutants``, and return how each is detected.
+
+    The result of a mutant contains ``"numbers"``, ``"race"``, ``"waits"`` or ``"error"``.
+
+    Raises:
+        AssertionError: the program has a race, or different results in two runs, without a mutation.
+    """
+    _observe(scenario)  # the first run has more host waits
+    expected = _observe(scenario)
+    assert expected.races == []
+    again = _observe(scenario)
+    assert again.digest == expected.digest
+    assert not scenario.compares_waits or again.waits == expected.waits
+    return [_defects_without(each, scenario, expected) for each in mutants]
+
+
+def _defects_without(mutant: str, scenario: Scenario, expected: _Observed) -> list[str]:
+    with removed(mutant):
+        found = _observe(scenario, is_mutated=True)
+    is_error = found.digest.startswith("error")
+    return [
+        *([found.digest] if is_error else ["numbers"] if found.digest != expected.digest else []),
+        *(["race"] if found.races else []),
+        *(["waits"] if scenario.compares_waits and found.waits != expected.waits else []),
+    ]
+
+
+def survey(sc, keys):
+    from tests.device.synchronizations import recorded
+    with recorded(keys) as found:
+        _observe(sc)
+    mine = sorted(found)
+    return dict(zip(mine, defects(sc, mine)))
