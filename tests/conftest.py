@@ -4,8 +4,10 @@ The threads are set before torch is imported: tests and the processes they start
 machine and do not compete for its cores.
 """
 
+import gc
 import getpass
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,3 +68,18 @@ def on_simulated() -> Iterator["SimulatedRanks"]:
     ranks = simulated_ranks()
     yield ranks
     ranks.close()
+
+
+_num_modules_frozen = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Exclude the objects of imported modules from garbage collection.
+
+    A full collection visits them all, which takes up to a second, and runs of the tests make hundreds of collections.
+    """
+    global _num_modules_frozen
+    if len(sys.modules) >= _num_modules_frozen + 20:
+        _num_modules_frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()

@@ -208,7 +208,7 @@ ROWS_OF_TWO = [
         for act, field, action in [
             (lambda d: d.trainer().fit(d.net(), train_loader=5), "train_loader", "Write train_dataloaders"),
             (lambda d: d.trainer().fit(d.net(), train_dataloader=5), "train_dataloader", "Write train_dataloaders"),
-            (lambda d: d.trainer().fit(d.net(), val_dataloader=5), "val_dataloader", "Write val_dataloaders to fit"),
+            (lambda d: d.trainer().fit(d.net(), val_dataloader=5), "val_dataloader", "Pass val_dataloaders to fit"),
             (lambda d: d.trainer().fit(d.net(), ckpt_pth=5), "ckpt_pth", "Did you mean 'ckpt_path'?"),
             (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "See help(roomier.Trainer.fit)"),
             (lambda d: d.trainer().validate(d.net(), dataloder=5), "dataloder", "Did you mean 'dataloaders'?"),

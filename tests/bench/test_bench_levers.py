@@ -1,5 +1,6 @@
 """``roomier bench levers --json`` as a command, with a model that is too small for meaningful times."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,24 +18,32 @@ from roomier.plan import plan_from_flags
 COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "levers", "--json"]
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run(levers: str, folder: Path) -> dict[str, Any]:
     words = ["--model", "bert-tiny", "--seq-len", "64", "--steps", "1", "--repeats", "1", "--threads", "1"]
-    words += ["--levers", "vanilla, all", "--output", str(tmp_path_factory.mktemp("levers"))]
+    words += ["--levers", levers, "--output", str(folder)]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return {**found, "folder": words[-1], "errors": done.stderr}
 
 
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("vanilla", tmp_path_factory.mktemp("levers"))
+
+
 def test_both_trainers_run_the_requested_rows(result: dict[str, Any]) -> None:
+    check_rows(result, ["vanilla"])
+
+
+@pytest.mark.slow
+def test_both_trainers_run_all_levers_at_once(tmp_path: Path) -> None:
+    check_rows(run("vanilla, all", tmp_path), ["vanilla", "all"])
+
+
+def check_rows(result: dict[str, Any], names: list[str]) -> None:
     turns = [(row["lever"], row["framework"]) for row in result["rows"]]
-    assert turns == [
-        ("vanilla", "roomier"),
-        ("vanilla", "transformers"),
-        ("all", "roomier"),
-        ("all", "transformers"),
-    ]
+    assert turns == [(name, framework) for name in names for framework in ("roomier", "transformers")]
     for row in result["rows"]:
         assert "error" not in row, row["error"]
         assert row["samples_per_s"] == pytest.approx(4 / row["step_s"], rel=1e-2)
@@ -63,6 +72,14 @@ def test_every_row_is_a_plan(name: str, device_type: str, mode: str) -> None:
     plan = plan_from_flags(**keywords_of(name, device_type), accelerator=device_type)
     if ROWS[name].roomier.get("precision") == "16":
         assert plan.precision.mode == mode
+
+
+def test_transformers_has_the_arguments_of_every_row() -> None:
+    from transformers import TrainingArguments
+
+    known = {field.name for field in dataclasses.fields(TrainingArguments)} | {"precision"}
+    for name, row in ROWS.items():
+        assert set(row.transformers or {}) <= known, name
 
 
 def test_a_row_without_peer_or_meaning_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,7 @@
 
 import argparse
 import io
-import json
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,22 +11,13 @@ from rich.console import Console
 from roomier.bench import optimizers
 from roomier.core.errors import RoomierError
 
-COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "optimizers", "--json"]
-
-
-def run(*words: str) -> dict[str, Any]:
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
-    return found
-
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    # So few parameters do not justify a compiler.
-    return run(
-        "--steps", "60", "--seeds", "1", "--step-parameters", "1000", "--repeats", "2", "--optimizers", "adamw4bit"
-    )
+def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    words = ["--steps", "60", "--seeds", "1", "--step-parameters", "1000", "--repeats", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizers, "_WIDTH", 64)  # so few parameters do not justify a compiler
+        return bench("optimizers", "--json", *words, "--optimizers", "adamw4bit")
 
 
 def test_four_bits_learn_like_32(result: dict[str, Any]) -> None:
@@ -69,8 +57,8 @@ def test_an_unknown_optimizer_is_rejected(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_low_bit_states_end_within_half_a_percent_of_float32() -> None:
-    rows = run()["rows"]
+def test_low_bit_states_end_within_half_a_percent_of_float32(bench: Callable[..., dict[str, Any]]) -> None:
+    rows = bench("optimizers", "--json")["rows"]
     assert [row["optimizer"] for row in rows] == ["adamw", "adamw8bit", "adamw4bit"]
     for row, limit in zip(rows[1:], (2.1, 1.1), strict=True):
         assert row["ratio_to_adamw"] < 1.005

@@ -1,12 +1,9 @@
-"""``roomier bench overhead --json`` as a command: the tests read its complete standard output."""
+"""``roomier bench overhead --json``: the tests read its complete standard output."""
 
 import io
-import json
 import statistics
-import subprocess
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +15,8 @@ STEPS, REPEATS = 200, 1
 
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    command = [str(Path(sys.executable).with_name("roomier")), "bench", "overhead", "--json"]
-    words = ["--steps", str(STEPS), "--repeats", str(REPEATS)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
-    return found
+def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    return bench("overhead", "--json", "--steps", str(STEPS), "--repeats", str(REPEATS))
 
 
 def test_the_overhead_is_the_difference_of_trainer_and_bare_loop(result: dict[str, Any]) -> None:

@@ -22,8 +22,10 @@ def test_every_case_implements_the_protocol(name: str) -> None:
     assert callable(case.table)
 
 
-def test_compared_blocks_alternate() -> None:
+def test_compared_blocks_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
+    collected: list[int] = []
+    monkeypatch.setattr("gc.collect", lambda: collected.append(len(order)))  # a collection takes up to a second
 
     def block(name: str) -> Callable[[], timing.Cost]:
         def run() -> timing.Cost:
@@ -35,6 +37,7 @@ def test_compared_blocks_alternate() -> None:
     found = timing.interleave({"a": block("a"), "b": block("b"), "c": block("c")}, num_repeats=3)
     assert "".join(order) == "abccbaabc"
     assert [cost.wall_us for cost in found["b"]] == [2, 5, 8]
+    assert collected == list(range(9)), "before each block"
 
 
 def test_the_cost_of_a_step_counts_rare_work_and_ignores_disturbances() -> None:

@@ -1,10 +1,10 @@
-"""``roomier bench strategies --json`` as a command, with a model that is too small for meaningful times."""
+"""``roomier bench strategies --json``, with a model that is too small for meaningful times."""
 
 import argparse
 import io
-import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,12 @@ from rich.console import Console
 from roomier.bench import rank_processes, strategies
 from roomier.core.errors import RoomierError
 
-COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "strategies"]
-
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
+def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     words = ["--model", "gpt-nano", "--seq-len", "16", "--batch-size", "1", "--steps", "1", "--repeats", "2"]
     words += ["--strategies", "zero3, zero2, ddp"]
-    done = subprocess.run([*COMMAND, "--json", "--ranks", "2", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
-    return found
+    return bench("strategies", "--json", "--ranks", "2", *words)
 
 
 def test_a_row_for_each_strategy_in_one_order(result: dict[str, Any]) -> None:

@@ -181,8 +181,20 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
+SOURCES: list[Source] = []
+
+
 def source(loader: Any, **options: Any) -> Source:
-    return Source(loader, name="train_dataloaders", seed=11, **options)
+    SOURCES.append(Source(loader, name="train_dataloaders", seed=11, **options))
+    return SOURCES[-1]
+
+
+@pytest.fixture(autouse=True)
+def ended_sources() -> Iterator[None]:
+    """End all workers after each test. Otherwise the garbage collector waits 5 s for each worker."""
+    yield
+    while SOURCES:
+        SOURCES.pop().end()
 
 
 def same(left: list[Any], right: list[Any]) -> bool:

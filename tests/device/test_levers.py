@@ -53,7 +53,7 @@ OFFLOADED_BATCH = 16  # with smaller batches, all activations are smaller than t
 
 
 REJECTED = {("step in backward", "ddp"), ("step in backward", "zero1")}
-# torch.optim.Adafactor reads the norm of each weight. DDP arranges its buckets in its second forward, which is the third
+# torch.optim.Adafactor reads the norm of each weight. DDP arranges its buckets in its second forward. That is the third
 # step, because the first step runs before DDP is created.
 WAITING = {("adafactor", step) for step in CHECKED_STEPS} | {("ddp", CHECKED_STEPS[0])}
 

@@ -1,4 +1,4 @@
-"""A few steps of the demo script, in a separate process."""
+"""The demo script in a separate process: with a small model and a part of its data, and unchanged (slow)."""
 
 import json
 import re
@@ -9,17 +9,25 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+SMALL_DEMO = Path(__file__).parent / "programs" / "small_demo.py"
 
 
-def run_demo(folder: Path, num_steps: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(DEMO), "--num-steps", str(num_steps)]
+def run_demo(script: Path, folder: Path, num_steps: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(script), "--num-steps", str(num_steps)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("num_steps", "is_enough"), [pytest.param(8, False, marks=pytest.mark.slow), (96, True)])
-def test_the_demo_trains_resumes_and_samples(tmp_path: Path, num_steps: int, is_enough: bool) -> None:
+@pytest.mark.parametrize(
+    ("script", "num_steps", "is_enough"),
+    [
+        (SMALL_DEMO, 200, True),
+        pytest.param(DEMO, 8, False, marks=pytest.mark.slow),
+        pytest.param(DEMO, 96, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_demo_trains_resumes_and_samples(tmp_path: Path, script: Path, num_steps: int, is_enough: bool) -> None:
     (tmp_path / "runs" / "demo" / "version_7").mkdir(parents=True)  # a folder of an earlier demo is replaced
-    done = run_demo(tmp_path, num_steps)
+    done = run_demo(script, tmp_path, num_steps)
     assert done.returncode == (0 if is_enough else 1), done.stderr
 
     (run,) = (tmp_path / "runs" / "demo").glob("version_*")

@@ -1,15 +1,16 @@
-"""The snippets run unchanged, and each is short. A few require separate processes."""
+"""The snippets run unchanged, and each is short. A few require ranks."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ranks.pool import RankPool
+
 FOLDER = Path(__file__).parents[2] / "examples" / "snippets"
 SNIPPETS = sorted(path.stem for path in FOLDER.glob("*.py"))
-STARTS_RANKS = ("sharded",)
+REQUIRES_RANKS = ("sharded",)
 SLOW = ("billions",)  # its planning takes twenty seconds
 
 
@@ -24,7 +25,7 @@ def test_each_is_under_forty_lines() -> None:
     [
         pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
         for name in SNIPPETS
-        if name not in STARTS_RANKS
+        if name not in REQUIRES_RANKS
     ],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -38,9 +39,19 @@ def test_a_snippet_runs(
         assert capsys.readouterr().out.strip(), "it prints its results"
 
 
-@pytest.mark.parametrize("name", STARTS_RANKS)
-def test_a_snippet_runs_on_ranks_that_it_starts(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / f"{name}.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "'zero3': " in done.stdout
+def run_snippet(name: str) -> None:
+    sys.path.insert(0, str(FOLDER))
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", REQUIRES_RANKS)
+def test_a_snippet_runs_on_two_ranks(
+    name: str,
+    on_ranks: RankPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    on_ranks(2, run_snippet, name, joins=False)
+    assert capsys.readouterr().out.count("'zero3': ") == 1

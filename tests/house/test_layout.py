@@ -123,7 +123,7 @@ def shortest_private(name: str) -> str:
 
 
 def test_import_time_over_torch_is_limited() -> None:
-    assert min(import_time_over_torch_s() for _ in range(3)) <= 0.5
+    assert any(import_time_over_torch_s() <= 0.5 for _ in range(3))
 
 
 def import_time_over_torch_s() -> float:

@@ -80,7 +80,8 @@ def from_pipe(*arguments: str) -> list[str]:
 
 RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "well": (script("nothing", 0), {}),
-    "step raises 1": (script("step raises", 1, devices=3), {}),
+    "step raises 1": (script("step raises", 1), {}),
+    "step raises 2": (script("step raises", 2, devices=3), {}),
     "step raises 0": (script("step raises", 0), {}),
     "step killed 1": (script("step killed", 1, strategy="ddp"), {}),
     "start raises 1": (script("start raises", 1), {}),
@@ -116,8 +117,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-QUICK = ("well", "step raises 1", "step raises 0", "step killed 1", "start raises 1", "command")
-QUICK += ("start leaves 1", "standard input")
+QUICK = ("well", "step raises 1", "step raises 0", "step killed 1", "command", "start leaves 1", "standard input")
 
 
 def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
@@ -171,8 +171,9 @@ def check_failure(name: str, outcome: Outcome) -> None:
     errors = re.findall(r"^(?:\[rank\d\]: )?(\w*Error.*)$", outcome.stderr, re.MULTILINE)
     who = "no rank can" if name == "all raise" else f"rank {name[-1]} cannot"
     assert errors == [f"ValueError: {who} continue"]
-    if name[-1] == "1":
-        assert outcome.stderr.splitlines()[-1] == "roomier: rank 1 ended with exit code 1, so the run ended"
+    if name[-1] in "12":
+        rank_ended = f"roomier: rank {name[-1]} ended with exit code 1, so the run ended"
+        assert outcome.stderr.splitlines()[-1] == rank_ended
 
 
 def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> None:

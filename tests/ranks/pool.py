@@ -116,7 +116,7 @@ class RankPool:
         """Call ``function(*args)`` for each ``args`` in ``calls``, one after the other in the same processes.
 
         This is faster than separate calls, because only the first call fills the caches of torch. All seeds are 0
-        before each call. ``prepare`` is called one time, before the first call.
+        before each call.
 
         Returns:
             The results of the ranks, ordered by call and then by rank.

@@ -302,7 +302,9 @@ def call(rank: int, request: dict[str, Any]) -> list[Any]:
     function = find(request["function"])
     calls = pickle.loads(request["payload"])
     results = []
-    for args, kwargs in calls:
+    for index, (args, kwargs) in enumerate(calls):
+        if index and request["prepare"] is not None:
+            find(request["prepare"])(**request["settings"])
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)

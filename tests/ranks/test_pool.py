@@ -235,12 +235,11 @@ def test_a_nested_function_is_rejected(on_ranks: RankPool) -> None:
         on_ranks(1, inner)
 
 
-def test_a_pool_ends_its_server_and_starts_another() -> None:
-    pool = RankPool()
-    assert pool(1, is_joined) == [True]
-    server = pool._server
+def test_a_pool_ends_its_server_and_starts_another(on_ranks: RankPool) -> None:
+    assert on_ranks(1, is_joined) == [True]
+    server = on_ranks._server
     assert server is not None
-    pool.close()
+    on_ranks.close()
     assert server.poll() == 0
-    assert pool(1, is_joined) == [True]
-    pool.close()
+    assert on_ranks(1, is_joined) == [True]
+    assert on_ranks._server is not server

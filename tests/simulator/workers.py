@@ -7,7 +7,7 @@ A process that has registered the device keeps it, so tests do not register it i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -59,14 +59,36 @@ class SimulatedRanks:
             memory_limit: capacity of each device in bytes.
             joins: initialize the default process group. The default is True for more than one rank.
         """
-        settings = {
+        settings = self._settings(num_ranks, schedule, without, num_devices, memory_limit)
+        joins = num_ranks > 1 if joins is None else joins
+        return self._pool(num_ranks, function, *args, timeout_s=timeout_s, joins=joins, settings=settings, **kwargs)
+
+    def each(
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]],
+        *,
+        schedule: str = "LATE",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[list[Any]]:
+        """Call ``function(*args)`` for each ``args`` in ``calls`` in the same processes. See ``RankPool.each``.
+
+        The simulation is reset before each call.
+        """
+        settings = self._settings(num_ranks, schedule, (), None, None)
+        return self._pool.each(num_ranks, function, calls, timeout_s=timeout_s, joins=num_ranks > 1, settings=settings)
+
+    @staticmethod
+    def _settings(
+        num_ranks: int, schedule: str, without: Iterable[str], num_devices: int | None, memory_limit: int | None
+    ) -> dict[str, Any]:
+        return {
             "schedule": schedule,
             "without": tuple(without),
             "num_devices": num_devices or num_ranks,
             "memory_limit": memory_limit,
         }
-        joins = num_ranks > 1 if joins is None else joins
-        return self._pool(num_ranks, function, *args, timeout_s=timeout_s, joins=joins, settings=settings, **kwargs)
 
     def close(self) -> None:
         """End the processes."""

@@ -70,7 +70,7 @@ def train(
         max_epochs=2,
         max_steps=max_steps,
         default_root_dir=root,
-        callbacks=[ModelCheckpoint(save_top_k=-1, every_n_train_steps=1)],
+        callbacks=[ModelCheckpoint(every_n_train_steps=3)],
         **({"strategy": strategy, "devices": size} if size > 1 else {}),
     )
     trainer.fit(module, loader(kind, batch_size), ckpt_path="last" if resumes else None)

@@ -73,7 +73,7 @@ def train(size: int, strategy: str, mode: Any, num_workers: int, root: Path, max
         max_epochs=2,
         max_steps=max_steps,
         default_root_dir=root,
-        callbacks=[ModelCheckpoint(save_top_k=-1, every_n_train_steps=1)],
+        callbacks=[ModelCheckpoint(every_n_train_steps=max_steps if max_steps > 0 else 1000)],
         **({"strategy": strategy, "devices": size} if size > 1 else {}),
     )
     trainer.fit(module, CombinedLoader(loaders(num_workers), mode), ckpt_path="last" if resumes else None)

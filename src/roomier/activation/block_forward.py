@@ -2,10 +2,10 @@
 
 [Note: recomputation]
 Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The graph of a block is the usual graph, but its
-saved tensors are placeholders. A second forward computes the saved tensors when the backward first reads one of them.
-Inputs do not have to require a gradient, hooks on gradients and ``backward(inputs=...)`` work, and the random states
-and autocast are the same as in the first forward. The reentrant variant would run a separate backward inside the
-backward, and bypass the hooks that reduce gradients.
+saved tensors are placeholders. A second forward pass computes the saved tensors when the backward first reads one of
+them. Inputs do not have to require a gradient, hooks on gradients and ``backward(inputs=...)`` work, and the random
+states and autocast are the same as in the first forward pass. The reentrant variant would run a separate backward
+inside the backward, and bypass the hooks that reduce gradients.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Call:
     Args:
         forward: forward of the block.
         form: arguments and keyword arguments, with a :class:`_Place` for each tensor.
-        surroundings: state outside of the tensors that is restored for the second forward.
+        surroundings: state outside of the tensors that is restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.
     """
 
@@ -184,7 +184,7 @@ class Recompute:
         """
 
     def end_step(self) -> None:
-        """Call after the last backward of a training step, before the update."""
+        """Call after the last backward pass of a training step, before the update."""
 
     def abandon_step(self) -> None:
         """Call instead of :meth:`end_step` if an error ended the step."""

@@ -3,10 +3,10 @@ activations.
 
 [Note: one step determines the peak of every choice]
 When a block is recomputed in backward, it creates exactly the activations that it could have saved. The increase in
-memory from the beginning to the end of this second forward is the cost of saving all activations. The peak of the
-second forward is the memory that recomputation needs. After the second forward, memory is the same as if all
-activations had been saved. Therefore, one step determines the peak of any choice, and this step requires the least
-memory of all choices. The cost of saving products is measured while operations run.
+memory from the beginning to the end of this second forward pass is the cost of saving all activations. The peak of the
+second forward pass is the memory that recomputation needs. After the second forward pass, memory is the same as if all
+activations had been saved. Therefore, one step is sufficient to determine the peak of every choice, and this step runs
+with the choice that requires the least memory. The cost of saving products is measured while operations run.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ class Call:
         kept_bytes: additional bytes for each value of Keep; None if the call was never recomputed because no gradient
             was required.
         idle_bytes: bytes of products that the backward does not need.
-        start_level: bytes in use at the beginning of the first forward.
+        start_level: bytes in use at the beginning of the first forward pass.
         rise_bytes: difference between the peak of the second forward and the bytes in use at its beginning.
         output_bytes: bytes of the output.
         outputs: storages of the output that still exist.
         shared_bytes: bytes of the output that the block also saves, for each value of Keep.
         products_bytes: bytes of all products.
-        num_operations: number of operations of the first forward.
-        product_spans: start and end times of each product in the second forward.
-        spans: start and end times of the second forward.
-        backward_spans: time from the end of the second forward to the beginning of the next block's second forward.
+        num_operations: number of operations of the first forward pass.
+        product_spans: start and end times of each product in the second forward pass.
+        spans: start and end times of the second forward pass.
+        backward_spans: time from the end of the second forward pass to the beginning of the next block's second forward
+            pass.
         moved_bytes: bytes that the call saves and that would be offloaded to host memory.
         own_moved_bytes: part of ``moved_bytes`` that the call itself created.
         unmoved_bytes: bytes that stay on the device even if all activations are saved and then offloaded.
@@ -133,7 +134,7 @@ class Recorder:
         self.live.start()
 
     def stop(self) -> None:
-        """Stop recording, and restore the forwards of the blocks."""
+        """Stop recording, and restore the original ``forward`` of each block."""
         self.live.stop()
         self._cut("outside", None)
         for block in self._blocks:
@@ -148,7 +149,7 @@ class Recorder:
         self._cut("outside", None)
 
     def run(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
-        """Run the first or the second forward of the block ``index``."""
+        """Run the first or the second forward pass of the block ``index``."""
         if not torch.is_grad_enabled():
             return observed.forward(*args, **kwargs)
         if not torch_private.is_in_backward():
@@ -193,8 +194,8 @@ class Recorder:
             with torch_private.intercept(watch):
                 return observed.forward(*args, **kwargs)
         except Exception as end:
-            # torch.utils.checkpoint ends the second forward here, after all saved tensors were recomputed. Free the
-            # locals.
+            # torch.utils.checkpoint ends the second forward pass here, after all saved tensors were recomputed. Free
+            # the locals.
             traceback.clear_frames(end.__traceback__)
             raise
         finally:
@@ -226,7 +227,7 @@ class Recorder:
 
 
 class _Observed(WrappedForward):
-    """Wrapper of a forward that reports each call to the recorder."""
+    """Wrapper of a forward pass that reports each call to the recorder."""
 
     def __init__(self, block: BlockForward, index: int, recorder: Recorder) -> None:
         super().__init__(block)  # type: ignore[arg-type]
@@ -238,7 +239,7 @@ class _Observed(WrappedForward):
 
 
 class _Watch:
-    """Interception of the operations of one forward, which records times and the bytes of products."""
+    """Interception of the operations of one forward pass, which records times and the bytes of products."""
 
     def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
         self._notes_made = notes_made
@@ -289,7 +290,7 @@ class _Watch:
         return any(each() is storage for each in self._products)
 
     def living_products_bytes(self) -> int:
-        """Return the bytes of products that are still in use."""
+        """Return the number of bytes of products that are still in use."""
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
@@ -300,7 +301,7 @@ class _Watch:
 
 
 class _SavedStorages:
-    """Tensors of one forward that autograd saves and that ``offload`` would move.
+    """Tensors of one forward pass that autograd saves and that ``offload`` would move.
 
     Attributes:
         num_bytes: bytes of all storages, each counted one time.

@@ -1,4 +1,4 @@
-"""State outside of tensors and torch's random generators that a second forward of a block must find unchanged."""
+"""State outside of tensors and torch's random generators that a second forward pass of a block must find unchanged."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PRINTED: list[str] = []
 class Buffers:
     """Buffers of a block that its forward modifies, for example running statistics.
 
-    The modified buffers are determined in the first forward. The values of buffers are compared, because kernels that
-    write statistics do not increase the version counters of autograd.
+    The modified buffers are determined in the first forward pass. The values of buffers are compared, because kernels
+    that write statistics do not increase the version counters of autograd.
 
     Args:
         block: the block.
@@ -46,14 +46,14 @@ class Buffers:
         return self._changing is None or place in self._changing
 
     def learn(self, before: dict[_Place, Tensor], versions: dict[_Place, int]) -> None:
-        """Determine which buffers a forward changed, after the forward.
+        """Determine which buffers a forward pass changed, after the forward.
 
         Args:
             before: copies of the buffers that can change.
             versions: version counters of all other buffers before the forward.
 
         Raises:
-            RoomierError: the forward changed a buffer that the first forward did not change.
+            RoomierError: the forward changed a buffer that the first forward pass did not change.
         """
         now = self.places()
         if self._changing is None:
@@ -70,7 +70,7 @@ class Buffers:
 
 
 class Surroundings:
-    """State before a forward: values of the buffers that it changes, and the random states of Python and NumPy.
+    """State before a forward pass: values of the buffers that it changes, and the random states of Python and NumPy.
 
     Args:
         buffers: buffers of the block.
@@ -86,7 +86,7 @@ class Surroundings:
         self._generators = _host_generators()
 
     def end_first_forward(self) -> None:
-        """Determine the buffers that the first forward changed."""
+        """Determine the buffers that the first forward pass changed."""
         if self._copies or self._versions:
             self._buffers.learn(self._copies, self._versions)
         self._versions = {}
@@ -110,7 +110,7 @@ class Surroundings:
 def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any, Any]:
     """Return the ``arguments`` of a Hugging Face block, with an empty cache of keys and values replaced by None.
 
-    A cache is not used in training, and a second forward would append to it again.
+    A cache is not used in training, and a second forward pass would append to it again.
 
     Raises:
         RoomierError: a cache is not empty, and ``is_repeated`` is True.

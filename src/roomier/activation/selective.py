@@ -68,7 +68,7 @@ class _Result:
 
 
 class Products:
-    """Results of the products of one forward, which the second forward reuses instead of computing them.
+    """Results of the products of one forward pass, which the second forward pass reuses instead of computing them.
 
     Args:
         save: function that saves a tensor.
@@ -80,11 +80,11 @@ class Products:
         self._next = 0
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """Return the context for the first forward."""
+        """Return the context for the first forward pass."""
         return torch_private.intercept(self._compute_and_save)
 
     def replayed(self) -> AbstractContextManager[Any]:
-        """Return the context for the second forward. A third forward pass (for a retained graph) computes all
+        """Return the context for the second forward pass. A third forward pass (for a retained graph) computes all
         products."""
         self._next = 0
         return torch_private.intercept(self._take_or_compute)

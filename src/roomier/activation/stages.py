@@ -38,7 +38,7 @@ class Profile:
     """Measurements of one rank.
 
     Attributes:
-        order: indices of the blocks that were recomputed, in the order of their first forward.
+        order: indices of the blocks that were recomputed, in the order of their first forward pass.
         stages: stage of each of these blocks, with an option for each of ``WAYS``. The first stage has no choice. The
             first stage represents moments at which no block is between its forward and its backward.
     """
@@ -126,8 +126,8 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
 
 
 def _call_after(call: Call, recorder: Recorder) -> Call:
-    """Return the call that computes while the tensors of ``call`` are copied. For the last call of a forward, this is
-    ``call``."""
+    """Return the call that computes while the tensors of ``call`` are copied. For the last call of a forward pass, this
+    is ``call``."""
     for after in recorder.calls[recorder.calls.index(call) + 1 :]:
         if after.kept_bytes is not None:
             return after if after.backward_spans else call
@@ -152,15 +152,15 @@ def _own_peak(moment: Moment, keep: Keep) -> int:
     if moment.phase == "forward" and keep is not Keep.INPUT:
         return max(moment.peak_bytes, call.start_level + call.rise_bytes + call.output_bytes + idle_bytes)
     if moment.phase == "again" and keep is Keep.ALL:
-        return 0  # no second forward
+        return 0  # no second forward pass
     return moment.peak_bytes + idle_bytes
 
 
 def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
-    """Return the time of the second forward of a block that saves the activations of ``keep``, in nanoseconds.
+    """Return the time of the second forward pass of a block that saves the activations of ``keep``, in nanoseconds.
 
     In the measured step, each operation was intercepted one time. To save products, each operation is intercepted two
-    times, in the first and in the second forward.
+    times, in the first and in the second forward pass.
     """
     seen_ns = interception.total_ns(call)
     match keep:

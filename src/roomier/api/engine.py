@@ -27,9 +27,9 @@ class StepHooks:
 
     Attributes:
         before_backward: called with each loss before its backward.
-        after_backward: called after each backward.
-        zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward of a window, as in Lightning.
-            If None, the gradients are freed before that forward, which lowers the peak.
+        after_backward: called after each backward pass.
+        zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward pass of a window, as in
+            Lightning. If None, the gradients are freed before that forward, which lowers the peak.
         keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
             update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.
@@ -137,7 +137,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
-        """Run ``step`` on a moved ``batch`` in the precision of the Plan, without a backward.
+        """Run ``step`` on a moved ``batch`` in the precision of the Plan, without a backward pass.
 
         Evaluations and manual optimization call this method.
         """
@@ -186,7 +186,7 @@ class Engine(Protocol):
         ...
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Run the next forward of training inside ``context``, one time."""
+        """Run the next forward pass of training inside ``context``, one time."""
         ...
 
     def weights(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _how_it_was_called(network: nn.Module, batch: Any) -> str:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Return the scalar loss in the output of a forward; None if no loss is found."""
+    """Return the scalar loss in the output of a forward pass; None if no loss is found."""
     if isinstance(output, Mapping):
         candidates = [output.get("loss")]
     elif isinstance(output, (list, tuple)):

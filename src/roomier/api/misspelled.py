@@ -40,7 +40,7 @@ def check_hook_names(obj: object, base: type) -> None:
     """Report methods of ``obj`` whose names are similar to hooks, and reject removed hooks of Lightning.
 
     Names that contain the name of a hook, such as ``on_train_epoch_end_extra`` or ``prepare_datasets``, are not
-    reported. A method is also not reported if its class defines the similar hook.
+    reported. No method is reported if its class defines the similar hook.
 
     Args:
         obj: a Module, DataModule or Callback.

@@ -64,13 +64,13 @@ class ModuleHooks(nn.Module):
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called before gradients are zeroed, after the first forward of a step."""
+        """Called before gradients are zeroed, after the first forward pass of a step."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called with the loss (0-dim tensor) before each backward."""
+        """Called with the loss (0-dim tensor) before each backward pass."""
 
     def on_after_backward(self) -> None:
-        """Called after each backward."""
+        """Called after each backward pass."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after the gradients of a step are computed, before clipping and the update."""

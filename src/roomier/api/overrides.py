@@ -28,5 +28,5 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 
 def is_one(obj: object, counterpart: type) -> bool:
-    """Return True if ``obj`` is a Module, DataModule or Callback, of roomier or of Lightning."""
+    """Return True if ``obj`` is a Module, DataModule or Callback from roomier or Lightning."""
     return isinstance(obj, counterpart) or lightning_base(type(obj), counterpart) is not None

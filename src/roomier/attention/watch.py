@@ -1,4 +1,4 @@
-"""Report of the kernels that computed attention in one forward."""
+"""Report of the kernels that computed attention in one forward pass."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class AttentionReport:
 
 
 class AttentionWatch:
-    """Context that records the attention of one forward, and passes the report to ``tell`` when the context exits.
+    """Context that records the attention of one forward pass, and passes the report to ``tell`` when the context exits.
 
-    Operations are slower in this context, so it is used for only one forward.
+    Operations are slower in this context, so it is used for only one forward pass.
 
     Args:
         tell: function that receives the report.

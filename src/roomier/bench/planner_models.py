@@ -56,7 +56,7 @@ def gpt_tied() -> Workload:
 
 
 class LanguageModel(Module):
-    """A Module around a network that returns logits and loss."""
+    """A Module that wraps a network, which returns logits and loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -94,8 +94,8 @@ class ModelSummary(Callback):
     """Callback that prints a table of modules, parameters and bytes, and a table of parameter groups, when ``fit``
     starts.
 
-    After the first forward, the callback also prints the kernel that computed attention. The output goes to standard
-    error.
+    After the first forward pass, the callback also prints the kernel that computed attention. The output goes to
+    standard error.
 
     Args:
         max_depth: depth down to which submodules are listed; 0 lists only the total, and -1 lists all submodules.

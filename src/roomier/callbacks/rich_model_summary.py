@@ -31,7 +31,7 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one forward with the ``example_input_array`` of the module.
+    """Measurements of one forward pass with the ``example_input_array`` of the module.
 
     Attributes:
         in_sizes: shapes of the inputs by module name, from the last call of the module.
@@ -48,7 +48,7 @@ class RichModelSummary(ModelSummary):
     """Callback that prints a framed table of modules, parameters, bytes and modes when ``fit`` starts.
 
     If the module has an ``example_input_array``, the table also contains the sizes of inputs and outputs and the
-    operations of one forward with this input. This forward runs in evaluation mode without gradients and does not
+    operations of one forward pass with this input. This forward runs in evaluation mode without gradients and does not
     change the random states. The forward is skipped if the strategy shards parameters. This callback replaces
     :class:`ModelSummary`.
 
@@ -75,7 +75,7 @@ class RichModelSummary(ModelSummary):
 
 @torch.no_grad()
 def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]], Any]) -> Measured:
-    """Run one forward of ``model`` on ``example`` and return its measurements.
+    """Run one forward pass of ``model`` on ``example`` and return its measurements.
 
     Args:
         example: the input; a tuple contains the positional arguments, and a dict contains the keyword arguments.
@@ -154,7 +154,7 @@ def rich_table(summary: Summary, model: nn.Module, measured: Measured | None, he
         f"Modules in train mode: {num_training}, in eval mode: {num_modules - num_training}",
     ]
     if measured is not None:
-        lines.append(f"FLOPs of a forward on example_input_array: {format_count(measured.num_flops[''])}")
+        lines.append(f"FLOPs of a forward pass on example_input_array: {format_count(measured.num_flops[''])}")
     return Group(table, Text("\n".join(lines)))
 
 

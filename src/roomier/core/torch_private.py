@@ -155,8 +155,8 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> AbstractContextManager[Any]:
     """Return a context that calls ``handler(func, types, args, kwargs)`` instead of each dispatched operation.
 
-    Operations of a backward are included. The handler can return NotImplemented to delegate the operation to a tensor
-    subclass.
+    Operations of a backward pass are included. The handler can return NotImplemented to delegate the operation to a
+    tensor subclass.
 
     Args:
         lets_compile: run the compiled code of compiled functions. The handler then receives only the operators that the
@@ -237,7 +237,7 @@ def handles_dispatch(kind: type) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs a backward, for example while a block is recomputed."""
+    """Return whether this thread runs a backward pass, for example while a block is recomputed."""
     return int(torch._C._current_graph_task_id()) != -1
 
 

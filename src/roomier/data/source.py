@@ -336,7 +336,10 @@ class Source:
                 action = "Resume from a checkpoint at the end of an epoch, or start a new run from the weights"
                 raise DataError(self.name, self.loader, problem, action)
             return {"kind": "combined", "epoch": -1, "num_batches": 0, "is_exhausted": False}
-        if self._feed.kind in ("walked", "replayed"):  # the position contains random states of the epoch's start
+        if self._feed.kind in (
+            "walked",
+            "replayed",
+        ):  # the position contains the random states from the start of the epoch
             random_state = rng_state()
             self._feed.start(epoch)
             set_rng_state(random_state)

@@ -29,7 +29,7 @@ from roomier.data.rebuild import can_be_rebuilt, rebuilt
 
 
 class Turn(NamedTuple):
-    """One forward of an evaluation on this rank.
+    """One forward pass of an evaluation on this rank.
 
     Attributes:
         batch: host batch.

@@ -42,7 +42,7 @@ def end_with_signals() -> None:
 
 
 class OutlivesSignals:
-    """``worker_init_fn`` that calls ``inner`` and sets the worker to ignore Ctrl-C and SIGTERM during a run.
+    """``worker_init_fn`` that calls ``inner`` and makes the worker ignore Ctrl-C and SIGTERM during a run.
 
     A terminal, SLURM or systemd sends these signals to all processes of a job. If workers exited immediately, the
     training process would fail before it could complete its step and save a checkpoint. Workers exit when the training

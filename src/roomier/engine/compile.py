@@ -90,7 +90,7 @@ def _report_uncompiled() -> None:
 
 
 class CompileClock:
-    """Context around the first forward, which reports the compile time since the clock was created."""
+    """Context around the first forward pass, which reports the compile time since the clock was created."""
 
     def __init__(self) -> None:
         self._before_s = torch_private.compile_s()

@@ -245,7 +245,7 @@ class EagerEngine:
 
     def settle(self) -> None:
         """Free unsharded parameters. This engine has no pending updates."""
-        self._freed_gradients = False  # an evaluation that follows can run a backward, which creates gradients
+        self._freed_gradients = False  # an evaluation that follows can run a backward pass, which creates gradients
         self._parallel.release()
 
     def trained_parameters_changed(self) -> None:

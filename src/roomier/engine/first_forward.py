@@ -1,4 +1,4 @@
-"""Contexts of forwards, with additional contexts around the first forward of training."""
+"""Contexts of forwards, with additional contexts around the first forward pass of training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class FirstForward:
-    """Creates the context of each forward with ``make``, and enters ``watches`` around the first forward that computes
-    gradients.
+    """Creates the context of each forward pass with ``make``, and enters ``watches`` around the first forward pass that
+    computes gradients.
 
     Args:
-        make: function that creates the context of a forward.
+        make: function that creates the context of a forward pass.
 
     Attributes:
-        watches: contexts that the next forward with gradients enters, one time each.
+        watches: contexts that the next forward pass with gradients enters, one time each.
     """
 
     def __init__(self, make: MakeContext) -> None:

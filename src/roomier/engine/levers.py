@@ -1,4 +1,4 @@
-"""Memory techniques that act inside a forward. The order in which these techniques are installed matters."""
+"""Memory techniques that act inside a forward pass. The order in which these techniques are installed matters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Levers:
     Attributes:
         network: the network in which the techniques are installed.
         forward_context: object that creates the context of a forward pass.
-        backward_context: function that creates the context of a backward, in which blocks may be recomputed.
+        backward_context: function that creates the context of a backward pass, in which blocks may be recomputed.
         recompute: recomputation of blocks. There are no such blocks if no activations are recomputed or offloaded.
         output_layer: the layer whose logits are computed in chunks. None without a chunked loss.
     """

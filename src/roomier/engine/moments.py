@@ -25,10 +25,10 @@ class Moments:
 
     Attributes:
         begin_step: before the first micro-batch. Arguments: the optimizers and the micro-batches.
-        begin_micro_batch: before each forward. Keyword arguments: ``is_first`` and ``is_last``.
-        begin_backward: before each backward.
-        end_backward: after each backward.
-        end_gradients: after the last backward of a step.
+        begin_micro_batch: before each forward pass. Keyword arguments: ``is_first`` and ``is_last``.
+        begin_backward: before each backward pass.
+        end_backward: after each backward pass.
+        end_gradients: after the last backward pass of a step.
         abandon: called in place of ``end_gradients`` if an error interrupted the step.
         begin_update: before the optimizers step. Argument: the closure or None.
         end_update: after the optimizers stepped.

@@ -41,11 +41,11 @@ class Parallel(Protocol):
         ...
 
     def begin_backward(self) -> None:
-        """Prepare a backward, which adds to the existing gradients."""
+        """Prepare a backward pass, which adds to the existing gradients."""
         ...
 
     def end_backward(self) -> None:
-        """Finish a backward."""
+        """Finish a backward pass."""
         ...
 
     def end_update(self) -> None:
@@ -61,8 +61,7 @@ class Parallel(Protocol):
         ...
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Scale the gradients to at most ``max_norm``. Return the norm of the gradients before clipping, over all ranks
-        (0-dim)."""
+        """Scale the gradients to at most ``max_norm``. Return the previous norm over all ranks (0-dim)."""
         ...
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:

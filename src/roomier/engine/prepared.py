@@ -30,7 +30,7 @@ class PreparedEngine(EagerEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.hooks = StepHooks(keeps_gradients=True)  # a loop may read gradients after the update, as in plain PyTorch
-        self._clipped: set[int] = set()  # optimizers whose gradients were clipped since the last backward
+        self._clipped: set[int] = set()  # optimizers whose gradients were clipped since the last backward pass
         self._is_before_any_backward = True
 
     def forward_backward(  # type: ignore[override]  # the step of a custom loop takes the batch only

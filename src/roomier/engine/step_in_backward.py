@@ -14,10 +14,10 @@ its operations with saved tensors runs its backward. The weights of the block ar
 have their gradients, or later.
 
 [Note: clipping by norm]
-The factor depends on all gradients. ``"exact"`` runs two backwards of one forward. The first backward computes the norm
-of each gradient and frees the gradient. The second backward scales the gradients and updates the parameters. No forward
-runs twice, except that each backward recomputes blocks from the same random state. Both backwards produce the same
-gradients if all kernels sum in a fixed order. The norm is bit-identical to the norm of
+The factor depends on all gradients. ``"exact"`` runs two backwards of one forward pass. The first backward pass
+computes the norm of each gradient and frees the gradient. The second backward pass scales the gradients and updates the
+parameters. No forward runs twice, except that each backward pass recomputes blocks from the same random state. Both
+backwards produce the same gradients if all kernels sum in a fixed order. The norm is bit-identical to the norm of
 ``torch.nn.utils.clip_grad_norm_``. ``"stale_norm"`` runs one backward and clips by the norm of the previous step. The
 first step of a run has no previous norm and is exact.
 """
@@ -86,7 +86,7 @@ class StepInBackward(Updates):
 
     Attributes:
         acts: whether the engine calls the methods of this object during a step.
-        norm: norm of the gradients of the last step before clipping (0-dim). None if no norm is computed.
+        norm: norm of the gradients of the last step, before clipping (0-dim). None if no norm is computed.
         may_be_stale: whether gradients are clipped by the norm of the previous step.
 
     Raises:
@@ -173,7 +173,7 @@ class StepInBackward(Updates):
             run: runs backward. It takes ``retain_graph``.
 
         Raises:
-            TrainingError: this is the second backward of the step, or a parameter already has a gradient.
+            TrainingError: this is the second backward pass of the step, or a parameter already has a gradient.
         """
         self._check_begins_step()
         self._is_step_open = True
@@ -191,7 +191,7 @@ class StepInBackward(Updates):
             self._run(run, self._collect)
 
     def end_step(self, closure: object = None) -> None:
-        """Allow the next backward.
+        """Allow the next backward pass.
 
         Raises:
             TrainingError: ``closure`` computes gradients after the update.

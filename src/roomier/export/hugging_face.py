@@ -53,8 +53,8 @@ def export_hugging_face(
         max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
         dtype: dtype of all floating-point tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None preserves their dtypes.
         processor: folder whose tokenizer or processor files are copied, or an object with ``save_pretrained``.
-        adapters: for a model trained with ``lora``: ``"merged"`` adds the adapters to the weights, ``"alone"`` writes
-            only the adapters, as a folder for the package peft.
+        adapters: format for a model trained with ``lora``: ``"merged"`` adds the adapters to the weights, ``"alone"``
+            writes only the adapters, as a folder for the ``peft`` package.
 
     Raises:
         RoomierError: the checkpoint contains no Hugging Face model, transformers is not installed, an argument is

@@ -1,4 +1,4 @@
-"""Exports weights in the layout of the Hugging Face hub: safetensors files, and an index for several files.
+"""Exports weights in the layout of the Hugging Face hub: safetensors files, and an index if there are several files.
 
 [Note: memory of an export]
 The header of a safetensors file contains all names and shapes, which are known in advance. So each tensor is read from

@@ -29,7 +29,8 @@ class Children:
         have_met: True if the process group of all ranks exists. Before the process group exists, a rank that exits
             counts as failed, even with exit code 0.
         main_is_failing: function that returns whether an error in this process terminates it.
-        main_lost_peer: function that returns whether this process terminates because it could not reach another rank.
+        main_lost_peer: function that returns whether this process is terminating because it could not reach another
+            rank.
         where: function that returns the current position in the run, for messages.
     """
 

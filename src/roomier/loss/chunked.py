@@ -65,7 +65,7 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
 
 class LossWatch:
-    """Context manager for the first forward, which reports if no loss was computed in chunks.
+    """Context manager for the first forward pass, which reports if no loss was computed in chunks.
 
     Args:
         layer: the result of :func:`apply_chunked_loss`.

@@ -256,7 +256,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def _check_hook(hook: Any = None) -> None:
     if hook is _refuse_gradient or getattr(hook, "__module__", "").startswith("torch.distributed."):
-        return  # fully_shard registers a hook before each backward; this layer's weights stay unsharded until it runs
+        return  # fully_shard registers a hook before each backward; the weights stay unsharded until this hook runs
     problem = "does not support hooks on logits, because they are not computed and receive no gradient"
     raise TrainingError("chunked_loss", True, problem, "Register the hook on logits.clone(), or set chunked_loss=False")
 

@@ -13,7 +13,7 @@ class Kind(StrEnum):
         PARAMETER: parameters that this rank stores between steps (all weights, or the shard of this rank), buffers, and
             the weight averages of callbacks.
         GATHERED: unsharded copies of weights, in the dtype of the computation.
-        GRADIENT: gradients of unsharded parameters during a backward, and gradients of this rank's shard.
+        GRADIENT: gradients of unsharded parameters during a backward pass, and gradients of this rank's shard.
         OPTIMIZER_STATE: states of the optimizer.
         ACTIVATION: batches, tensors saved for backward, and autocast's 16-bit copies of weights.
         COMMUNICATION: buffers that are sent to or received from other ranks.

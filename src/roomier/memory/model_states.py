@@ -16,10 +16,11 @@ the bytes per parameter are:
 Gradients are freed after the update. Gradients exist between steps only in the buckets of DDP, or if a hook reads them
 later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
 
-The peak is smaller than the sum of a row of the table, because a backward frees the unsharded parameters unit by unit
-while gradients are computed. Therefore, the peak is computed by simulating the units of a step. Dimension 0 of a tensor
-is sharded into chunks with equal numbers of rows, as in ``torch.chunk``. If the size of dimension 0 is not divisible by
-``N``, unsharded parameters and communication buffers are padded to full chunks, and the last ranks have fewer rows.
+The peak is smaller than the sum of a row of the table, because a backward pass frees the unsharded parameters unit by
+unit while gradients are computed. Therefore, the peak is computed by simulating the units of a step. Dimension 0 of a
+tensor is sharded into chunks with equal numbers of rows, as in ``torch.chunk``. If the size of dimension 0 is not
+divisible by ``N``, unsharded parameters and communication buffers are padded to full chunks, and the last ranks have
+fewer rows.
 """
 
 from __future__ import annotations

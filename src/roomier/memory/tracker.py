@@ -233,6 +233,14 @@ class MemoryTracker:
             num_bytes[change.storage.kind] += change.num_bytes
             yield Snapshot(change.phase, num_bytes, change.place)
 
+    def saved_bytes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the tensors that each place allocated in a forward and that its backward needs."""
+        found: dict[str, list[int]] = {}
+        for each in self._changes:
+            if each.phase == "forward" and each.num_bytes > 0 and each.storage.kind is Kind.ACTIVATION:
+                found.setdefault(str(each.place), []).append(each.num_bytes)
+        return {place: tuple(sizes) for place, sizes in found.items()}
+
     def _note_allocator(self) -> None:
         device = self._device
         self.allocator_peak_bytes = max(memory.peak_allocated_bytes(device), self.allocator_peak_bytes or 0)

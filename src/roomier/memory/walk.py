@@ -4,7 +4,7 @@
 A unit is all-gathered into one buffer and copied from this buffer into its parameters. On gloo, the buffer of the next
 unit is filled during the computation, because ``parallel/shard.py`` sets explicit prefetching. On other backends, the
 buffer of a unit in the forward exists until the next unit is copied from a separate buffer (torch 2.13,
-``FSDPParamGroup.wait_for_unshard``). In a backward, all backends prefetch the next buffer.
+``FSDPParamGroup.wait_for_unshard``). In a backward pass, all backends prefetch the next buffer.
 
 After the backward of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed. On
 gloo, the shards of the other ranks are received into separate buffers, and all buffers exist until the reduction of the
@@ -56,7 +56,7 @@ class Layout:
         wire_dtype: dtype in which gradients are sent; None uses the dtype of the gradients.
         on_gloo: True if the ranks exchange their shards point to point.
         steps_in_backward: True if gradients are used and freed during backward.
-        num_backwards: number of backwards per micro-batch; with 2, the first backward computes the norm.
+        num_backwards: number of backwards per micro-batch; with 2, the first backward pass computes the norm.
         holds_all_batches: True if all batches of a step are on the device. This is the case on the CPU. On other
             devices, batches are moved to the device one by one.
     """
@@ -96,7 +96,7 @@ class UnitBytes:
         gathered: the padded unsharded unit, in the dtype of the computation.
         cast: this rank's shard in the dtype of the computation, if this dtype differs from the stored dtype.
         gradient: gradients of the unsharded weights, as backward computes them.
-        kept_gradient: gradients of unsharded scalars, from a backward to the update.
+        kept_gradient: gradients of unsharded scalars, from a backward pass to the update.
         summed: gradients of the unsharded weights in the dtype of the reduction.
         last_share: fraction of the gradients that belongs to the last weight. ``fully_shard`` retains the gradient of
             this weight until the reduction ends.
@@ -224,7 +224,7 @@ class Walk:
         self.notes: list[Note] = []
         self._gathered: set[int] = set()
         self._sent_ahead: set[int] = set()
-        self._kept_buffer = 0  # buffer of the last all-gather in a forward
+        self._kept_buffer = 0  # buffer of the last all-gather in a forward pass
         self._sent_bytes = 0  # buffers of the last reduction
         self._summed_bytes = 0
 
@@ -379,7 +379,7 @@ class Walk:
 
 
 def in_order_of_gathering(units: Sequence[Unit]) -> list[int]:
-    """Return the indices of ``units`` in the order in which a backward all-gathers them.
+    """Return the indices of ``units`` in the order in which a backward pass all-gathers them.
 
     The order is the reverse of the forward order, except that a block comes before its norms.
     """

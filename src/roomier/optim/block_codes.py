@@ -3,7 +3,7 @@
 [Note: meaning of the codes]
 For each element, roomier stores the root ``r`` of the second moment, and the first moment ``m`` as a *ratio* ``q = m /
 (r + e)``, where ``e`` is Adam's eps in that step. Apart from the learning rate, the ratio is the update of the weight.
-In a block with the largest root ``R`` and the largest ratio ``Q``, a code of ``b`` bits represents::
+In a block whose largest root is ``R`` and whose largest ratio is ``Q``, a code of ``b`` bits represents::
 
     r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small roots keep precision
     q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 class FakeDDP(nn.Module):
     """Allocates and frees the same memory as ``DistributedDataParallel`` with ``gradient_as_bucket_view``.
 
-    No data is communicated. The buckets exist from construction. In a backward that reduces, each complete gradient is
-    copied into its bucket and becomes a view of the bucket. In a backward that does not reduce, gradients accumulate
-    outside the buckets.
+    No data is communicated. The buckets exist from construction. In a backward pass that reduces, each complete
+    gradient is copied into its bucket and becomes a view of the bucket. In a backward pass that does not reduce,
+    gradients accumulate outside the buckets.
 
     Args:
         module: wrapped module.

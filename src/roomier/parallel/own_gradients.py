@@ -50,10 +50,10 @@ class OwnGradients:
         """This method is called before the forward of each micro-batch of a step."""
 
     def begin_backward(self) -> None:
-        """Call before each backward."""
+        """Call before each backward pass."""
 
     def end_backward(self) -> None:
-        """Call after each backward."""
+        """Call after each backward pass."""
 
     def end_update(self) -> None:
         """Copy the running statistics from rank 0, as DDP does. All other tensors are already identical."""

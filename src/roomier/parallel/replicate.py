@@ -38,7 +38,8 @@ class Replicas:
         network: model with the same values on every rank.
         device: device of the model.
         ranks: all ranks of the run.
-        by_hand: manual optimization. Gradients are averaged after each backward, which runs inside ``training_step``.
+        by_hand: manual optimization. Gradients are averaged after each backward pass, which runs inside
+            ``training_step``.
         finds_unused: allow steps with unused parameters. The set of unused parameters may differ between ranks.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
         compression: gradient compression; None disables it.
@@ -97,10 +98,10 @@ class Replicas:
             self._ddp.require_backward_grad_sync = is_last
 
     def begin_backward(self) -> None:
-        """Call before each backward."""
+        """Call before each backward pass."""
 
     def end_backward(self) -> None:
-        """Call after each backward.
+        """Call after each backward pass.
 
         Raises:
             TrainingError: a parameter has no gradient in this step, but it had a gradient in the first step.
@@ -189,7 +190,7 @@ class Replicas:
 
 
 def _constant_buffers(module: nn.Module) -> list[str]:
-    # DDP broadcasts buffers in each forward. The codes of frozen quantized weights never change.
+    # DDP broadcasts buffers in each forward pass. The codes of frozen quantized weights never change.
     names = ((prefix, getattr(each, "constant_buffers", ())) for prefix, each in module.named_modules())
     return [f"{prefix}.{name}" for prefix, own in names for name in own]
 

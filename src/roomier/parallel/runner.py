@@ -11,8 +11,8 @@ from roomier.core.errors import TrainingError
 class StepRunner(nn.Module):
     """Contains ``network`` and runs any function that uses the network as its own forward.
 
-    ``DistributedDataParallel`` and ``fully_shard`` act before and after a forward. ``training_step`` is not a forward,
-    so the engine calls it through this module.
+    ``DistributedDataParallel`` and ``fully_shard`` act before and after a forward pass. ``training_step`` is not a
+    forward pass, so the engine calls it through this module.
 
     Args:
         network: model that the steps use.

@@ -191,11 +191,11 @@ class Shards:
         return all(each.grad is None and not torch_private.has_gradient_hooks(each) for each in self._parameters)
 
     def begin_backward(self) -> None:
-        """Call before each backward."""
+        """Call before each backward pass."""
         self._whole.begin_backward()
 
     def end_backward(self) -> None:
-        """Call after each backward."""
+        """Call after each backward pass."""
         self._reductions.finish()
         if self._is_last:
             self._whole.end_step()

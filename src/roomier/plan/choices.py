@@ -97,7 +97,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     },
     "precision.mode": {
         "32-true": _exact("weights, gradients and states in float32"),
-        "bf16-mixed": _near("matmuls round to bfloat16; weights and updates in float32"),
+        "bf16-mixed": _near("matmul inputs are rounded to bfloat16; weights and updates stay in float32"),
         "16-mixed": _near("matmuls round to float16, loss is scaled; weights in float32"),
         "bf16-true": _approximate("bfloat16 weights lose updates below 2^-9 of a weight"),
         "64-true": _near("weights, gradients and states in float64"),

@@ -43,7 +43,7 @@ class Precision:
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def forward_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a function that creates the context in which a forward runs."""
+        """Return a function that creates the context in which a forward pass runs."""
         if self.autocast_dtype is not None:
             device_type, dtype = self.device.type, self.autocast_dtype
             return lambda: torch.autocast(device_type, dtype=dtype)

@@ -80,8 +80,7 @@ class RunLoaders:
         return batch_size_of(self.train_loader)
 
     def first_batch(self) -> Any:
-        """Return a batch of the training data without consuming the batch. Call this method before ``train_source`` is
-        used.
+        """Return a batch of the training data without consuming it. Call this method before ``train_source`` is used.
 
         Raises:
             DataError: no batch is available, or reading a batch would change the data that the run reads.

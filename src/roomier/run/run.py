@@ -162,8 +162,7 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method at that
-        point.
+        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method there.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 

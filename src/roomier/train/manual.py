@@ -82,8 +82,8 @@ class ManualOptimizer:
         """Inside the context, set ``requires_grad`` to False for all parameters that only other optimizers update.
 
         Args:
-            sync_grad: has no effect. Gradients are summed across ranks in each backward, so all ranks have the same
-                gradients in a step.
+            sync_grad: has no effect. Gradients are summed across ranks in each backward pass, so all ranks have the
+                same gradients in a step.
         """
         module = seen_by_user(self._run.module)
         module.toggle_optimizer(self)

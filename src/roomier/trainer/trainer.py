@@ -56,8 +56,7 @@ class Trainer(LastCall):
     """Trains, validates and tests a model, and runs predictions with it, on one device or on many ranks.
 
     The Trainer combines its arguments into a :class:`roomier.Plan`. It validates the Plan immediately, prints it when a
-    run starts, and stores it in each checkpoint. Arguments that also exist in Lightning's Trainer have the same
-    meaning.
+    run starts, and stores it in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
 
     Example:
         >>> trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
@@ -119,8 +118,7 @@ class Trainer(LastCall):
         fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
         val_check_interval: number of training batches between two validations (int), or fraction of an epoch (float).
             The default is one epoch.
-        check_val_every_n_epoch: number of epochs between two validations. With None, ``val_check_interval`` spans
-            epochs.
+        check_val_every_n_epoch: epochs between two validations. With None, ``val_check_interval`` spans epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
         callbacks: one callback or a list of callbacks.
@@ -307,8 +305,7 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` on the test data. The arguments and the return value are the same as for
-        :meth:`validate`."""
+        """Run ``test_step`` on the test data. Arguments and return value are those of :meth:`validate`."""
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose, weights_only, unknown)
 
     def predict(
@@ -394,8 +391,7 @@ class Trainer(LastCall):
 
         Args:
             filepath: the folder to create.
-            weights_only: whether to save only the weights and the hyperparameters. A run cannot be resumed from this
-                checkpoint.
+            weights_only: save only the weights and the hyperparameters. A run cannot be resumed from this checkpoint.
             storage_options: must be None, because a checkpoint is a folder in the file system.
             asynchronous: during a fit, copy the state to host memory, and write the checkpoint while training
                 continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is

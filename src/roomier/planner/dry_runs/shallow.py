@@ -4,10 +4,10 @@
 If equal blocks are in a row (see :mod:`roomier.planner.dry_runs.repeats`), a copy with four periods of each row is
 traced. This copy contains the first two and the last two periods of the row. For each row, another copy has one
 additional period in the middle. The timelines of the two copies are equal except for the visits to the additional
-period, one in each forward and one in each backward. The difference between the timelines is the effect of one period
-on all points in time outside the visits. The difference between the end and the start of a visit is the effect of the
-visit on the following stretches. The timeline of the full model repeats the visit for each omitted period, and each
-visit includes the effects of the previous visits.
+period, one in each forward and one in each backward pass. The difference between the timelines is the effect of one
+period on all points in time outside the visits. The difference between the end and the start of a visit is the effect
+of the visit on the following stretches. The timeline of the full model repeats the visit for each omitted period, and
+each visit includes the effects of the previous visits.
 
 Two periods on each side are required, because each end of the row affects one adjacent block inside the row. Buffers of
 the last block are sent while the previous block computes, and no all-gather precedes the first block. The result is

@@ -22,7 +22,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.device.rng import rng_state, set_rng_state
 from roomier.planner.fake.answers import Answers
-from roomier.planner.fake.like_cuda import attention_like_cuda, functions_like_cuda
+from roomier.planner.fake.like_cuda import attention_functions, attention_like_cuda, autocast_functions
 from roomier.planner.fake.rnn import rnn_kernels
 from roomier.planner.fake.user_code import locating_errors
 
@@ -74,15 +74,18 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         world: number of ranks, and the rank that this process represents.
         is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
         like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
-            GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU, but attention keeps its scores,
-            because torch has no fused attention for them in general.
+            GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU, with two exceptions: Attention
+            keeps its scores, because torch has no fused attention for them in general, and autocast uses the dtypes of
+            CUDA.
 
     Raises:
         RoomierError: code inside the context fails. A RoomierError is raised unchanged, and any other error is
             converted to a DryRunError.
     """
     is_cuda = like == "cuda"
-    functions: dict[Any, Any] = functions_like_cuda() if is_cuda else {}
+    functions: dict[Any, Any] = {} if like == "cpu" else autocast_functions()
+    if is_cuda:
+        functions |= attention_functions()
     if world.size > _FEW_PARTS:
         functions[torch.chunk] = _chunk
     with ExitStack() as stack:

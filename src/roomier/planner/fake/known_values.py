@@ -70,6 +70,8 @@ _WRITTEN = (
 )
 _OTHERS = ("index_put", "index_put_", "lift_fresh", "lift_fresh_copy", "_to_copy", "clone", "where", "tril", "triu")
 _SEARCHED = ("floor_divide", "searchsorted", "bucketize", "isin", "argmax", "argmin", "_unsafe_view")
+# Operators that require contiguous memory, or warn without it. Assumed values are expanded from one element.
+_CONTIGUOUS = (torch.ops.aten.as_strided.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.searchsorted.Tensor)
 _FOLLOWED = frozenset((*_FACTORIES, *_SUMMED, *_MOVED, *_WRITTEN, *_OTHERS, *_SEARCHED))
 _LARGEST = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
@@ -148,7 +150,7 @@ def _run(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     if _is_small(args, result):
         with torch_private.without_interception():
             values = _real(args)
-            if func is torch.ops.aten.as_strided.default:  # requires contiguous memory
+            if func in _CONTIGUOUS:
                 values = torch_private.map_leaves(_in_memory, values)
             _note(result, func(*values, **_real(kwargs)))
 

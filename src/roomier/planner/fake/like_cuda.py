@@ -10,7 +10,9 @@ differences, which affect the memory of a step on a GPU, are modeled:
   without the fused kernel the full scores are saved. Dropout is therefore disabled in the fake environment, and
   attention saves its inputs, its output and one number per row.
 - **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
-  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations in 16 bits.
+  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations with 16-bit
+  precision. All other accelerators use CUDA's list. ``cross_entropy`` is not in this list. It computes ``log_softmax``
+  in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, the input is converted.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
 - **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
   parameters on a GPU). Their temporary tensors exist for all parameters. This is also the default on other accelerators
@@ -44,16 +46,22 @@ _SCALED_DOT_PRODUCT = F.scaled_dot_product_attention
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def functions_like_cuda() -> dict[Any, Callable[..., Any]]:
-    """Return substitutes for torch functions; see [Note: like CUDA]."""
+def autocast_functions() -> dict[Any, Callable[..., Any]]:
+    """Return substitutes for torch functions that autocast runs in another dtype than on a CPU; see [Note: like
+    CUDA]."""
     found: dict[Any, Callable[..., Any]] = {}
     for name in (*_IN_FLOAT32.split(), *_LOSSES.split()):
         for place in (torch, F, Tensor):
             function = getattr(place, name, None)
             if callable(function):
                 found[function] = _in_float32(function)
-    found[_SCALED_DOT_PRODUCT] = _attention
+    found[F.cross_entropy] = _cross_entropy
     return found
+
+
+def attention_functions() -> dict[Any, Callable[..., Any]]:
+    """Return the substitute for attention on CUDA; see [Note: like CUDA]."""
+    return {_SCALED_DOT_PRODUCT: _attention}
 
 
 @contextmanager
@@ -74,6 +82,17 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return called
+
+
+def _cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, label_smoothing: float = 0.0, **kwargs: Any
+) -> Tensor:
+    if not torch.is_autocast_enabled("cpu") or target.is_floating_point() or input.dtype not in _SIXTEEN_BITS:
+        smoothing = {"label_smoothing": label_smoothing}
+        return _in_float32(F.cross_entropy)(input, target, weight, *args, **smoothing, **kwargs)  # type: ignore[no-any-return]
+    logs = F.log_softmax(input, min(1, input.dim() - 1))
+    loss = F.nll_loss(logs.float(), target, weight, *args, **kwargs)
+    return loss - label_smoothing * logs.sum(min(1, input.dim() - 1), dtype=torch.float32).mean() if label_smoothing else loss
 
 
 def _wide(value: Any) -> Any:

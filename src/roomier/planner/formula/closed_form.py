@@ -240,7 +240,7 @@ class Order:
         units_at: for each passage, the units that are required from its start. A block comes before its norms.
         ending_at: for each passage, the units whose backward ends with the passage. Norms come before their block.
         late: units whose backward ends with the backward of the model.
-        gathering: units in the order in which a backward gathers them.
+        gathering: units in the order in which a backward pass gathers them.
     """
 
     def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:

@@ -27,7 +27,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: s
 
     Args:
         workload: module and micro-batch.
-        plan: plan whose techniques inside the forward are applied.
+        plan: plan from which only the techniques that act inside the forward pass are applied.
         is_sharded: trace the model as sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
@@ -85,7 +85,8 @@ def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
     for (phase, place), amount in base.trace.work.items():
         for name in base.names(place):
             work[phase, name] = amount
-    return replace(base.trace, passages=tuple(passages), work=work)
+    saved_bytes = {name: sizes for place, sizes in base.trace.saved_bytes.items() for name in base.names(place)}
+    return replace(base.trace, passages=tuple(passages), work=work, saved_bytes=saved_bytes)
 
 
 @dataclass(frozen=True)

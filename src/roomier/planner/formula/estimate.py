@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from roomier.activation.offload import MIN_BYTES
 from roomier.api.wrapped import network_of
 from roomier.core import torch_fake
 from roomier.core.world import World
@@ -57,8 +58,8 @@ class Estimator:
     """Computes forecasts for one workload on one machine with :mod:`roomier.planner.formula.closed_form`.
 
     Most of the computation time is spent in traces. One trace is recorded for each combination of memory techniques
-    that act inside a forward. A second trace is recorded if another micro-batch size is required. Traces are recorded
-    on demand and cached.
+    that act inside a forward pass. A second trace is recorded if another micro-batch size is required. Traces are
+    recorded on demand and cached.
 
     Args:
         workload: workload with any batch size.
@@ -109,7 +110,7 @@ class Estimator:
                 self._machine,
                 work,
                 units=states.units,
-                kept_bytes=trace.kept_bytes(self._blocks) if moves else None,
+                kept_bytes=trace.moved_bytes(self._blocks, MIN_BYTES) if moves else None,
             ),
         )
 

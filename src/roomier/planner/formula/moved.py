@@ -2,7 +2,8 @@
 
 A dry run has only one memory, so the memory on the device and on the host is calculated; see [Note: two blocks at a
 time] in :mod:`roomier.activation.offload`. While a block runs in forward or backward, the device stores the activations
-of this block and the previous block. The host stores the activations of all blocks.
+of this block and the previous block. The host stores the activations of all blocks. Tensors smaller than ``MIN_BYTES``
+remain on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
         trace: trace with all activations on the device.
         blocks: names of the blocks whose activations are moved to the host.
     """
-    kept = {place: num_bytes for place, num_bytes in trace.kept_bytes(blocks).items() if num_bytes >= MIN_BYTES}
+    kept = trace.moved_bytes(blocks, MIN_BYTES)
     order = list(kept)
     away_at = {place: sum(kept[each] for each in order[: max(0, number - 1)]) for number, place in enumerate(order)}
     passages: list[Passage] = []

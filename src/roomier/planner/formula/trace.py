@@ -3,10 +3,10 @@
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer and with the techniques of the plan that
 act inside the forward. Each :class:`Passage` contains the growth of tensors since its start. The sizes of the states
-that strategies shard are calculated and added. Two effects inside a forward depend on sharding. If weights of matmuls
-are gathered in 16 bits, autocast creates no copies of them, and their gradients are in 16 bits. In addition, a view
-that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models and one for sharded
-models.
+that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights of
+matmuls are gathered in 16 bits, autocast creates no copies of them, and their gradients are in 16 bits. In addition, a
+view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models and one for
+sharded models.
 
 [Note: pending gradients]
 A gradient is *complete* when it has been added to the gradient of its parameter. Before that, it is pending. DDP copies
@@ -78,8 +78,8 @@ class Passage:
         phase: ``"forward"`` or ``"backward"``.
         place: name of the part; empty between parts.
         moments: growth since the start, after each change. The last is the end.
-        needs_inner: in a backward, whether the norms and embeddings in the part are required from this passage on; see
-            :attr:`roomier.memory.weights.Unit.is_inner`.
+        needs_inner: in a backward pass, whether the norms and embeddings in the part are required from this passage on;
+            see :attr:`roomier.memory.weights.Unit.is_inner`.
     """
 
     phase: str
@@ -168,12 +168,14 @@ class Trace:
         batch_bytes: bytes of the batch.
         passages: executions of parts, in their order.
         work: amount of computation, by phase and part of the model.
+        saved_bytes: sizes of the tensors that the forward of each part saves for backward, in execution order.
     """
 
     batch_size: int
     batch_bytes: int
     passages: tuple[Passage, ...]
     work: Mapping[Part, Work] = field(default_factory=dict)
+    saved_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
@@ -204,20 +206,27 @@ class Trace:
             part: self.work.get(part, Work()) * (1 - share) + other.work.get(part, Work()) * share
             for part in {**self.work, **other.work}
         }
-        return Trace(self.batch_size, batch_bytes, tuple(passages), work)
+        saved_bytes = {
+            place: tuple(
+                round(mine + (theirs - mine) * share)
+                for mine, theirs in zip(sizes, other.saved_bytes.get(place, sizes), strict=False)
+            )
+            for place, sizes in self.saved_bytes.items()
+        }
+        return Trace(self.batch_size, batch_bytes, tuple(passages), work, saved_bytes)
 
     def is_like(self, other: Trace) -> bool:
         """Return whether both traces have the same passages."""
         mine, theirs = ([(each.phase, each.place) for each in trace.passages] for trace in (self, other))
         return mine == theirs
 
-    def kept_bytes(self, places: Collection[str]) -> dict[str, int]:
-        """Return the bytes that the forward of each of ``places`` saves for backward, in execution order."""
-        kept: dict[str, int] = {}
-        for each in self.passages:
-            if each.phase == "forward" and each.place in places:
-                kept[each.place] = kept.get(each.place, 0) + each.end.activation
-        return kept
+    def moved_bytes(self, places: Collection[str], min_bytes: int) -> dict[str, int]:
+        """Return the bytes of the tensors of at least ``min_bytes`` that the forward of each of ``places`` saves for
+        backward, in execution order."""
+        order = dict.fromkeys(each.place for each in self.passages if each.phase == "forward" and each.place in places)
+        return {
+            place: sum(size for size in self.saved_bytes.get(place, ()) if size >= min_bytes) for place in order
+        }
 
 
 def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Rise]]:
@@ -227,7 +236,7 @@ def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Ris
 
 
 def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
-    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward.
+    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward pass.
 
     Args:
         workload: module and micro-batch.
@@ -252,8 +261,8 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
         inner = _as_if_sharded(engine, precision.autocast_dtype) if is_sharded else []
         batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
-        passages, work = _tracked(engine, module, batch, inner, is_sharded=is_sharded)
-    return Trace(workload.batch_size, batch_bytes, tuple(passages), work)
+        passages, saved_bytes, work = _tracked(engine, module, batch, inner, is_sharded=is_sharded)
+    return Trace(workload.batch_size, batch_bytes, tuple(passages), work, saved_bytes)
 
 
 def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
@@ -335,7 +344,7 @@ class _Place(str):
 
 def _tracked(
     engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_sharded: bool
-) -> tuple[list[Passage], Mapping[Part, Work]]:
+) -> tuple[list[Passage], Mapping[str, tuple[int, ...]], Mapping[Part, Work]]:
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     counter = WorkCounter()
 
@@ -350,8 +359,9 @@ def _tracked(
         tracker.enter("forward")
         engine.forward_backward(lambda batch, _: training_step(batch), batches)
         passages = list(_passages(tracker.moments()))
+        saved_bytes = tracker.saved_bytes()
     engine.close()
-    return passages, dict(counter.by_part)
+    return passages, saved_bytes, dict(counter.by_part)
 
 
 @contextmanager

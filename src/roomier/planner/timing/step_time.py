@@ -117,7 +117,7 @@ def _duration(work: Work, device: Device, plan: Plan) -> Duration:
 
 
 def _start_exchange_s(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """Return the seconds of communication that precedes the first forward.
+    """Return the seconds of communication that precedes the first forward pass.
 
     Ranks sum the numbers of terms of their mean losses. With DDP, rank 0 also broadcasts buffers.
     """

@@ -4,9 +4,9 @@
 On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered only while the
 previous unit computes. The reduction of a unit starts after its backward, and the computation waits for the previous
 reduction. The end of the model's backward waits for all reductions. A collective is therefore exposed only to the
-extent that its duration exceeds the computation of the neighboring unit. The first all-gather and the last reduction
+extent that it takes longer than the computation of the neighboring unit. The first all-gather and the last reduction
 are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for all buckets at the end of the
-last backward. The streams share one link, on which one collective is transferred at a time.
+last backward pass. The streams share one link, on which one collective is transferred at a time.
 
 Between ranks on a CPU, communication does not overlap with computation. The threads that send and receive data, and the
 copies to and from sockets, use the same cores as the computation. Collectives are started early
@@ -86,7 +86,7 @@ def play(
         segments: segments of one micro-batch, in their order.
         num_micro_batches: number of micro-batches in a step.
         is_cpu: simulate ranks on a CPU, without overlap.
-        waits_each: the end of each backward waits for its reductions (``fully_shard``).
+        waits_each: the end of each backward pass waits for its reductions (``fully_shard``).
         bucket_s: time that one bucket occupies the link (DDP); 0 sends each reduction separately.
     """
     num_played = min(num_micro_batches, _MOST_PLAYED)

@@ -8,7 +8,7 @@ ZeRO-2 sends as much as DDP, and ZeRO-3 1.5 times as much)::
     ddp      2 B                  all-reduce after the last micro-batch
     zero1    G + B                one all-gather, one reduction after the last micro-batch
     zero2    M (G + B)
-    zero3    M (2 G + B)          gathered again in each backward, except the root and embeddings
+    zero3    M (2 G + B)          gathered again in each backward pass, except the root and embeddings
     hsdp     M (2 G + B)          within a group, and the all-reduce of shards, 2 (C-1)/C B/N, over ``C`` replicas
 
 In addition, each rank copies data locally. Shards are packed into one buffer and unpacked from it, so each byte is read
@@ -71,7 +71,7 @@ class UnitTraffic:
         reduce: reduction of the gradients of the unit; for ``ddp``, the share of the unit in the buckets.
         gathers_each: whether the unit is all-gathered in the forward of each micro-batch, not only of the first
             micro-batch.
-        gathers_again: whether the unit is all-gathered again in each backward.
+        gathers_again: whether the unit is all-gathered again in each backward pass.
         reduces_each: whether the gradients are reduced after each micro-batch, not only after the last micro-batch.
         is_last: whether the reduction waits for the end of the backward.
         num_weights: number of weights. The host handles each weight separately.

@@ -1,4 +1,4 @@
-"""A forward that runs only because other ranks require it, and that has no lasting effect."""
+"""A forward pass that runs only because other ranks require it, and that has no lasting effect."""
 
 from __future__ import annotations
 

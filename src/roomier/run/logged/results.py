@@ -2,9 +2,9 @@
 
 [Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced across ranks when a row is written, and at the end of an epoch
-or an evaluation. The reduction runs before the first hook at this end, and after each hook, because a hook may log
-values. After a reduction, all ranks read the same values, so callbacks that monitor a metric make the same decision. At
-these points, all ranks have a value for each name, even if only one rank logged the name.
+or an evaluation. The reduction runs before the first hook at the end of the epoch, and again after each hook, because a
+hook may log values. After a reduction, all ranks read the same values, so callbacks that monitor a metric make the same
+decision. At these points, all ranks have a value for each name, even if only one rank logged the name.
 """
 
 from __future__ import annotations
@@ -197,8 +197,7 @@ class Results:
     def _entry_for(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
-        """Return the entry for the first call of ``log`` with ``name``, or for the first call after ``entry`` was
-        restored."""
+        """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
         if not isinstance(name, str):
             raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)

@@ -42,7 +42,7 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
 
     Raises:
         CheckpointError: a value requires optimizer states that the checkpoint does not contain, or the weights were
-            stored with a different rounding.
+            stored with a different rounding mode.
     """
     if plan.optimizer.name is None:
         return set()

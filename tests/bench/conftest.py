@@ -1,0 +1,26 @@
+"""Runs a benchmark of the command ``roomier bench`` in the process of the tests."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+
+from roomier.cli.main import main
+
+
+@pytest.fixture(scope="session")
+def bench() -> Callable[..., dict[str, Any]]:
+    """Call ``bench(*words)``. It returns the JSON object that ``roomier bench`` prints for these words."""
+
+    def run(*words: str) -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+            patch.setattr(sys, "argv", ["roomier", "bench", *words])
+            assert main() == 0
+        found: dict[str, Any] = json.loads(printed.getvalue())  # fails if the output contains other text
+        return found
+
+    return run
