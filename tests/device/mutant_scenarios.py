@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +34,7 @@ import roomier.hardware.measure
 import roomier.hardware.rank_worker
 from roomier import Module, Trainer, checkpoint
 from roomier.activation.offload import Copies, Offload
+from roomier.adapters.lora import apply_lora
 from roomier.bench.lever_worker import Measurement
 from roomier.bench.strategy_ranks import Strategy
 from roomier.callbacks import prediction_writer
@@ -40,10 +45,10 @@ from roomier.callbacks.weight_averaging import WeightAveraging
 from roomier.checkpoint.agree import all_ranks
 from roomier.checkpoint.tensor_file import bytes_of
 from roomier.core.exchange import Exchange
+from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.vote import Vote
 from roomier.core.wire import encode
-from roomier.core.log import quiet
 from roomier.device import capability, rng
 from roomier.device.streams import synchronize, timed_event
 from roomier.device.transfer import BatchMover
@@ -55,6 +60,9 @@ from roomier.optim.adamw import StepValues
 from roomier.parallel.collectives import PairwiseAllGather
 from roomier.parallel.powersgd import PowerSGD
 from roomier.plan import plan_from_flags
+from roomier.plan.parts import AdapterPlan
+from roomier.planner import workload
+from roomier.planner.fake import known_values, shapes
 from roomier.train import evaluate
 from roomier.train.saving import save
 from roomier.trainer.lightning.predicted import PredictLoop
@@ -153,9 +161,6 @@ class Language(Module):
         loss: Tensor = self.network(batch[0])
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.training_step(batch, batch_idx)
-
 
 def _trainer(**keywords: Any) -> Trainer:
     quiet = {
@@ -190,11 +195,11 @@ def train(*, num_blocks: int = 3, num_steps: int = 3, **flags: Any) -> list[Any]
     return [each.detach().cpu() for each in full]
 
 
-def validate() -> list[Any]:
-    """Evaluate one time."""
+def fit() -> list[Any]:
+    """Train with a loader that pins its batches."""
     module = Language()
-    _trainer(devices=1).validate(module, _loader(3), verbose=False)
-    return []
+    _trainer(max_steps=3, devices=1).fit(module, _loader(3))
+    return [each.detach().cpu() for each in module.parameters()]
 
 
 # ---- copies that the host reads --------------------------------------------------------------------------------------
@@ -267,7 +272,7 @@ def reduced_by_the_strategy() -> list[Any]:
 
 def kept_predictions() -> list[Any]:
     loop = SimpleNamespace(epoch_batch_indices=[[]], _predictions=[[]])
-    PredictLoop.add(loop, 0, 0, [0], _pending(), True)
+    PredictLoop.add(loop, 0, 0, [0], _pending(), is_kept=True)
     return loop._predictions[0]
 
 
@@ -299,18 +304,78 @@ def message_to_ranks() -> list[Any]:
 
 
 def restored_random_state() -> list[Any]:
+    """Restore states that are on the device."""
     before = rng.rng_state()
     with simulated.allowed_host_waits():
-        state = {**before, "torch": before["torch"].to(DEVICE), DEVICE: {"0": before[DEVICE]["0"].to(DEVICE)}}
-    state["torch"], state[DEVICE]["0"] = state["torch"] + 0, state[DEVICE]["0"] + 0  # pending
-    rng.check_generator_state(state["torch"], "torch")
-    rng.set_rng_state(state)
+        states = before["torch"].to(DEVICE), before[DEVICE]["0"].to(DEVICE)
+        torch.accelerator.synchronize()
+    on_host, on_device = (each + 0 for each in states)
+    rng.set_rng_state({**before, "torch": on_host, DEVICE: {"0": on_device}})
     return [torch.get_rng_state(), rng.generator_state(torch.device(DEVICE, 0))]
+
+
+def checked_random_state() -> list[Any]:
+    """Check a state that is on the device."""
+    with simulated.allowed_host_waits():
+        state = torch.get_rng_state().to(DEVICE)
+        torch.accelerator.synchronize()
+    rng.check_generator_state(state + 0, "torch")
+    return []
 
 
 def exported_adapter() -> list[Any]:
     a, b = adapter._as_in_peft(_pending(), _pending() + 1, is_in_out=False)
     return [a, b]
+
+
+def exported_modules() -> list[Any]:
+    """Export an adapter of a network with a module that is trained completely."""
+    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+    network = nn.ModuleDict({"a": nn.Linear(8, 8), "head": nn.Linear(8, 2)})
+    apply_lora(network, [], AdapterPlan(lora_rank=2, lora_targets="a", lora_trained="head"))
+    network.to(DEVICE)
+    with torch.no_grad():
+        network["head"].weight.mul_(2)
+    adapter.export_adapter(network, folder / "out")
+    found = load_file(folder / "out" / "adapter_model.safetensors")
+    shutil.rmtree(folder)
+    return [found[name] for name in sorted(found) if "head" in name]
+
+
+def inputs_of_onnx() -> list[Any]:
+    """The inputs of a model are passed to onnxruntime, which is replaced here."""
+
+    class Session:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def get_inputs(self) -> list[Any]:
+            return [SimpleNamespace(name="x")]
+
+        def run(self, _: None, tensors: dict[str, Any]) -> list[Any]:
+            return [each.copy() for each in tensors.values()]
+
+    runtime = SimpleNamespace(SessionOptions=SimpleNamespace, InferenceSession=Session)
+    before = sys.modules.get("onnxruntime")
+    sys.modules["onnxruntime"] = runtime  # type: ignore[assignment]
+    try:
+        run = onnx._session(nn.Identity(), Path("x.onnx"))
+        return [*run(SimpleNamespace(tensors=lambda: [_pending()]))]
+    finally:
+        del sys.modules["onnxruntime"]
+        if before is not None:
+            sys.modules["onnxruntime"] = before
+
+
+def known_values_of_planner() -> list[Any]:
+    """A forecast reads small whole numbers of a batch, such as lengths."""
+    lengths = _pending().long()
+    return [workload._shape_of(lengths)]
+
+
+def known_values_of_copies() -> list[Any]:
+    lengths, made = _pending().long(), torch.empty(64, dtype=torch.long, device="meta")
+    shapes._keep_value(lengths, made)
+    return [known_values.value_of(made)]
 
 
 def compared_outputs() -> list[Any]:
@@ -404,51 +469,89 @@ def tried_capabilities() -> list[Any]:
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def _late() -> None:
-    """Let rank 1 begin later than rank 0."""
-    dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(_DELAY_S)
+class _Later:
+    """Work of a process group that communicates when the host waits for it, as late as possible."""
+
+    def __init__(self, communicate: Callable[[], Any]) -> None:
+        self._communicate = communicate
+
+    def wait(self, *_: Any) -> None:
+        self._communicate()
+
+
+@contextmanager
+def _late_communication() -> Iterator[None]:
+    exchange, reduce = dist.batch_isend_irecv, dist.all_reduce
+
+    def exchange_later(operations: list[Any]) -> list[Any]:
+        return [_Later(lambda: [each.wait() for each in exchange(operations)])]
+
+    def reduce_later(tensor: Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+        return _Later(lambda: reduce(tensor, op)) if async_op else reduce(tensor, op)
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", exchange_later),
+        mock.patch.object(dist, "all_reduce", reduce_later),
+    ):
+        yield
 
 
 def vote_on_the_host() -> list[Any]:
-    vote = Vote(Ranks())
-    _late()
-    vote.cast([dist.get_rank()])
-    return [vote.cast([0]), *(vote.settle([0]))]
+    """The outcome of a vote contains the wishes of all ranks."""
+    vote = Vote(all_ranks())
+    with _late_communication():
+        vote.cast([dist.get_rank()])
+        return [vote.cast([0]), *vote.settle([0])]
 
 
 def exchange_on_the_host() -> list[Any]:
-    rows = torch.full((2, 4), float(dist.get_rank() + 1))
-    _late()
-    found = Exchange().all_to_all(rows).clone()
-    dist.barrier()
-    return [found]
+    """The host reads the data of the other rank."""
+    rows = torch.full((2, 4), 10.0 + dist.get_rank())
+    with _late_communication(), mock.patch.object(torch, "empty_like", torch.zeros_like):
+        return [Exchange().all_to_all(rows)]
 
 
 def pairwise_on_the_host() -> list[Any]:
-    group = dist.distributed_c10d._get_default_group()
-    output = torch.zeros(8)
-    _late()
-    PairwiseAllGather()(output, torch.full((4,), float(dist.get_rank() + 1)), group).wait()
-    found = output.clone()
-    dist.barrier()
-    return [found]
+    """The host reads the data of the other rank."""
+    output, own = torch.zeros(8), torch.full((4,), 10.0 + dist.get_rank())
+    with _late_communication():
+        PairwiseAllGather()(output, own, dist.distributed_c10d._get_default_group()).wait()
+    return [output]
+
+
+def timed_pairwise_on_the_host() -> list[Any]:
+    """A measurement of all-gathers includes the wait for the data of the other ranks."""
+    waited = []
+
+    class Gather:
+        def __call__(self, *_: Any) -> Any:
+            return SimpleNamespace(wait=lambda: waited.append(True))
+
+    unit = SimpleNamespace(weights=[torch.empty(4, 2)], gathered_dtype=torch.float32)
+    with mock.patch.object(roomier.bench.raw_collectives, "PairwiseAllGather", Gather), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives
+        roomier.bench.raw_collectives.time_collectives([unit], torch.device("cpu"))  # type: ignore[list-item]
+    return [*waited]
 
 
 def powersgd_on_the_host() -> list[Any]:
     """A bucket has been sent when the hook returns, so that buckets do not overlap."""
+    registered: list[Any] = []
+    PowerSGD(None, None).register(SimpleNamespace(register_comm_hook=lambda *hook: registered.append(hook)))  # type: ignore[arg-type]
+    ((state, hook),) = registered
     sent = []
 
-    class Observed(PowerSGD):
-        def _send(self, state: Any, bucket: Any) -> Any:
-            found = super()._send(state, bucket)
-            sent.append(found.done())
-            return found
+    def observed(_: Any, bucket: Any) -> Any:
+        found = hook(state, bucket)
+        sent.append(found.done())
+        return found
 
+    observed.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     model = DistributedDataParallel(nn.Linear(4, 4))
-    Observed(None, None).register(model)
-    _late()
+    model.register_comm_hook(None, observed)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(_DELAY_S)
     model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
     return [*sent]
@@ -555,21 +658,28 @@ def _finish() -> None:
     simulated.clear()
 
 
-def defects(scenario: Scenario, mutants: list[str]) -> list[list[str]]:
-    """Run ``scenario`` without each of the synchronizations in ``mutants``, and return how each is detected.
+def defects(rows: Sequence[tuple[Scenario, Sequence[str]]]) -> list[list[str]]:
+    """Run programs without each of their synchronizations, and return how each missing synchronization is detected.
 
-    The result of a mutant contains ``"numbers"``, ``"race"``, ``"waits"`` or ``"error"``.
+    The result of a mutant contains ``"numbers"``, ``"race"``, ``"waits"`` or ``"error"``. The list ends with the first
+    mutant that raises an error, because this process cannot be used again.
 
     Raises:
-        AssertionError: the program has a race, or different results in two runs, without a mutation.
+        AssertionError: a program has a race, or different results in two runs, without a mutation.
     """
-    _observe(scenario)  # the first run has more host waits
-    expected = _observe(scenario)
-    assert expected.races == []
-    again = _observe(scenario)
-    assert again.digest == expected.digest
-    assert not scenario.compares_waits or again.waits == expected.waits
-    return [_defects_without(each, scenario, expected) for each in mutants]
+    found: list[list[str]] = []
+    for scenario, mutants in rows:
+        _observe(scenario)  # the first run has more host waits
+        expected = _observe(scenario)
+        assert expected.races == []
+        again = _observe(scenario)
+        assert again.digest == expected.digest
+        assert not scenario.compares_waits or again.waits == expected.waits
+        for mutant in mutants:
+            found.append(_defects_without(mutant, scenario, expected))
+            if any(each.startswith("error") for each in found[-1]):
+                return found
+    return found
 
 
 def _defects_without(mutant: str, scenario: Scenario, expected: _Observed) -> list[str]:
@@ -585,7 +695,8 @@ def _defects_without(mutant: str, scenario: Scenario, expected: _Observed) -> li
 
 def survey(sc, keys):
     from tests.device.synchronizations import recorded
+
     with recorded(keys) as found:
         _observe(sc)
     mine = sorted(found)
-    return dict(zip(mine, defects(sc, mine)))
+    return mine

@@ -140,25 +140,25 @@ class _Sites(ast.NodeTransformer):
         self._is_in_function = False
         self._counts: Counter[str] = Counter()
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:  # noqa: N802
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         return self._enter(node, is_function=False)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._enter(node, is_function=True)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         text = ast.unparse(node)
         self.generic_visit(node)
         if _without(node) is None:
             return node
         return self._change(self._key(text), node) or node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:  # noqa: N802
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
         """``changes["pin_memory"] = True`` is an argument of a DataLoader."""
         text = ast.unparse(node)
         self.generic_visit(node)
         if text.endswith("['pin_memory'] = True"):
-            call = ast.Call(ast.Name("bool", ast.Load()), [], [ast.keyword("pin_memory", node.value)])
+            call = ast.Call(ast.Attribute(node.value, "to", ast.Load()), [], [ast.keyword("pin_memory", node.value)])
             if self._change(self._key(text), call) is not None:
                 node.value = ast.Constant(False)
         return node
