@@ -152,10 +152,14 @@ def update_numbers() -> list[Any]:
 class Language(Module):
     """A small GPT."""
 
-    def __init__(self, num_blocks: int = 3) -> None:
+    def __init__(self, order: Sequence[int] = (0, 1, 2), detached_after: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.network = GPT(width=32, num_blocks=num_blocks)
+        self.network = GPT(width=32, num_blocks=3)
+        blocks = list(self.network.blocks)
+        self.network.blocks = nn.ModuleList(blocks[index] for index in order)
+        if detached_after is not None:
+            self.network.blocks[detached_after].register_forward_hook(lambda _, inputs, output: output.detach())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.network(batch[0])
@@ -177,9 +181,9 @@ def _loader(num_batches: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.cat(batches(num_batches))), batch_size=4)
 
 
-def train(*, num_blocks: int = 3, num_steps: int = 3, **flags: Any) -> list[Any]:
+def train(*, order: Sequence[int] = (0, 1, 2), detached_after: int | None = None, num_steps: int = 3, **flags: Any) -> list[Any]:
     """Train with the engine of a Plan, and return the weights."""
-    module = Language(num_blocks)
+    module = Language(order, detached_after)
     plan = plan_from_flags(accelerator=DEVICE, **{"optimizer": "adamw", "learning_rate": 3e-3, **flags})
     ranks = all_ranks()
     with quiet():
