@@ -67,7 +67,7 @@ from roomier.train import evaluate
 from roomier.train.saving import save
 from roomier.trainer.lightning.predicted import PredictLoop
 from roomier.trainer.lightning.strategy import Strategy as LightningStrategy
-from tests.device.synchronizations import removed
+from tests.device.synchronizations import recorded, removed
 from tests.simulator import simulated
 from tests.simulator.gpt import GPT, batches
 
@@ -149,14 +149,26 @@ def update_numbers() -> list[Any]:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-class Language(Module):
-    """A small GPT."""
+class Skipping(nn.Module):
+    """A block of which one norm is not called. Norms and linear layers have different dtypes in mixed precision."""
 
-    def __init__(self, order: Sequence[int] = (0, 1, 2), detached_after: int | None = None) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.linear = nn.LayerNorm(32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.linear(self.norm1(x))
+        return found
+
+
+class Language(Module):
+    """A small GPT. ``order`` is the order of its blocks, and ``detached_after`` the last block without gradients."""
+
+    def __init__(self, order: Sequence[int], detached_after: int | None, skips: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.network = GPT(width=32, num_blocks=3)
-        blocks = list(self.network.blocks)
+        blocks = [Skipping() for _ in order] if skips else list(self.network.blocks)
         self.network.blocks = nn.ModuleList(blocks[index] for index in order)
         if detached_after is not None:
             self.network.blocks[detached_after].register_forward_hook(lambda _, inputs, output: output.detach())
@@ -181,9 +193,16 @@ def _loader(num_batches: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.cat(batches(num_batches))), batch_size=4)
 
 
-def train(*, order: Sequence[int] = (0, 1, 2), detached_after: int | None = None, num_steps: int = 3, **flags: Any) -> list[Any]:
+def train(
+    *,
+    order: Sequence[int] = (0, 1, 2),
+    detached_after: int | None = None,
+    skips: bool = False,
+    num_steps: int = 3,
+    **flags: Any,
+) -> list[Any]:
     """Train with the engine of a Plan, and return the weights."""
-    module = Language(order, detached_after)
+    module = Language(order, detached_after, skips)
     plan = plan_from_flags(accelerator=DEVICE, **{"optimizer": "adamw", "learning_rate": 3e-3, **flags})
     ranks = all_ranks()
     with quiet():
@@ -201,7 +220,7 @@ def train(*, order: Sequence[int] = (0, 1, 2), detached_after: int | None = None
 
 def fit() -> list[Any]:
     """Train with a loader that pins its batches."""
-    module = Language()
+    module = Language((0, 1, 2), None, False)
     _trainer(max_steps=3, devices=1).fit(module, _loader(3))
     return [each.detach().cpu() for each in module.parameters()]
 
@@ -662,8 +681,8 @@ def _finish() -> None:
     simulated.clear()
 
 
-def defects(rows: Sequence[tuple[Scenario, Sequence[str]]]) -> list[list[str]]:
-    """Run programs without each of their synchronizations, and return how each missing synchronization is detected.
+def defects(rows: Sequence[tuple[Scenario, str]]) -> list[list[str]]:
+    """Run programs without one of their synchronizations each, and return how the missing synchronizations are detected.
 
     The result of a mutant contains ``"numbers"``, ``"race"``, ``"waits"`` or ``"error"``. The list ends with the first
     mutant that raises an error, because this process cannot be used again.
@@ -672,17 +691,22 @@ def defects(rows: Sequence[tuple[Scenario, Sequence[str]]]) -> list[list[str]]:
         AssertionError: a program has a race, or different results in two runs, without a mutation.
     """
     found: list[list[str]] = []
-    for scenario, mutants in rows:
-        _observe(scenario)  # the first run has more host waits
-        expected = _observe(scenario)
-        assert expected.races == []
-        again = _observe(scenario)
-        assert again.digest == expected.digest
-        assert not scenario.compares_waits or again.waits == expected.waits
-        for mutant in mutants:
-            found.append(_defects_without(mutant, scenario, expected))
-            if any(each.startswith("error") for each in found[-1]):
-                return found
+    scenario = None
+    for each, mutant in rows:
+        if each is not scenario:
+            scenario, expected = each, _expected(each)
+        found.append(_defects_without(mutant, scenario, expected))
+        if any(kind.startswith("error") for kind in found[-1]):
+            break
+    return found
+
+
+def _expected(scenario: Scenario) -> _Observed:
+    _observe(scenario)  # the first run has more host waits
+    found, again = _observe(scenario), _observe(scenario)
+    assert found.races == []
+    assert again.digest == found.digest
+    assert not scenario.compares_waits or again.waits == found.waits
     return found
 
 
@@ -697,10 +721,8 @@ def _defects_without(mutant: str, scenario: Scenario, expected: _Observed) -> li
     ]
 
 
-def survey(sc, keys):
-    from tests.device.synchronizations import recorded
-
+def called(scenario: Scenario, keys: Sequence[str]) -> set[str]:
+    """Return the synchronizations of ``keys`` that ``scenario`` calls."""
     with recorded(keys) as found:
-        _observe(sc)
-    mine = sorted(found)
-    return mine
+        _observe(scenario)
+    return found

@@ -15,7 +15,7 @@ from tests.device.synchronizations import synchronizations
 
 _TIMED = {"compares_waits": True}
 
-SCENARIOS: dict[str, Scenario] = {
+PROGRAMS: dict[str, Scenario] = {
     "batches": Scenario(programs.batches_on_the_copy_stream),
     "offload": Scenario(programs.offloaded_blocks, compares_waits=True),
     "blocking offload": Scenario(programs.blocking_offload),

@@ -23,7 +23,10 @@ _INPUTS = "torch.distributed.utils:_recursive_to | "
 _FUNCTIONAL = "torch.distributed._functional_collectives:"
 _C10D = "torch.distributed.distributed_c10d:"
 MODULES = (
-    *(_FSDP + each for each in ("_fsdp_collectives", "_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fully_shard")),
+    *(
+        _FSDP + each
+        for each in ("_fsdp_collectives", "_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fully_shard")
+    ),
     "torch.nn.parallel.distributed",
     "torch.distributed.utils",
     "torch.distributed._functional_collectives",
@@ -31,7 +34,7 @@ MODULES = (
 )
 
 _HSDP = {"name": "hsdp", "shard_size": 2}
-SCENARIOS: dict[str, Scenario] = {
+PROGRAMS: dict[str, Scenario] = {
     "zero3": Scenario(
         programs.train,
         {"strategy": "zero3", "devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "num_steps": 2},
@@ -56,9 +59,9 @@ SCENARIOS: dict[str, Scenario] = {
         )
     },
 }
-# Programs that must not call the synchronizations in ``UNUSED``.
+# Programs that do not call the synchronizations in ``UNUSED``.
 USES: dict[str, Scenario] = {
-    **{name: SCENARIOS[name] for name in ("zero3", "zero1", "hsdp")},
+    **{name: PROGRAMS[name] for name in ("zero3", "zero1", "hsdp")},
     "ddp": Scenario(programs.train, {"strategy": "ddp", "devices": 2}, num_ranks=2),
     "zero2": Scenario(
         programs.train,
@@ -71,23 +74,24 @@ USES: dict[str, Scenario] = {
     "hsdp and a block two times": Scenario(
         programs.train, {"strategy": _HSDP, "devices": 4, "order": (0, 1, 0, 2), "num_steps": 2}, num_ranks=4
     ),
-    "a detached block": Scenario(
-        programs.train, {"strategy": "zero3", "devices": 2, "detached_after": 1}, num_ranks=2
+    "a norm that is not called": Scenario(
+        programs.train,
+        {"strategy": "zero3", "devices": 2, "precision": "bf16-mixed", "skips": True},
+        num_ranks=2,
     ),
+    "a detached block": Scenario(programs.train, {"strategy": "zero3", "devices": 2, "detached_after": 1}, num_ranks=2),
 }
 
 DETECTED: dict[str, str] = {
     _COLLECTIVES + "foreach_all_gather | all_gather_stream.wait_stream(all_gather_copy_in_stream)": "zero3",
     _COLLECTIVES + "foreach_all_gather | all_gather_stream.record_event()": "zero3",
-    _COLLECTIVES
-    + "foreach_all_gather_copy_out | device_handle.current_stream().wait_event(all_gather_event)": "zero3",
+    _COLLECTIVES + "foreach_all_gather_copy_out | device_handle.current_stream().wait_event(all_gather_event)": "zero3",
     _COLLECTIVES + "foreach_reduce | reduce_scatter_stream.wait_stream(current_stream)": "zero3",
     _COLLECTIVES + "foreach_reduce | reduce_scatter_stream.record_event()": "zero3",
     _COLLECTIVES + "foreach_reduce | post_reduce_stream.record_event() #3": "zero3",
     _COLLECTIVES + "foreach_reduce | all_reduce_stream.wait_stream(reduce_scatter_stream)": "hsdp",
     _GROUP + "wait_for_unshard | all_gather_copy_out_event.record()": "zero3",
-    _GROUP
-    + "_wait_all_gather_streams_on_event | self.comm_ctx.all_gather_copy_in_stream.wait_event(event)": "zero3",
+    _GROUP + "_wait_all_gather_streams_on_event | self.comm_ctx.all_gather_copy_in_stream.wait_event(event)": "zero3",
     _GROUP + "post_backward | self.device_handle.current_stream().wait_event(oldest.event)": "zero3",
     _GROUP + "finalize_backward | self.device_handle.current_stream().wait_event(event)": "zero3",
     _STATE + "_root_pre_forward | self._comm_ctx.all_gather_copy_in_stream.wait_stream(current_stream)": "zero3",
@@ -113,19 +117,16 @@ _AFTER_POST_REDUCE = (
     "after the all-reduce event. Both fields are set by one reduction and cleared together."
 )
 EQUIVALENT: dict[str, str] = {
-    _GROUP
-    + "_wait_all_gather_streams_on_event | self.comm_ctx.all_gather_stream.wait_event(event)": _AFTER_COPY_IN,
+    _GROUP + "_wait_all_gather_streams_on_event | self.comm_ctx.all_gather_stream.wait_event(event)": _AFTER_COPY_IN,
     _STATE + "_root_pre_forward | self._comm_ctx.all_gather_stream.wait_stream(current_stream)": _AFTER_COPY_IN,
     _STATE + "_post_forward | self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)": _AFTER_COPY_IN,
-    _STATE
-    + "_root_post_backward_final_callback | self._device_handle.current_stream().wait_event(rs_state.event)": (
+    _STATE + "_root_post_backward_final_callback | self._device_handle.current_stream().wait_event(rs_state.event)": (
         "In the same callback, finalize_backward has waited for the last post-reduce event of each stream. The event of a "
         "reduce-scatter precedes a post-reduce event on the same stream, or on the all-reduce stream, which has waited "
         "for the reduce-scatter."
     ),
     _COLLECTIVES + "foreach_reduce | all_reduce_stream.record_event()": _AFTER_POST_REDUCE,
-    _GROUP
-    + "_wait_for_post_backward | self.device_handle.current_stream().wait_event(self._all_reduce_state.event)": (
+    _GROUP + "_wait_for_post_backward | self.device_handle.current_stream().wait_event(self._all_reduce_state.event)": (
         _AFTER_POST_REDUCE
     ),
     _GROUP + "finalize_backward | torch.accelerator.current_stream().wait_event(event)": (
@@ -143,6 +144,11 @@ _NO_ASYNC = "roomier does not call unshard(async_op=True)."
 _NO_MESH = "roomier does not pass a size as reshard_after_forward."
 _NO_OPTIM_EVENT = "roomier does not call set_post_optim_event."
 _NO_TENSOR_PARALLEL = "roomier does not combine FSDP2 with tensor parallelism."
+_ONE_REDUCTION = (
+    "finalize_backward clears the event after each backward, because roomier does not call set_is_last_backward. In one "
+    "backward, a group is reduced one time, because autograd adds up all gradients of a parameter first."
+)
+_WHOLE_STEP = "The root of roomier contains the complete step, and completes groups of which only some modules ran."
 _NO_DDP_PRECISION = "roomier does not use the mixed precision of DDP."
 _NO_JOIN = "roomier does not use the Join context manager. All ranks have the same number of batches."
 _MOVED = "Batches are on the device before DDP or FSDP2 receives them."
@@ -152,8 +158,7 @@ UNUSED: dict[str, str] = {
     _COLLECTIVES + "foreach_reduce | post_reduce_stream.record_event()": "roomier does not skip the all-reduce alone.",
     _COLLECTIVES + "foreach_reduce | all_reduce_stream.wait_stream(current_stream)": "No world has less than one rank.",
     _COLLECTIVES + "foreach_reduce | all_reduce_stream.wait_stream(reduce_scatter_stream) #2": _NO_HOOK,
-    _COLLECTIVES
-    + "foreach_reduce | new_sharded_grad.to(torch.device('cpu'), non_blocking=non_blocking)": _NO_OFFLOAD,
+    _COLLECTIVES + "foreach_reduce | new_sharded_grad.to(torch.device('cpu'), non_blocking=non_blocking)": _NO_OFFLOAD,
     _COLLECTIVES + "foreach_reduce | post_reduce_stream.record_event() #2": _NO_OFFLOAD,
     _PARAM + "_init_sharded_param | padded_sharded_param.cpu()": _NO_OFFLOAD,
     _PARAM + "_init_sharded_param | padded_sharded_param.pin_memory()": _NO_OFFLOAD,
@@ -169,6 +174,10 @@ UNUSED: dict[str, str] = {
     _STATE + "_reset_iter_state | current_stream.wait_event(ag_state.event)": _NO_RESET,
     _STATE + "_reset_iter_state | current_stream.wait_event(rs_state.event)": _NO_RESET,
     _STATE + "_reset_iter_state | current_stream.wait_event(event)": _NO_RESET,
+    _GROUP + "_wait_for_post_backward | self.device_handle.current_stream().wait_event(self._post_reduce_event)": (
+        _ONE_REDUCTION
+    ),
+    _GROUP + "post_backward | self.device_handle.current_stream().wait_event(self._post_reduce_event)": _WHOLE_STEP,
     _GROUP + "finalize_backward | fsdp_param.grad_offload_event.synchronize()": _NO_OFFLOAD,
     _GROUP + "finalize_backward | work.wait()": _NO_ASYNC,
     _STATE + "_root_pre_forward | self._comm_ctx.all_gather_copy_in_stream.wait_event(event)": _NO_OPTIM_EVENT,
