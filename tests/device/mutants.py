@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import roomier
-from tests.device import mutant_scenarios as programs
-from tests.device.mutant_scenarios import Scenario
+from tests.device import mutant_measurements as measurements
+from tests.device import mutant_programs as programs
+from tests.device import mutant_reads as reads
+from tests.device.mutant_scenario import Scenario
 from tests.device.synchronizations import synchronizations
 
 _TIMED = {"compares_waits": True}
@@ -22,39 +24,39 @@ PROGRAMS: dict[str, Scenario] = {
     "background save": Scenario(programs.background_save, compares_waits=True),
     "update numbers": Scenario(programs.update_numbers, compares_waits=True),
     "fit": Scenario(programs.fit, compares_waits=True),
-    "early stopping": Scenario(programs.state_of_early_stopping),
-    "written predictions": Scenario(programs.written_predictions),
-    "spike guard": Scenario(programs.figures_of_the_spike_guard),
-    "averaged buffers": Scenario(programs.shared_buffers_of_averages),
-    "evaluated buffers": Scenario(programs.shared_buffers_of_evaluation),
-    "gathered outputs": Scenario(programs.gathered_outputs),
-    "Strategy.reduce": Scenario(programs.reduced_by_the_strategy),
-    "kept predictions": Scenario(programs.kept_predictions),
-    "streamed predictions": Scenario(programs.streamed_predictions, num_ranks=2),
-    "metric states": Scenario(programs.kept_metric_state),
-    "bytes of a tensor": Scenario(programs.bytes_of_a_tensor),
-    "message": Scenario(programs.message_to_ranks),
-    "random states": Scenario(programs.restored_random_state),
-    "checked random states": Scenario(programs.checked_random_state),
-    "exported factors": Scenario(programs.exported_adapter),
-    "exported modules": Scenario(programs.exported_modules),
-    "onnx": Scenario(programs.inputs_of_onnx),
-    "planned values": Scenario(programs.known_values_of_planner),
-    "copied values": Scenario(programs.known_values_of_copies),
-    "compared outputs": Scenario(programs.compared_outputs),
-    "seconds": Scenario(programs.measured_seconds, **_TIMED),
-    "host copies": Scenario(programs.measured_host_copies, **_TIMED),
-    "ranks": Scenario(programs.measured_ranks, **_TIMED),
-    "collectives": Scenario(programs.measured_collectives, num_ranks=2, **_TIMED),
-    "offload times": Scenario(programs.measured_offload, **_TIMED),
-    "bandwidth": Scenario(programs.measured_bandwidth, **_TIMED),
-    "turn": Scenario(programs.measured_turn, **_TIMED),
-    "lever": Scenario(programs.measured_lever, **_TIMED),
-    "strategy": Scenario(programs.measured_strategy, num_ranks=2, **_TIMED),
-    "profile": Scenario(programs.recorded_profile, **_TIMED),
-    "throughput": Scenario(programs.logged_throughput, **_TIMED),
-    "events": Scenario(programs.measured_events, **_TIMED),
-    "capabilities": Scenario(programs.tried_capabilities),
+    "early stopping": Scenario(reads.state_of_early_stopping),
+    "written predictions": Scenario(reads.written_predictions),
+    "spike guard": Scenario(reads.figures_of_the_spike_guard),
+    "averaged buffers": Scenario(reads.shared_buffers_of_averages),
+    "evaluated buffers": Scenario(reads.shared_buffers_of_evaluation),
+    "gathered outputs": Scenario(reads.gathered_outputs),
+    "Strategy.reduce": Scenario(reads.reduced_by_the_strategy),
+    "kept predictions": Scenario(reads.kept_predictions),
+    "streamed predictions": Scenario(reads.streamed_predictions, num_ranks=2),
+    "metric states": Scenario(reads.kept_metric_state),
+    "bytes of a tensor": Scenario(reads.bytes_of_a_tensor),
+    "message": Scenario(reads.message_to_ranks),
+    "random states": Scenario(reads.restored_random_state),
+    "checked random states": Scenario(reads.checked_random_state),
+    "exported factors": Scenario(reads.exported_adapter),
+    "exported modules": Scenario(reads.exported_modules),
+    "onnx": Scenario(reads.inputs_of_onnx),
+    "planned values": Scenario(reads.known_values_of_planner),
+    "copied values": Scenario(reads.known_values_of_copies),
+    "compared outputs": Scenario(reads.compared_outputs),
+    "seconds": Scenario(measurements.measured_seconds, **_TIMED),
+    "host copies": Scenario(measurements.measured_host_copies, **_TIMED),
+    "ranks": Scenario(measurements.measured_ranks, **_TIMED),
+    "collectives": Scenario(measurements.measured_collectives, num_ranks=2, **_TIMED),
+    "offload times": Scenario(measurements.measured_offload, **_TIMED),
+    "bandwidth": Scenario(measurements.measured_bandwidth, **_TIMED),
+    "turn": Scenario(measurements.measured_turn, **_TIMED),
+    "lever": Scenario(measurements.measured_lever, **_TIMED),
+    "strategy": Scenario(measurements.measured_strategy, num_ranks=2, **_TIMED),
+    "profile": Scenario(measurements.recorded_profile, **_TIMED),
+    "throughput": Scenario(measurements.logged_throughput, **_TIMED),
+    "events": Scenario(measurements.measured_events, **_TIMED),
+    "capabilities": Scenario(measurements.tried_capabilities),
     "vote": Scenario(programs.vote_on_the_host, num_ranks=2),
     "exchange": Scenario(programs.exchange_on_the_host, num_ranks=2),
     "pairwise": Scenario(programs.pairwise_on_the_host, num_ranks=2),
@@ -136,8 +138,8 @@ _TRIES_STREAMS = (
 EQUIVALENT: dict[str, str] = {
     "roomier.device.capability:_use_streams | event.record(torch.accelerator.current_stream(device))": _TRIES_STREAMS,
     "roomier.device.capability:_use_streams | stream.wait_event(event)": _TRIES_STREAMS,
-    "roomier.export.adapter:_as_in_peft | a.detach().cpu()": "Both factors of a layer are on one device, and both copies "
-    "run on its computing stream. The host waits for the copy of the second factor, which runs after the first copy.",
+    "roomier.export.adapter:_as_in_peft | a.detach().cpu()": "Both factors of a layer are on one device, and both "
+    "copies run on its computing stream. The host waits for the second copy, which runs after the first copy.",
 }
 
 # Calls with the name of a synchronization that wait for processes or threads. They order no work of a device.

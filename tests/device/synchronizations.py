@@ -12,8 +12,9 @@ remain the same.
 | ``cpu()``, ``to("cpu")`` | a copy with ``non_blocking=True`` |
 | ``pin_memory()``, ``pin_memory=...`` | memory that is not pinned |
 
-Copies to the device are not in the table. A copy from pinned memory that is not pinned again runs in the order of its
-stream, and a copy from other host memory has read its source when the call returns, for both values of ``non_blocking``.
+Copies to the device are not in the list, because ``non_blocking`` changes no order for them. A copy from pinned memory
+runs in the order of its stream. A copy from other host memory has read its source when the call returns. Calls that
+return a Python number, such as ``item``, always wait.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import roomier
-from tests.device import mutant_scenarios as programs
-from tests.device.mutant_scenarios import Scenario
+from tests.device import mutant_programs as programs
+from tests.device.mutant_scenario import Scenario
 from tests.device.synchronizations import synchronizations
 
 VERSION = "2.13"  # the names of the functions depend on it
@@ -40,9 +40,7 @@ PROGRAMS: dict[str, Scenario] = {
         {"strategy": "zero3", "devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "num_steps": 2},
         num_ranks=2,
     ),
-    "zero1": Scenario(
-        programs.train, {"strategy": "zero1", "devices": 2, "accumulate_grad_batches": 2, "num_steps": 2}, num_ranks=2
-    ),
+    "unshard": Scenario(programs.unsharded_unit, num_ranks=2),
     "hsdp": Scenario(
         programs.train, {"strategy": _HSDP, "devices": 4, "precision": "bf16-mixed", "num_steps": 2}, num_ranks=4
     ),
@@ -61,8 +59,11 @@ PROGRAMS: dict[str, Scenario] = {
 }
 # Programs that do not call the synchronizations in ``UNUSED``.
 USES: dict[str, Scenario] = {
-    **{name: PROGRAMS[name] for name in ("zero3", "zero1", "hsdp")},
+    **{name: PROGRAMS[name] for name in ("zero3", "hsdp")},
     "ddp": Scenario(programs.train, {"strategy": "ddp", "devices": 2}, num_ranks=2),
+    "zero1": Scenario(
+        programs.train, {"strategy": "zero1", "devices": 2, "accumulate_grad_batches": 2, "num_steps": 2}, num_ranks=2
+    ),
     "zero2": Scenario(
         programs.train,
         {"strategy": "zero2", "devices": 2, "precision": "bf16-mixed", "activation_checkpointing": "full"},
@@ -96,7 +97,7 @@ DETECTED: dict[str, str] = {
     _GROUP + "finalize_backward | self.device_handle.current_stream().wait_event(event)": "zero3",
     _STATE + "_root_pre_forward | self._comm_ctx.all_gather_copy_in_stream.wait_stream(current_stream)": "zero3",
     _STATE + "_post_forward | self._comm_ctx.all_gather_copy_in_stream.wait_event(all_gather_state.event)": "zero3",
-    _FSDP + "_fully_shard:FSDPModule.unshard | handle.wait()": "zero1",
+    _FSDP + "_fully_shard:FSDPModule.unshard | handle.wait()": "unshard",
     _FUNCTIONAL + "wait_tensor | torch.ops._c10d_functional.wait_tensor(tensor)": "functional",
     _FUNCTIONAL + "AsyncCollectiveTensor.wait | wait_tensor(self.elem)": "functional",
     _C10D + "broadcast | work.wait()": "broadcast",
@@ -108,22 +109,22 @@ DETECTED: dict[str, str] = {
 }
 
 _AFTER_COPY_IN = (
-    "Only foreach_all_gather submits work to the all-gather stream, and before each all-gather this stream waits for the "
-    "copy-in stream. The copy-in stream has waited for the same work in the statement before. All memory of an "
+    "Only foreach_all_gather submits work to the all-gather stream. Before each all-gather, this stream waits for "
+    "the copy-in stream. The copy-in stream has waited for the same work in the statement before. All memory of an "
     "all-gather is allocated on the copy-in stream, so the all-gather stream reuses no memory."
 )
 _AFTER_POST_REDUCE = (
-    "_wait_for_post_backward waits for the post-reduce event of the same reduction, which is recorded on the same stream "
-    "after the all-reduce event. Both fields are set by one reduction and cleared together."
+    "_wait_for_post_backward waits for the post-reduce event of the same reduction, which is recorded on the same "
+    "stream after the all-reduce event. Both fields are set by one reduction and cleared together."
 )
 EQUIVALENT: dict[str, str] = {
     _GROUP + "_wait_all_gather_streams_on_event | self.comm_ctx.all_gather_stream.wait_event(event)": _AFTER_COPY_IN,
     _STATE + "_root_pre_forward | self._comm_ctx.all_gather_stream.wait_stream(current_stream)": _AFTER_COPY_IN,
     _STATE + "_post_forward | self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)": _AFTER_COPY_IN,
     _STATE + "_root_post_backward_final_callback | self._device_handle.current_stream().wait_event(rs_state.event)": (
-        "In the same callback, finalize_backward has waited for the last post-reduce event of each stream. The event of a "
-        "reduce-scatter precedes a post-reduce event on the same stream, or on the all-reduce stream, which has waited "
-        "for the reduce-scatter."
+        "In the same callback, finalize_backward has waited for the last post-reduce event of each stream. The event "
+        "of a reduce-scatter precedes a post-reduce event on the same stream, or on the all-reduce stream, which has "
+        "waited for the reduce-scatter."
     ),
     _COLLECTIVES + "foreach_reduce | all_reduce_stream.record_event()": _AFTER_POST_REDUCE,
     _GROUP + "_wait_for_post_backward | self.device_handle.current_stream().wait_event(self._all_reduce_state.event)": (
@@ -132,8 +133,8 @@ EQUIVALENT: dict[str, str] = {
     _GROUP + "finalize_backward | torch.accelerator.current_stream().wait_event(event)": (
         "The all-gather was prefetched for a unit whose backward did not run. The unit that prefetched it, or a unit "
         "before that unit, reduces its gradients later in the same backward, because backward ends at trained "
-        "parameters. Both collectives have one communicator, which runs them in order, and finalize_backward has waited "
-        "for the reduction. zero1, which can skip a reduction, keeps its units unsharded and prefetches nothing."
+        "parameters. Both collectives have one communicator, which runs them in order, and finalize_backward has "
+        "waited for the reduction. zero1, which can skip a reduction, keeps its units unsharded and prefetches nothing."
     ),
 }
 
@@ -145,8 +146,8 @@ _NO_MESH = "roomier does not pass a size as reshard_after_forward."
 _NO_OPTIM_EVENT = "roomier does not call set_post_optim_event."
 _NO_TENSOR_PARALLEL = "roomier does not combine FSDP2 with tensor parallelism."
 _ONE_REDUCTION = (
-    "finalize_backward clears the event after each backward, because roomier does not call set_is_last_backward. In one "
-    "backward, a group is reduced one time, because autograd adds up all gradients of a parameter first."
+    "finalize_backward clears the event after each backward, because roomier does not call set_is_last_backward. In "
+    "one backward, a group is reduced one time, because autograd adds up all gradients of a parameter first."
 )
 _WHOLE_STEP = "The root of roomier contains the complete step, and completes groups of which only some modules ran."
 _NO_DDP_PRECISION = "roomier does not use the mixed precision of DDP."
