@@ -132,8 +132,8 @@ DETECTED: dict[str, str] = {
 }
 
 _TRIES_STREAMS = (
-    "The function submits no work to the stream, so the wait orders nothing. It finds out whether the call raises an "
-    "error. Without the call, only a device that has streams without events would be treated differently."
+    "The function submits no work to the stream, so the wait orders no work. The call shows whether the device "
+    "raises an error. Without the call, only a device that has streams without events would be treated differently."
 )
 EQUIVALENT: dict[str, str] = {
     "roomier.device.capability:_use_streams | event.record(torch.accelerator.current_stream(device))": _TRIES_STREAMS,

@@ -134,7 +134,7 @@ EQUIVALENT: dict[str, str] = {
         "The all-gather was prefetched for a unit whose backward did not run. The unit that prefetched it, or a unit "
         "before that unit, reduces its gradients later in the same backward, because backward ends at trained "
         "parameters. Both collectives have one communicator, which runs them in order, and finalize_backward has "
-        "waited for the reduction. zero1, which can skip a reduction, keeps its units unsharded and prefetches nothing."
+        "waited for the reduction. zero1, which can skip a reduction, keeps its units unsharded and prefetches no unit."
     ),
 }
 
@@ -199,7 +199,7 @@ UNUSED: dict[str, str] = {
     _FUNCTIONAL + "AsyncCollectiveTensor.numpy | self.wait()": _NOT_FUNCTIONAL,
     _FUNCTIONAL + "_maybe_wrap_tensor | wait_tensor(self)": _NOT_FUNCTIONAL,
 }
-# Calls that wait for the host: a barrier reads nothing.
+# A barrier transfers no data.
 OF_THE_HOST = {_C10D + "barrier | work.wait()"}
 
 
