@@ -97,6 +97,7 @@ class SimulatedRanks:
 
 def prepare(schedule: str, without: Iterable[str], num_devices: int, memory_limit: int | None) -> None:
     """Apply the settings of a call in a rank."""
+    torch.set_num_threads(1)  # a forked process creates its thread pool here, and not in several threads of autograd
     simulated.reset()
     simulated.set_device_count(num_devices)
     for name in without:

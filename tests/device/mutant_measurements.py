@@ -1,0 +1,108 @@
+"""Measurements of time, in which the host waits for the device before it reads the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import roomier.activation.profile
+import roomier.bench.gpu.copies as copies_part
+import roomier.bench.gpu.mfu as mfu_part
+import roomier.bench.raw_collectives
+import roomier.hardware.measure
+import roomier.hardware.rank_worker
+from roomier.activation.offload import Copies
+from roomier.bench.lever_worker import Measurement
+from roomier.bench.strategy_ranks import Strategy
+from roomier.callbacks.throughput import Throughput
+from roomier.core.ranks import Ranks
+from roomier.device import capability
+from roomier.device.streams import synchronize, timed_event
+from tests.device.mutant_scenario import DEVICE, device, pending
+
+
+def measured_seconds() -> list[Any]:
+    roomier.hardware.measure.seconds_of(pending, device())
+    return []
+
+
+def measured_host_copies() -> list[Any]:
+    roomier.hardware.measure.host_copy_rate(device(), 0.0, 4096)
+    return []
+
+
+def measured_ranks() -> list[Any]:
+    roomier.hardware.rank_worker._repeated(pending, device())
+    return []
+
+
+def measured_collectives() -> list[Any]:
+    roomier.bench.raw_collectives._seconds(pending, device())
+    return []
+
+
+def measured_offload() -> list[Any]:
+    Copies(device())._finished_ns()
+    return []
+
+
+def measured_bandwidth() -> list[Any]:
+    setting = SimpleNamespace(device=device(), accelerator=DEVICE)
+    row = copies_part._row("host to device pinned", 4096, setting)  # type: ignore[arg-type]
+    return [row["kind"]]
+
+
+def measured_turn() -> list[Any]:
+    mfu_part._turn_s(lambda: None, 2, device())
+    return []
+
+
+def measured_lever() -> list[Any]:
+    network = nn.Linear(2, 2).to(DEVICE)
+    measurement = Measurement(2)
+    while not measurement.end_step(network, []):
+        pass
+    return []
+
+
+def measured_strategy() -> list[Any]:
+    @contextmanager
+    def running(keeps: bool) -> Iterator[Any]:
+        yield SimpleNamespace(step=lambda *_: torch.tensor(0.0))
+
+    holder = SimpleNamespace(
+        _running=running, _keeps=False, _batch=None, _device=device(), step_s=[], _ranks=Ranks(), loss=0.0
+    )
+    Strategy.time_turn(holder, 2)  # type: ignore[arg-type]
+    return []
+
+
+def recorded_profile() -> list[Any]:
+    recorder = roomier.activation.profile.Recorder([], device())
+    recorder.start()
+    recorder.stop()
+    return []
+
+
+def logged_throughput() -> list[Any]:
+    callback = Throughput()
+    callback._device, callback._began_s = device(), time.monotonic()
+    callback._log(SimpleNamespace(ranks=Ranks(), world_size=1, log_metrics=lambda rates: None))
+    return []
+
+
+def measured_events() -> list[Any]:
+    start, end = timed_event(device()), timed_event(device())
+    synchronize(device())
+    return [start.elapsed_time(end) >= 0]
+
+
+def tried_capabilities() -> list[Any]:
+    capability._tried.cache_clear()
+    return [capability.capabilities_of(device()).has_pinned_memory]

@@ -1,0 +1,167 @@
+"""Table of all synchronizations, and the program that fails without each of them.
+
+A row without a program has a proof that no program can show a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import roomier
+from tests.device import mutant_measurements as measurements
+from tests.device import mutant_programs as programs
+from tests.device import mutant_reads as reads
+from tests.device.mutant_scenario import Scenario
+from tests.device.synchronizations import synchronizations
+
+_TIMED = {"compares_waits": True}
+
+PROGRAMS: dict[str, Scenario] = {
+    "batches": Scenario(programs.batches_on_the_copy_stream),
+    "offload": Scenario(programs.offloaded_blocks, compares_waits=True),
+    "blocking offload": Scenario(programs.blocking_offload),
+    "background save": Scenario(programs.background_save, compares_waits=True),
+    "update numbers": Scenario(programs.update_numbers, compares_waits=True),
+    "fit": Scenario(programs.fit, compares_waits=True),
+    "early stopping": Scenario(reads.state_of_early_stopping),
+    "written predictions": Scenario(reads.written_predictions),
+    "spike guard": Scenario(reads.figures_of_the_spike_guard),
+    "averaged buffers": Scenario(reads.shared_buffers_of_averages),
+    "evaluated buffers": Scenario(reads.shared_buffers_of_evaluation),
+    "gathered outputs": Scenario(reads.gathered_outputs),
+    "Strategy.reduce": Scenario(reads.reduced_by_the_strategy),
+    "kept predictions": Scenario(reads.kept_predictions),
+    "streamed predictions": Scenario(reads.streamed_predictions, num_ranks=2),
+    "metric states": Scenario(reads.kept_metric_state),
+    "bytes of a tensor": Scenario(reads.bytes_of_a_tensor),
+    "message": Scenario(reads.message_to_ranks),
+    "random states": Scenario(reads.restored_random_state),
+    "checked random states": Scenario(reads.checked_random_state),
+    "exported factors": Scenario(reads.exported_adapter),
+    "exported modules": Scenario(reads.exported_modules),
+    "onnx": Scenario(reads.inputs_of_onnx),
+    "planned values": Scenario(reads.known_values_of_planner),
+    "copied values": Scenario(reads.known_values_of_copies),
+    "compared outputs": Scenario(reads.compared_outputs),
+    "seconds": Scenario(measurements.measured_seconds, **_TIMED),
+    "host copies": Scenario(measurements.measured_host_copies, **_TIMED),
+    "ranks": Scenario(measurements.measured_ranks, **_TIMED),
+    "collectives": Scenario(measurements.measured_collectives, num_ranks=2, **_TIMED),
+    "offload times": Scenario(measurements.measured_offload, **_TIMED),
+    "bandwidth": Scenario(measurements.measured_bandwidth, **_TIMED),
+    "turn": Scenario(measurements.measured_turn, **_TIMED),
+    "lever": Scenario(measurements.measured_lever, **_TIMED),
+    "strategy": Scenario(measurements.measured_strategy, num_ranks=2, **_TIMED),
+    "profile": Scenario(measurements.recorded_profile, **_TIMED),
+    "throughput": Scenario(measurements.logged_throughput, **_TIMED),
+    "events": Scenario(measurements.measured_events, **_TIMED),
+    "capabilities": Scenario(measurements.tried_capabilities),
+    "vote": Scenario(programs.vote_on_the_host, num_ranks=2),
+    "exchange": Scenario(programs.exchange_on_the_host, num_ranks=2),
+    "pairwise": Scenario(programs.pairwise_on_the_host, num_ranks=2),
+    "timed pairwise": Scenario(programs.timed_pairwise_on_the_host, num_ranks=2),
+    "powersgd": Scenario(programs.powersgd_on_the_host, num_ranks=2),
+}
+
+# Program of each synchronization of roomier.
+DETECTED: dict[str, str] = {
+    "roomier.activation.offload:Copies._finished_ns | synchronize(self.device)": "offload times",
+    "roomier.activation.offload:Copies.to_host | tensor.to('cpu', copy=True)": "blocking offload",
+    "roomier.activation.offload:StreamCopies.to_host | "
+    "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)": "offload",
+    "roomier.activation.offload:StreamCopies._copy | "
+    "self._stream.wait_stream(computing_stream(self.device))": "offload",
+    "roomier.activation.offload:StreamCopies.mark | self._stream.record_event()": "offload",
+    "roomier.activation.offload:StreamCopies.wait | computing_stream(self.device).wait_event(mark)": "offload",
+    "roomier.activation.offload:Visit.arrive | copies.wait(self._mark)": "offload",
+    "roomier.activation.profile:Recorder.stop | synchronize(self._device)": "profile",
+    "roomier.bench.gpu.copies:_row | torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pins)": "bandwidth",
+    "roomier.bench.gpu.copies:_copy_s | synchronize(device)": "bandwidth",
+    "roomier.bench.gpu.copies:_copy_s | synchronize(device) #2": "bandwidth",
+    "roomier.bench.gpu.mfu:_turn_s | synchronize(device)": "turn",
+    "roomier.bench.gpu.mfu:_turn_s | synchronize(device) #2": "turn",
+    "roomier.bench.lever_worker:Measurement._measure | synchronize(device)": "lever",
+    "roomier.bench.raw_collectives:time_collectives | gather(*each, group).wait()": "timed pairwise",
+    "roomier.bench.raw_collectives:_seconds | synchronize(device)": "collectives",
+    "roomier.bench.raw_collectives:_seconds | synchronize(device) #2": "collectives",
+    "roomier.bench.strategy_ranks:Strategy.time_turn | synchronize(self._device)": "strategy",
+    "roomier.bench.strategy_ranks:Strategy.time_turn | synchronize(self._device) #2": "strategy",
+    "roomier.callbacks.early_stopping:EarlyStopping.load_state_dict | state_dict['best_score'].cpu()": "early stopping",
+    "roomier.callbacks.prediction_writer:_save | tensor.detach().cpu()": "written predictions",
+    "roomier.callbacks.spike_guard:SpikeGuard._read | torch.stack(figures).cpu()": "spike guard",
+    "roomier.callbacks.throughput:Throughput._log | torch.accelerator.synchronize(self._device)": "throughput",
+    "roomier.callbacks.weight_averaging:WeightAveraging._share_buffers | average.averages[n].cpu()": "averaged buffers",
+    "roomier.checkpoint.background:BackgroundSaver._stage | synchronize(device)": "background save",
+    "roomier.checkpoint.background:BackgroundSaver._buffer | "
+    "torch.empty(shape, dtype=dtype, pin_memory=_copies_asynchronously(part))": "background save",
+    "roomier.checkpoint.tensor_file:bytes_of | flat[begin:begin + CHUNK_BYTES].cpu()": "bytes of a tensor",
+    "roomier.core.exchange:Exchange._swap | work.wait()": "exchange",
+    "roomier.core.vote:Vote._arrived | work.wait()": "vote",
+    "roomier.core.wire:_Encoder.node | value.detach().cpu()": "message",
+    "roomier.data.choose:_process_changes | changes['pin_memory'] = True": "fit",
+    "roomier.device.capability:_tried | torch.empty(1, pin_memory=True)": "capabilities",
+    "roomier.device.rng:check_generator_state | state.cpu()": "checked random states",
+    "roomier.device.rng:set_rng_state | state['torch'].cpu()": "random states",
+    "roomier.device.rng:set_rng_state | own.cpu()": "random states",
+    "roomier.device.streams:timed_event | event.record(computing_stream(device))": "events",
+    "roomier.device.streams:synchronize | torch.accelerator.synchronize(device)": "seconds",
+    "roomier.device.transfer:BatchMover.__call__ | copied.record_stream(computing)": "batches",
+    "roomier.device.transfer:BatchMover.__call__ | computing.wait_stream(self._stream)": "batches",
+    "roomier.export.adapter:export_adapter | each.detach().cpu()": "exported modules",
+    "roomier.export.adapter:_as_in_peft | b.detach().cpu()": "exported factors",
+    "roomier.export.compared:_difference | own.detach().cpu()": "compared outputs",
+    "roomier.export.compared:_difference | other.detach().cpu()": "compared outputs",
+    "roomier.export.onnx:_session | each.detach().cpu()": "onnx",
+    "roomier.hardware.measure:host_copy_rate | torch.ones(num_bytes // 4, pin_memory=True)": "host copies",
+    "roomier.hardware.measure:seconds_of | synchronize(device)": "seconds",
+    "roomier.hardware.measure:seconds_of | synchronize(device) #2": "seconds",
+    "roomier.hardware.rank_worker:_repeated | synchronize(device)": "ranks",
+    "roomier.hardware.rank_worker:_repeated | synchronize(device) #2": "ranks",
+    "roomier.optim.adamw:StepValues.numbers | found.pin_memory()": "update numbers",
+    "roomier.parallel.collectives:wait_for | each.wait(PATIENCE)": "pairwise",
+    "roomier.parallel.powersgd:PowerSGD._send | sent.wait()": "powersgd",
+    "roomier.planner.fake.shapes:_keep_value | tensor.detach().cpu()": "copied values",
+    "roomier.planner.workload:_shape_of | tensor.detach().cpu()": "planned values",
+    "roomier.train.evaluate:take_statistics_of_rank_zero | each.cpu()": "evaluated buffers",
+    "roomier.train.evaluate:_of_all_ranks | tensor.cpu()": "gathered outputs",
+    "roomier.train.predicting.stream:_of_source | tensor.cpu()": "streamed predictions",
+    "roomier.train.saving.save:_kept_on_host | tensor.detach().to('cpu', copy=True)": "metric states",
+    "roomier.trainer.lightning.predicted:PredictLoop.add | tensor.cpu()": "kept predictions",
+    "roomier.trainer.lightning.strategy:Strategy.reduce | tensor.detach().cpu()": "Strategy.reduce",
+}
+
+_TRIES_STREAMS = (
+    "The function submits no work to the stream, so the wait orders no work. The call shows whether the device "
+    "raises an error. Without the call, only a device that has streams without events would be treated differently."
+)
+EQUIVALENT: dict[str, str] = {
+    "roomier.device.capability:_use_streams | event.record(torch.accelerator.current_stream(device))": _TRIES_STREAMS,
+    "roomier.device.capability:_use_streams | stream.wait_event(event)": _TRIES_STREAMS,
+    "roomier.export.adapter:_as_in_peft | a.detach().cpu()": "Both factors of a layer are on one device, and both "
+    "copies run on its computing stream. The host waits for the second copy, which runs after the first copy.",
+}
+
+# Calls with the name of a synchronization that wait for processes or threads. They order no work of a device.
+OF_THE_HOST = {
+    "roomier.bench.gpu.case:run_with_limit | process.wait(limit_s)",
+    "roomier.bench.gpu.case:_kill_session | process.wait()",
+    "roomier.bench.rank_processes:_wait | each.wait()",
+    "roomier.checkpoint.background:BackgroundSaver.start | self.wait()",
+    "roomier.hardware.measuring:_run_ranks | process.wait()",
+    "roomier.launch.heartbeat:Heartbeat._exchange | self._stop.wait(self._tick_s)",
+    "roomier.launch.heartbeat:Heartbeat._judge_zero | self._stop.wait(self._tick_s)",
+    "roomier.launch.watch:Children._kill | process.wait()",
+    "roomier.run.signals:_Watch._run | self._is_closed.wait(TO_OBEY_S)",
+    "roomier.train.predicting.stream:_after_roll_call | roll_call.wait()",
+    "roomier.train.saving.save:settle_background_save | run.saves.background.wait()",
+    "roomier.train.saving.save:end_background_save | run.saves.background.wait(_GRACE_S)",
+}
+
+
+def of_roomier() -> Iterator[str]:
+    """Yield the synchronizations of all modules of roomier."""
+    folder = Path(roomier.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        parts = file.relative_to(folder.parent).with_suffix("").parts
+        yield from synchronizations(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
