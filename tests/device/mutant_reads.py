@@ -100,12 +100,6 @@ def shared_buffers_of_evaluation() -> list[Any]:
     return [*ranks.sent]
 
 
-def gathered_outputs() -> list[Any]:
-    ranks = _OfTwo()
-    evaluate._of_all_ranks(SimpleNamespace(ranks=ranks), {0: pending()})
-    return [*ranks.sent]
-
-
 def reduced_by_the_strategy() -> list[Any]:
     ranks = _OfTwo()
     LightningStrategy.reduce(SimpleNamespace(_trainer=SimpleNamespace(ranks=ranks)), pending(), reduce_op="sum")
