@@ -90,11 +90,7 @@ def test_levers_under_a_strategy(on_simulated: SimulatedRanks, strategy: str, sc
         )
         for lever in levers
     ]
-    if strategy.startswith("hsdp"):
-        # A second run with several groups in one process can hang in the simulator (docs/design/simulator.md).
-        by_lever = [on_simulated(num_ranks, compare, *each, schedule=schedule) for each in calls]
-    else:
-        by_lever = on_simulated.each(num_ranks, compare, calls, schedule=schedule, timeout_s=60.0 + 30.0 * len(calls))
+    by_lever = on_simulated.each(num_ranks, compare, calls, schedule=schedule, timeout_s=60.0 + 30.0 * len(calls))
     problems = [
         f"{lever}: {problem}"
         for lever, results in zip(levers, by_lever, strict=True)

@@ -1,23 +1,50 @@
 """Device mesh of the ranks. The mesh defines which ranks share a replica of a model, and which ranks store the same
-shard."""
+shard.
 
+[Note: one mesh]
+torch caches the result types of operators on DTensors and treats meshes of equal shape as equal. After a second mesh of
+the same shape is created, a cached result can still refer to the first mesh. A dry run on one rank clears the cache of
+this rank only. The ranks would then communicate in the process groups of different meshes, and hang. Therefore, all
+runs of a process group use the same mesh.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from roomier.core import torch_private
 
 REPLICATE, SHARD = "replicate", "shard"
 
+_group: Any = None  # process group of the meshes below
+_meshes: dict[tuple[str, int, int], DeviceMesh] = {}
+
 
 def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
-    """Create a mesh with the dimension ``shard``, or with ``replicate`` x ``shard`` if there are several replicas.
+    """Return the mesh with the dimension ``shard``, or with ``replicate`` x ``shard`` if there are several replicas.
 
-    Consecutive ranks share a replica, because they are usually on the same node.
+    Consecutive ranks share a replica, because they are usually on the same node. The mesh is created one time for the
+    default process group, see [Note: one mesh].
 
     Args:
         device_type: device type of the tensors, such as ``"cpu"`` or ``"cuda"``.
         num_ranks: number of ranks of the run.
         num_shards: number of ranks that share a replica.
     """
+    global _group
+    if not dist.is_initialized() or dist.get_backend() == "fake":  # a dry run
+        return _create(device_type, num_ranks, num_shards)
+    if dist.group.WORLD is not _group:
+        _group = dist.group.WORLD
+        _meshes.clear()
+    key = (device_type, num_ranks, num_shards)
+    if key not in _meshes:
+        _meshes[key] = _create(device_type, num_ranks, num_shards)
+    return _meshes[key]
+
+
+def _create(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
     with torch_private.without_interception():  # the ranks are stored in real tensors, even in a dry run
         if num_shards == num_ranks:
             return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=(SHARD,))

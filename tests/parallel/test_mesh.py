@@ -1,0 +1,53 @@
+"""Several runs of one process group use the same mesh, so that all ranks communicate in the same process groups."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from roomier import Trainer
+from roomier.hardware.this_machine import this_machine
+from roomier.parallel.mesh import make_mesh
+from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.workload import Workload
+from tests.parallel.parity import Setup, whole_weights
+from tests.parallel.test_trainer import Fitted, Samples
+from tests.ranks.pool import RankPool
+
+
+def two_fits() -> list[dict[str, Tensor]]:
+    """Fit two times. Between the fits, rank 0 runs a dry run, which clears the cache of operators of this rank."""
+    weights = []
+    for _ in range(2):
+        module = Fitted()
+        trainer = Trainer(
+            strategy={"name": "hsdp", "shard_size": 2},
+            devices=4,
+            accelerator="cpu",
+            optimizer={"name": "muon", "lr": 1e-3},  # gathers each matrix with operators on DTensors
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(Samples(Setup(num_steps=2)), batch_size=2))
+        weights.append(whole_weights(module))
+        if dist.get_rank() == 0:
+            batch = Fitted().make_batch(2, torch.Generator())
+            confirm(Workload.of(Fitted(), batch), trainer.plan, this_machine(4, 1, "cpu"))
+    return weights
+
+
+def test_ranks_agree_on_the_groups_after_a_dry_run_on_one_rank(on_ranks: RankPool) -> None:
+    for first, second in on_ranks(4, two_fits, timeout_s=90):
+        assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def meshes() -> list[bool]:
+    mesh = make_mesh("cpu", 4, 2)
+    return [make_mesh("cpu", 4, 2) is mesh, make_mesh("cpu", 4, 4) is mesh]
+
+
+def test_a_mesh_is_created_one_time(on_ranks: RankPool) -> None:
+    assert on_ranks(4, meshes) == [[True, False]] * 4
