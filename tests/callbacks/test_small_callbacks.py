@@ -174,7 +174,7 @@ def test_rich_summary_shows_sizes_modes_and_operations(make_trainer: Make, capsy
     assert cells["body.2"][3] == "eval"
     assert cells["body"][4] == "288"  # 2 * 3 * (4 * 8 + 8 * 2)
     assert "Non-trainable params: 2" in shown
-    assert "forward on example_input_array: 300" in shown
+    assert "forward pass on example_input_array: 300" in shown
     assert shown.count("body.0") == 1, "the rich summary replaces the plain summary"
     assert model.body[0].training
     assert not model.body[2].training
