@@ -1,4 +1,4 @@
-# `make demo` and `make test` work on a fresh clone with python3 (3.11+), make and a C compiler.
+# `make demo` and `make test` work on a fresh clone with python3 (3.11+), make and a C++ compiler.
 # The first call creates .venv. Later calls reuse it until pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 
 import pytest
 import torch
@@ -48,21 +49,19 @@ def test_missing_synchronizations_of_each_kind_are_detected(on_simulated: Simula
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_missing_synchronization_of_roomier_is_detected(
-    on_simulated: SimulatedRanks, num_ranks: int, schedule: str
+@pytest.mark.parametrize(
+    ("table", "num_ranks"),
+    [
+        pytest.param(mutants, 1, id="roomier-1"),
+        pytest.param(mutants, 2, id="roomier-2"),
+        pytest.param(torch_mutants, 2, id="torch-2", marks=is_described),
+        pytest.param(torch_mutants, 4, id="torch-4", marks=is_described),
+    ],
+)
+def test_a_missing_synchronization_is_detected(
+    on_simulated: SimulatedRanks, table: ModuleType, num_ranks: int, schedule: str
 ) -> None:
-    check(on_simulated, mutants.DETECTED, mutants.PROGRAMS, num_ranks, schedule)
-
-
-@is_described
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_missing_synchronization_of_torch_is_detected(
-    on_simulated: SimulatedRanks, num_ranks: int, schedule: str
-) -> None:
-    check(on_simulated, torch_mutants.DETECTED, torch_mutants.PROGRAMS, num_ranks, schedule)
+    check(on_simulated, table.DETECTED, table.PROGRAMS, num_ranks, schedule)
 
 
 @is_described

@@ -39,6 +39,7 @@ def test_resumed_run_hides_points_after_its_step(tmp_path: Path, monkeypatch: py
     for step in (1, 2, 3):
         logger.log_metrics({"loss": float(step)}, step)
     logger.finalize("failed")
+    (tmp_path / "events.out.tfevents.copy").touch()
     logger = TensorBoardLogger()
     logger.start(tmp_path, resumed_step=2)
     logger.log_metrics({"loss": 30.0}, 3)

@@ -158,7 +158,7 @@ def _wait_for_later_name(folder: Path) -> None:
     TensorBoard reads the files of a folder in the order of their names. A file name contains the second of its creation
     and then a counter without leading zeros, so two files from the same second can be read in the wrong order.
     """
-    seconds = [float(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.[0-9]*")]
-    wait = max(seconds, default=0.0) + 1 - time.time()
+    parts = [file.name.split(".")[3] for file in folder.glob("events.out.tfevents.*")]
+    wait = max((int(each) for each in parts if each.isdecimal()), default=0) + 1 - time.time()
     if 0 < wait <= 1:
         time.sleep(wait)
