@@ -28,8 +28,9 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # compiled code depends on it, but the 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), cache))
 os.environ.setdefault("ROOMIER_PLANNING_S", "400")  # the chosen plan does not depend on the load of the machine
 
-# Every run uses the same examples, so results depend on the code only. HYPOTHESIS_PROFILE=default uses new ones.
-settings.register_profile("repeatable", derandomize=True)
+# Every run uses the same examples and no time limit per example, so results depend on the code only.
+# HYPOTHESIS_PROFILE=default uses new examples.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

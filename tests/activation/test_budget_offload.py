@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from roomier import Trainer
 from roomier.activation import budget, recompute
 from roomier.activation.block_forward import Keep
 from roomier.activation.choose import Option, Stage, choose, least_peak_bytes, lost_ns, peak_bytes
+from roomier.activation.disk_copies import DiskCopies
 from roomier.activation.offload import Copies, CopyTimes, Offload, StreamCopies
 from roomier.activation.profile import Call
 from roomier.activation.stages import MOVED, WAYS, moved_ns
@@ -121,6 +123,20 @@ def test_budgets_are_met_and_used_if_copies_overlap(monkeypatch: pytest.MonkeyPa
         assert taken.keeps == [Keep.ALL] * 8
         assert taken.flops == plain.flops  # no recomputation
     assert found[0.4][0] > found[0.8][0]  # no more blocks are offloaded than necessary
+
+
+def test_budgets_are_met_with_activations_on_disk(
+    monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(recompute, "Offload", partial(Offload, min_bytes=4096))
+    monkeypatch.setattr(DiskCopies, "times", lambda _: HIDDEN)
+    budget_bytes = bounds[0] + round((bounds[1] - bounds[0]) * 0.4)
+    taken = train(Language(), budget_bytes, WINDOWS, offload={"activations": "disk", "folder": str(tmp_path)})
+    assert taken.keeps == [Keep.ALL] * 8
+    assert taken.peak_bytes <= TOLERANCE * budget_bytes
+    assert_same_training(taken, train(Language(), "none", WINDOWS))
+    assert "save all activations on disk; predicted peak" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_slow_copies_are_not_chosen(monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int]) -> None:

@@ -25,6 +25,8 @@ LEVERS: list[dict[str, Any]] = [
     {"activation_checkpointing": "selective"},
     {"offload": {"activations": "cpu"}},
     {"activation_checkpointing": "selective", "offload": {"activations": "cpu"}},
+    {"offload": {"activations": "disk"}},
+    {"activation_checkpointing": "full", "offload": {"activations": "disk"}},
 ]
 each_lever = pytest.mark.parametrize("levers", LEVERS, ids=str)
 

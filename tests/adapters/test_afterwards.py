@@ -87,7 +87,7 @@ def test_a_second_run_without_the_keyword_keeps_and_reports_the_adapters(
     module, batches = trained(make_trainer, Adaptable(), base=base, alpha=8), token_batches(2)
     assert "does not contain" not in capfd.readouterr().err
     before = copy.deepcopy(module.state_dict())
-    trainer = make_trainer(optimizer=OPTIMIZER, max_steps=2)
+    trainer = make_trainer(optimizer=OPTIMIZER, max_steps=2, enable_plan_table=True)
     trainer.fit(module, batches)
     shown = capfd.readouterr().err
     found = f"rank 4 on 8 layers{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and no other"

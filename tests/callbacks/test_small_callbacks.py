@@ -52,12 +52,12 @@ def test_timer_continues_in_a_resumed_run(
 ) -> None:
     timer = Timer("00:00:00:04")
     trainer = make_trainer(clock, timer, max_steps=3, **OFF)
-    trainer.fit(scripted(), batches, batches[:2])
+    trainer.fit(scripted(), batches)
     trainer.save_checkpoint(tmp_path / "c")
     for steps, more in ((4, 4), (4, 4)):
         timer = Timer(timedelta(seconds=4))
         trainer = make_trainer(clock, timer, max_epochs=5, **OFF)
-        trainer.fit(scripted(), batches, batches[:2], ckpt_path=tmp_path / "c")
+        trainer.fit(scripted(), batches, ckpt_path=tmp_path / "c")
         assert trainer.global_step == steps
         assert timer.time_elapsed() == more
         trainer.save_checkpoint(tmp_path / "c")

@@ -26,7 +26,7 @@ def test_two_ranks_are_measured_and_stored_for_planning(capsys, tmp_path):
     assert expected["is_kept"]
     assert machine["devices_per_node"] == 2
     assert {"fp64", "fp32", "bf16", "fp16"} == machine["device"]["flops_per_s"].keys()
-    for link in ("in_node", "in_node_reduce", "disk_read", "disk_write"):
+    for link in ("in_node", "in_node_reduce", "disk_read", "disk_write", "disk_both"):
         assert 1e4 < machine[link]["bytes_per_s"] < 1e13
     assert machine["device"]["update_bytes_per_s"] > 0
     assert list((tmp_path / "disk").iterdir()) == []

@@ -253,3 +253,20 @@ def test_copy_of_the_weights_of_a_callback_is_counted(callback: str, capsys: pyt
     plain = planned(capsys, *words)["chosen"]["bytes_by_kind"]["parameter"]
     averaging = planned(capsys, *words, "--trainer.callbacks", callback)["chosen"]["bytes_by_kind"]["parameter"]
     assert (plain, averaging) == (20, 40)
+
+
+def test_a_deepspeed_configuration_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    settings = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    path.write_text(json.dumps({"zero_optimization": settings, "bf16": {"enabled": True}, "train_batch_size": 32}))
+    words = [*GPT, "--hardware", "a100-40gb:4"]
+    for option in ("--deepspeed", "--trainer.strategy", "--trainer.plan"):
+        assert main(["plan", *words, "--json", option, str(path)]) == 0
+        output = capsys.readouterr()
+        plan = json.loads(output.out)["chosen"]["plan"]
+        assert (plan["parallel"]["strategy"], plan["parallel"]["devices"]) == ("zero3", 4)
+        assert (plan["offload"]["optimizer_states"], plan["precision"]["mode"]) == ("cpu", "bf16-mixed")
+        assert "overlap_comm=True" in output.err
+        assert "use batch_size=8" in output.err
+    assert main(["plan", *words, "--deepspeed", str(path), "--trainer.strategy", str(path)]) == 2
+    assert "cannot be combined with --deepspeed" in capsys.readouterr().err

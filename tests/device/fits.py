@@ -80,6 +80,8 @@ class NoRows(Logger):
 class Watch(Callback):
     """Counts the waits of the host in ``CHECKED_STEPS``, and the peak of the allocated bytes."""
 
+    reads_parameters = False
+
     def __init__(self) -> None:
         self.waits: dict[int, dict[str, int]] = {}
         self.peak_bytes = 0
@@ -102,9 +104,15 @@ class Watch(Callback):
 
 
 def fit(
-    accelerator: str, keywords: dict[str, Any], *, num_blocks: int = 2, dropout: float = 0.0, batch_size: int = 4
+    accelerator: str,
+    keywords: dict[str, Any],
+    *,
+    num_blocks: int = 2,
+    dropout: float = 0.0,
+    batch_size: int = 4,
+    forecasts: bool = True,
 ) -> Fit:
-    """Fit the GPT and return the result of this rank."""
+    """Fit the GPT and return the result of this rank. ``forecasts`` includes the forecast of the peak."""
     module = Language(num_blocks=num_blocks, dropout=dropout)
     shapes = Workload.of(copy.deepcopy(module), [torch.empty(batch_size, CONTEXT + 1, dtype=torch.int64)])
     watch = [] if accelerator == "cpu" else [Watch()]
@@ -118,7 +126,7 @@ def fit(
     for each in watch:
         result.races, result.waits = simulated.races(), each.waits
         result.peak_bytes = each.peak_bytes - bytes_before
-    if watch and trainer.is_global_zero:
+    if forecasts and watch and trainer.is_global_zero:
         machine = this_machine(trainer.plan.parallel.devices, 1, accelerator)
         result.forecast_bytes = confirm(shapes, trainer.plan, machine).tensor_bytes
         if trainer.plan.activation.policy == "budget":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +20,17 @@ import roomier.bench.gpu.mfu as mfu_part
 import roomier.bench.raw_collectives
 import roomier.hardware.measure
 import roomier.hardware.rank_worker
+from roomier.activation.disk_copies import DiskCopies
 from roomier.activation.offload import Copies
 from roomier.bench.lever_worker import Measurement
+from roomier.bench.seed.worker import StepTimes
 from roomier.bench.strategy_ranks import Strategy
 from roomier.callbacks.throughput import Throughput
+from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.device import capability
 from roomier.device.streams import synchronize, timed_event
+from roomier.tiers.scratch import Scratch
 from tests.device.mutant_scenario import DEVICE, device, pending
 
 
@@ -50,6 +57,18 @@ def measured_collectives() -> list[Any]:
 def measured_offload() -> list[Any]:
     Copies(device())._finished_ns()
     return []
+
+
+def measured_disk() -> list[Any]:
+    """A measurement of copies to disk ends after the transfers."""
+    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+    with quiet():
+        copies = DiskCopies(device(), Scratch(folder))
+    copies.times()
+    found = [job.is_done for job in (copies._write, copies._read and copies._read.job) if job is not None]
+    copies.close()
+    shutil.rmtree(folder)
+    return found
 
 
 def measured_bandwidth() -> list[Any]:
@@ -94,6 +113,12 @@ def logged_throughput() -> list[Any]:
     callback = Throughput()
     callback._device, callback._began_s = device(), time.monotonic()
     callback._log(SimpleNamespace(ranks=Ranks(), world_size=1, log_metrics=lambda rates: None))
+    return []
+
+
+def measured_step_times() -> list[Any]:
+    loss = {"loss": torch.zeros(())}
+    StepTimes(device()).on_train_batch_end(SimpleNamespace(global_step=1), None, loss, None, 0)
     return []
 
 

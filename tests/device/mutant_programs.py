@@ -26,6 +26,7 @@ import roomier.bench.raw_collectives
 import roomier.hardware.measure
 import roomier.hardware.rank_worker
 from roomier import Module, checkpoint
+from roomier.activation.disk_copies import DiskCopies
 from roomier.activation.offload import Copies, Offload
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.exchange import Exchange
@@ -39,6 +40,7 @@ from roomier.optim.adamw import StepValues
 from roomier.parallel.collectives import PairwiseAllGather
 from roomier.parallel.powersgd import PowerSGD
 from roomier.plan import plan_from_flags
+from roomier.tiers.scratch import Scratch
 from tests.device.mutant_reads import quiet_trainer
 from tests.device.mutant_scenario import DEVICE, device, pending
 from tests.simulator.gpt import GPT, batches
@@ -57,11 +59,11 @@ def batches_on_the_copy_stream() -> list[Any]:
     return [total.cpu()]
 
 
-def offloaded_blocks() -> list[Any]:
+def offloaded_blocks(copies: Copies | None = None) -> list[Any]:
     """Four blocks save activations, and backward reads them."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(4)).to(DEVICE)
-    offload = Offload(device(), min_bytes=1)
+    offload = Offload(device(), min_bytes=1, copies=copies)
     for step in range(3):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(DEVICE)
         for block in blocks:
@@ -73,6 +75,18 @@ def offloaded_blocks() -> list[Any]:
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
     return [parameter.detach().cpu() for parameter in blocks.parameters()]
+
+
+def blocks_on_disk() -> list[Any]:
+    """Four blocks save activations on disk, and backward reads them."""
+    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+    with quiet():
+        copies = DiskCopies(device(), Scratch(folder))
+    try:
+        return offloaded_blocks(copies)
+    finally:
+        copies.close()
+        shutil.rmtree(folder)
 
 
 def blocking_offload() -> list[Any]:

@@ -25,6 +25,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.wire import encode
 from roomier.device import rng
 from roomier.export import adapter, compared, onnx
+from roomier.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from roomier.plan.parts import AdapterPlan
 from roomier.planner import workload
 from roomier.planner.fake import known_values, shapes
@@ -216,3 +217,15 @@ def known_values_of_copies() -> list[Any]:
 
 def compared_outputs() -> list[Any]:
     return [compared._difference([pending()], [pending() + 1])]
+
+
+def lengths_of_speech() -> list[Any]:
+    """Packed sequences and CTC require lengths in host memory. The simulated device has no kernel for LSTM cells."""
+    torch.manual_seed(0)
+    model = DeepSpeech(DeepSpeechConfig(num_bands=41, num_letters=6, num_layers=1, width=22, channels=2))
+    model.layers = nn.ModuleList()  # width = channels * bands after two convolutions
+    model.to(DEVICE).eval()
+    num_frames, num_letters = torch.tensor([9, 6], device=DEVICE), torch.tensor([3, 2], device=DEVICE)
+    letters = torch.tensor([[1, 2, 3], [4, 5, 0]], device=DEVICE)
+    spectrogram = torch.rand(2, 9, 41).to(DEVICE)
+    return [each.detach().cpu() for each in model(spectrogram, num_frames, letters, num_letters)]

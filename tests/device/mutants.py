@@ -12,8 +12,11 @@ import roomier
 from tests.device import mutant_measurements as measurements
 from tests.device import mutant_programs as programs
 from tests.device import mutant_reads as reads
+from tests.device import mutant_updates as updates
 from tests.device.mutant_scenario import Scenario
 from tests.device.synchronizations import synchronizations
+from tests.offload.training_on_device import train as train_offloaded
+from tests.offload.training_on_device import train_shards
 
 _TIMED = {"compares_waits": True}
 
@@ -21,6 +24,7 @@ PROGRAMS: dict[str, Scenario] = {
     "batches": Scenario(programs.batches_on_the_copy_stream),
     "offload": Scenario(programs.offloaded_blocks, compares_waits=True),
     "blocking offload": Scenario(programs.blocking_offload),
+    "disk": Scenario(programs.blocks_on_disk, compares_waits=True),
     "background save": Scenario(programs.background_save, compares_waits=True),
     "update numbers": Scenario(programs.update_numbers, compares_waits=True),
     "fit": Scenario(programs.fit, compares_waits=True),
@@ -43,17 +47,20 @@ PROGRAMS: dict[str, Scenario] = {
     "planned values": Scenario(reads.known_values_of_planner),
     "copied values": Scenario(reads.known_values_of_copies),
     "compared outputs": Scenario(reads.compared_outputs),
+    "speech": Scenario(reads.lengths_of_speech),
     "seconds": Scenario(measurements.measured_seconds, **_TIMED),
     "host copies": Scenario(measurements.measured_host_copies, **_TIMED),
     "ranks": Scenario(measurements.measured_ranks, **_TIMED),
     "collectives": Scenario(measurements.measured_collectives, num_ranks=2, **_TIMED),
     "offload times": Scenario(measurements.measured_offload, **_TIMED),
+    "disk times": Scenario(measurements.measured_disk),
     "bandwidth": Scenario(measurements.measured_bandwidth, **_TIMED),
     "turn": Scenario(measurements.measured_turn, **_TIMED),
     "lever": Scenario(measurements.measured_lever, **_TIMED),
     "strategy": Scenario(measurements.measured_strategy, num_ranks=2, **_TIMED),
     "profile": Scenario(measurements.recorded_profile, **_TIMED),
     "throughput": Scenario(measurements.logged_throughput, **_TIMED),
+    "step times": Scenario(measurements.measured_step_times, **_TIMED),
     "events": Scenario(measurements.measured_events, **_TIMED),
     "capabilities": Scenario(measurements.tried_capabilities),
     "vote": Scenario(programs.vote_on_the_host, num_ranks=2),
@@ -61,19 +68,29 @@ PROGRAMS: dict[str, Scenario] = {
     "pairwise": Scenario(programs.pairwise_on_the_host, num_ranks=2),
     "timed pairwise": Scenario(programs.timed_pairwise_on_the_host, num_ranks=2),
     "powersgd": Scenario(programs.powersgd_on_the_host, num_ranks=2),
+    "parameters": Scenario(train_offloaded, {"kind": "cpu"}),
+    "parameters on disk": Scenario(train_offloaded, {"kind": "disk"}),
+    "states": Scenario(updates.offloaded_states),
+    "states of shards": Scenario(updates.offloaded_states_of_shards, num_ranks=2),
+    "shards": Scenario(train_shards, {"kind": "cpu", "updates_late": True}, num_ranks=2),
 }
 
 # Program of each synchronization of roomier.
 DETECTED: dict[str, str] = {
+    "roomier.activation.disk_copies:DiskCopies._finished_ns | self.wait(self.mark())": "disk times",
+    "roomier.activation.disk_copies:DiskCopies.wait | self._link.wait(mark.read.mark)": "disk",
+    "roomier.activation.disk_copies:DiskCopies.wait_to_free | self._link.wait(mark.link)": "disk",
     "roomier.activation.offload:Copies._finished_ns | synchronize(self.device)": "offload times",
     "roomier.activation.offload:Copies.to_host | tensor.to('cpu', copy=True)": "blocking offload",
     "roomier.activation.offload:StreamCopies.to_host | "
     "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)": "offload",
-    "roomier.activation.offload:StreamCopies._copy | "
-    "self._stream.wait_stream(computing_stream(self.device))": "offload",
+    "roomier.activation.offload:StreamCopies._copy | self._stream.wait_event(start)": "offload",
     "roomier.activation.offload:StreamCopies.mark | self._stream.record_event()": "offload",
     "roomier.activation.offload:StreamCopies.wait | computing_stream(self.device).wait_event(mark)": "offload",
+    "roomier.activation.offload:Copies.wait_to_free | self.wait(mark)": "offload",
+    "roomier.activation.offload:StreamCopies.start | computing_stream(self.device).record_event()": "offload",
     "roomier.activation.offload:Visit.arrive | copies.wait(self._mark)": "offload",
+    "roomier.activation.offload:Visit.leave | copies.wait(self._mark)": "offload",
     "roomier.activation.profile:Recorder.stop | synchronize(self._device)": "profile",
     "roomier.bench.gpu.copies:_row | torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pins)": "bandwidth",
     "roomier.bench.gpu.copies:_copy_s | synchronize(device)": "bandwidth",
@@ -84,6 +101,7 @@ DETECTED: dict[str, str] = {
     "roomier.bench.raw_collectives:time_collectives | gather(*each, group).wait()": "timed pairwise",
     "roomier.bench.raw_collectives:_seconds | synchronize(device)": "collectives",
     "roomier.bench.raw_collectives:_seconds | synchronize(device) #2": "collectives",
+    "roomier.bench.seed.worker:StepTimes.on_train_batch_end | synchronize(self._device)": "step times",
     "roomier.bench.strategy_ranks:Strategy.time_turn | synchronize(self._device)": "strategy",
     "roomier.bench.strategy_ranks:Strategy.time_turn | synchronize(self._device) #2": "strategy",
     "roomier.callbacks.early_stopping:EarlyStopping.load_state_dict | state_dict['best_score'].cpu()": "early stopping",
@@ -95,7 +113,10 @@ DETECTED: dict[str, str] = {
     "roomier.checkpoint.background:BackgroundSaver._buffer | "
     "torch.empty(shape, dtype=dtype, pin_memory=_copies_asynchronously(part))": "background save",
     "roomier.checkpoint.tensor_file:bytes_of | flat[begin:begin + CHUNK_BYTES].cpu()": "bytes of a tensor",
+    "roomier.core.torch_offload:Gathers.wait_for | copying.wait_stream(stream)": "states of shards",
     "roomier.core.exchange:Exchange._swap | work.wait()": "exchange",
+    "roomier.core.torch_offload:ShardGroup.before_unshard | "
+    "stream.wait_stream(torch.accelerator.current_stream(group.device))": "shards",
     "roomier.core.vote:Vote._arrived | work.wait()": "vote",
     "roomier.core.wire:_Encoder.node | value.detach().cpu()": "message",
     "roomier.data.choose:_process_changes | changes['pin_memory'] = True": "fit",
@@ -107,6 +128,10 @@ DETECTED: dict[str, str] = {
     "roomier.device.streams:synchronize | torch.accelerator.synchronize(device)": "seconds",
     "roomier.device.transfer:BatchMover.__call__ | copied.record_stream(computing)": "batches",
     "roomier.device.transfer:BatchMover.__call__ | computing.wait_stream(self._stream)": "batches",
+    "roomier.engine.offloaded_updates:OffloadedUpdates._updating | "
+    "self._stream.wait_stream(computing_stream(self._device))": "states",
+    "roomier.engine.offloaded_updates:OffloadedUpdates._join | "
+    "computing_stream(self._device).wait_stream(self._stream)": "states",
     "roomier.export.adapter:export_adapter | each.detach().cpu()": "exported modules",
     "roomier.export.adapter:_as_in_peft | b.detach().cpu()": "exported factors",
     "roomier.export.compared:_difference | own.detach().cpu()": "compared outputs",
@@ -117,11 +142,32 @@ DETECTED: dict[str, str] = {
     "roomier.hardware.measure:seconds_of | synchronize(device) #2": "seconds",
     "roomier.hardware.rank_worker:_repeated | synchronize(device)": "ranks",
     "roomier.hardware.rank_worker:_repeated | synchronize(device) #2": "ranks",
+    "roomier.models.deepspeech:DeepSpeech.forward | num_frames.cpu()": "speech",
+    "roomier.models.deepspeech:DeepSpeech.forward | num_letters.cpu()": "speech",
+    "roomier.offload.memory:DeviceMemory.free | self._owner.wait_event(self._copied)": "parameters",
+    "roomier.offload.memory:DeviceMemory._copy | "
+    "self._stream.wait_stream(computing_stream(self._device))": "parameters",
+    "roomier.offload.memory:DeviceMemory._copy | self._stream.record_event()": "parameters",
+    "roomier.offload.memory:DeviceMemory._wait | computing_stream(self._device).wait_event(self._copied)": "parameters",
+    "roomier.offload.staging:DeviceStaging.bring | computing_stream(self._device).wait_event(found.arrived)": "states",
+    "roomier.offload.staging:DeviceStaging._started | "
+    "self._inward.wait_stream(computing_stream(self._device))": "states",
+    "roomier.offload.staging:DeviceStaging._started | self._inward.wait_event(self._written[record])": "states",
+    "roomier.offload.staging:DeviceStaging._started | self._inward.record_event()": "states",
+    "roomier.offload.staging:DeviceStaging.send | self._outward.wait_stream(computing_stream(self._device))": "states",
+    "roomier.offload.staging:DeviceStaging.send | self._outward.record_event()": "states",
+    "roomier.offload.staging:DeviceStaging._drop | "
+    "computing_stream(self._device).wait_event(present.arrived)": "states",
+    "roomier.offload.staging:DeviceStaging.settle | done.synchronize()": "states",
+    "roomier.offload.staging:DeviceStaging._free_leaving | "
+    "computing_stream(self._device).wait_event(self._leaving[1])": "states",
     "roomier.optim.adamw:StepValues.numbers | found.pin_memory()": "update numbers",
     "roomier.parallel.collectives:wait_for | each.wait(PATIENCE)": "pairwise",
     "roomier.parallel.powersgd:PowerSGD._send | sent.wait()": "powersgd",
     "roomier.planner.fake.shapes:_keep_value | tensor.detach().cpu()": "copied values",
     "roomier.planner.workload:_shape_of | tensor.detach().cpu()": "planned values",
+    "roomier.tiers.buffers:allocate | torch.empty(num_bytes + extra_bytes, dtype=torch.uint8, pin_memory=True)": "disk",
+    "roomier.tiers.transfers:Transfers._run | job.wait()": "disk",
     "roomier.train.evaluate:take_statistics_of_rank_zero | each.cpu()": "evaluated buffers",
     "roomier.train.evaluate:on_host | tensor.cpu()": "streamed predictions",
     "roomier.train.saving.save:_kept_on_host | tensor.detach().to('cpu', copy=True)": "metric states",
@@ -136,6 +182,8 @@ _TRIES_STREAMS = (
 EQUIVALENT: dict[str, str] = {
     "roomier.device.capability:_use_streams | event.record(torch.accelerator.current_stream(device))": _TRIES_STREAMS,
     "roomier.device.capability:_use_streams | stream.wait_event(event)": _TRIES_STREAMS,
+    "roomier.models.deepspeech:DeepSpeech.forward | self.num_steps(num_frames).cpu()": "Packed sequences accept only "
+    "lengths in host memory, so torch raises an error without the copy. The simulated accelerator copies them itself.",
     "roomier.export.adapter:_as_in_peft | a.detach().cpu()": "Both factors of a layer are on one device, and both "
     "copies run on its computing stream. The host waits for the second copy, which runs after the first copy.",
 }

@@ -34,6 +34,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"rank": 4}},
     "quantized adapters": {"lora": {"rank": 4, "base": "nf4"}},
     "attention": {"attention": "math"},
+    "disk": {"offload": {"activations": "disk"}},
 }
 # Number of ranks, and arguments of the Trainer.
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -48,16 +49,15 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # With smaller batches, all activations are smaller than the smallest tensor that is moved. With fewer than three
 # blocks, no activation leaves the device.
-SIZES = {"offload": {"batch_size": 16, "num_blocks": 4}}
+SIZES = {lever: {"batch_size": 16, "num_blocks": 4} for lever in ("offload", "disk")}
 _SHARDED = ("zero1", "zero2", "zero3", "hsdp")
 REJECTED = {
     *(("step in backward", name) for name in ("ddp", "zero1")),
-    *(("adafactor", name) for name in _SHARDED),
     *(("quantized adapters", name) for name in _SHARDED),
 }
 # torch.optim.Adafactor reads the norm of each weight. DDP arranges its buckets in its second forward. That is the third
-# step, because the first step runs before DDP is created.
-WAITING = {("adafactor", step) for step in CHECKED_STEPS} | {("ddp", CHECKED_STEPS[0])}
+# step, because the first step runs before DDP is created. The writer thread of a disk waits for copies to the host.
+WAITING = {(lever, step) for lever in ("adafactor", "disk") for step in CHECKED_STEPS} | {("ddp", CHECKED_STEPS[0])}
 # The CPU sums shards in the order of the ranks, and the collectives of the accelerator in a different order.
 REORDERED = ("zero2 on 4", "zero3 on 4")
 QUANTIZED = ("adamw8bit", "adamw4bit", "lion", "muon")

@@ -40,12 +40,17 @@ def compare_with_cpu(folder: Path, keywords: dict[str, Any]) -> tuple[float, lis
 
 
 @pytest.mark.parametrize(
-    ("capability", "schedule"), [(name, ("LATE", "OTHERS_FIRST")[index % 2]) for index, name in enumerate(MISSING)]
+    ("capability", "schedule", "keywords"),
+    [
+        *((name, ("LATE", "OTHERS_FIRST")[index % 2], MISSING[name][0]) for index, name in enumerate(MISSING)),
+        ("streams", "OTHERS_FIRST", {"offload": {"activations": "disk"}}),
+        ("pinned_memory", "LATE", {"offload": {"activations": "disk"}}),
+    ],
 )
 def test_a_missing_capability_is_reported_one_time_and_changes_no_number(
-    on_simulated: SimulatedRanks, tmp_path: Path, capability: str, schedule: str
+    on_simulated: SimulatedRanks, tmp_path: Path, capability: str, schedule: str, keywords: dict[str, Any]
 ) -> None:
-    keywords, text = MISSING[capability]
+    _, text = MISSING[capability]
     (found,) = on_simulated(1, compare_with_cpu, tmp_path, keywords, without=(capability,), schedule=schedule)
     relative, notices, races = found
     assert relative <= RELATIVE
@@ -98,12 +103,12 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     (
         {"accelerator": "warp"},
         "accelerator='warp': is unknown. Use one of: auto, cpu, cuda, gpu, mps, npu, simulated, tpu, xpu. The nearest "
-        "plan that works: Trainer(accelerator='simulated', devices=1).",
+        "plan that works: Trainer(accelerator='simulated').",
     ),
     (
         {"accelerator": "simulate"},
         "accelerator='simulate': is unknown. Did you mean 'simulated'? The nearest plan that works: "
-        "Trainer(accelerator='simulated', devices=1).",
+        "Trainer(accelerator='simulated').",
     ),
 ]
 

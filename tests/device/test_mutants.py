@@ -17,7 +17,7 @@ SCHEDULES = ("LATE", "OTHERS_FIRST")
 TIMEOUT_S = 120.0
 # One synchronization of each kind: a stream, an event, memory, a copy that the host reads.
 REPRESENTATIVES = [
-    "roomier.activation.offload:StreamCopies._copy | self._stream.wait_stream(computing_stream(self.device))",
+    "roomier.activation.offload:StreamCopies._copy | self._stream.wait_event(start)",
     "roomier.activation.offload:StreamCopies.wait | computing_stream(self.device).wait_event(mark)",
     "roomier.device.transfer:BatchMover.__call__ | copied.record_stream(computing)",
     "roomier.checkpoint.background:BackgroundSaver._stage | synchronize(device)",

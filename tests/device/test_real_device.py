@@ -39,6 +39,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective"},
     "budget": {"activation_checkpointing": 0.5},
     "offload": {"offload": {"activations": "cpu"}},
+    "disk": {"offload": {"activations": "disk"}},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "step in backward": {"step_in_backward": True},
     "chunked loss": {"chunked_loss": 8},

@@ -52,7 +52,7 @@ def test_rng_state_does_not_change_the_state():
     assert draw() == first
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, "1", True, None])
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, "1", True])
 def test_invalid_seeds_are_rejected(seed):
     with pytest.raises(RoomierError, match=r"seed=.*\[0, 2\*\*32\)"):
         seed_everything(seed)

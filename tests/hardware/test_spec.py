@@ -50,6 +50,16 @@ def test_a_gpu_and_how_many(text, device, devices):
     assert (machine.device.name, machine.devices_per_node, machine.num_nodes) == (device, devices, 1)
 
 
+def test_free_space_on_the_disk():
+    assert machine_of("a100-40gb").disk_free_bytes is None
+    assert machine_of_dict(A_MACHINE).disk_free_bytes is None
+    machine = machine_of_dict({**A_MACHINE, "disk_free_bytes": "2TiB"})
+    assert machine.disk_free_bytes == 2 * 2**40
+    assert machine_of_dict(machine_as_dict(machine)) == machine
+    with pytest.raises(RoomierError, match="disk_free_bytes"):
+        machine_of_dict({**A_MACHINE, "disk_free_bytes": -1})
+
+
 def test_the_number_of_nodes():
     assert machine_of("a100-40gb:8", num_nodes=4).num_ranks == 32
 
@@ -152,3 +162,12 @@ def test_a_file_without_a_mapping_is_rejected(content, tmp_path):
     path.write_text(content)
     with pytest.raises(RoomierError, match=r"cannot be read|must map names"):
         machine_of(str(path))
+
+
+def test_time_of_reads_and_writes_at_the_same_time() -> None:
+    machine = replace(machine_of("a100"), disk_read=Link(2e9), disk_write=Link(4e9))
+    assert machine.disk_time_s(8e9, 4e9) == 8 / 2 + 4 / 4
+    both = replace(machine, disk_both=Link(5e9))
+    assert both.disk_time_s(8e9, 4e9) == 8 / 5 + 4 / 2
+    assert both.disk_time_s(0, 4e9) == 4 / 4
+    assert both.disk_time_s(0, 0) == 0

@@ -213,9 +213,17 @@ def test_values_of_a_call_document_each_field() -> None:
 def test_view_of_the_trainer_has_its_public_attributes() -> None:
     # Methods that users call, settings of the tuner, and attributes that only the session and the tuner use.
     verbs = {"fit", "validate", "test", "predict", "predict_stream"}
-    of_session = {"begin_call", "show_loaders", "forget_runs", "add_callbacks_of", "hooked_callbacks", "seen_loaders"}
+    of_session = {
+        "begin_call",
+        "show_loaders",
+        "forget_runs",
+        "add_callbacks_of",
+        "hooked_callbacks",
+        "seen_loaders",
+        "module_of",
+    }
     of_tuner = {"use_next", "use_learning_rate", "join_ranks", "copy_for_trial", "session_of_trial"}
-    constants = {"barebones", "reload_dataloaders_every_n_epochs"}
+    constants = {"barebones"}
     public = {name for name in dir(Trainer) if not name.startswith("_")} - verbs - of_session - of_tuner - constants
     shown = {name for name in dir(TrainerView) if not name.startswith("_")}
     assert public - shown == set()

@@ -52,7 +52,10 @@ def test_auto_uses_the_ranks_of_the_launcher(make_trainer: MakeTrainer, monkeypa
             {"num_nodes": 3, "strategy": "ddp"},
             "num_nodes=3: does not match the 2 nodes that torchrun started.*--nnodes=3",
         ),
-        ({}, "strategy='single': supports one rank, but torchrun started 4 processes.*'ddp'.*start one process"),
+        (
+            {"strategy": "single"},
+            "strategy='single': supports one rank, but torchrun started 4 processes.*'ddp'.*start one process",
+        ),
         ({"plan": Plan(), "accelerator": "auto"}, "devices=1: does not match the 2 processes on each node"),
         (
             {"plan": {"parallel": {"strategy": "ddp", "devices": 2}}, "accelerator": "auto"},
@@ -66,6 +69,14 @@ def test_numbers_of_ranks_that_do_not_match_the_launcher_are_rejected(
     torchrun(monkeypatch, size=4, local_size=2)
     with pytest.raises(PlanError, match=text):
         make_trainer(**keywords)
+
+
+def test_the_default_strategy_of_several_ranks_is_ddp(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun(monkeypatch, size=4, local_size=2)
+    parallel = make_trainer().plan.parallel
+    assert (parallel.strategy, parallel.devices, parallel.num_nodes) == ("ddp", 2, 2)
 
 
 def test_without_a_launcher_auto_is_one_process_on_a_cpu(

@@ -79,7 +79,7 @@ def from_pipe(*arguments: str) -> list[str]:
 
 
 RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "well": (script("nothing", 0), {}),
+    "well": (script("nothing", 0, enable_plan_table=True), {}),
     "step raises 1": (script("step raises", 1), {}),
     "step raises 2": (script("step raises", 2, devices=3), {}),
     "step raises 0": (script("step raises", 0), {}),

@@ -380,18 +380,17 @@ def test_overridden_method_that_would_not_be_called_is_reported() -> None:
 
 def test_custom_progress_bar_is_ignored_with_a_notice(capsys: Any) -> None:
     class Bar(pl.callbacks.TQDMProgressBar):
-        def get_metrics(self, *arguments: Any) -> Any:
+        def init_train_tqdm(self, *arguments: Any) -> Any:
             return {}
 
     roomier.Trainer(accelerator="cpu", callbacks=Bar())
-    assert "its methods get_metrics are not called" in capsys.readouterr().err
+    assert "its methods init_train_tqdm are not called" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda given: setattr(given, "CHECKPOINT_NAME_LAST", "newest"), "CHECKPOINT_NAME_LAST"),
-        (lambda given: setattr(given, "save_on_exception", True), "OnExceptionCheckpoint"),
     ],
 )
 def test_unsupported_options_of_model_checkpoint_are_reported(change: Any, said: str) -> None:

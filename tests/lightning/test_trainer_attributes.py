@@ -163,7 +163,7 @@ def test_attributes_equal_lightning_in_every_hook(tmp_path: Path) -> None:
 KEYWORDS = set(inspect.signature(roomier.Trainer.__init__).parameters)
 THEIRS = inspect.signature(pl.Trainer.__init__).parameters
 OTHER_DEFAULT = {  # with reasons
-    "strategy": "single",  # in Lightning "auto" depends on the number of devices; in roomier it is the fastest plan
+    "strategy": None,  # in Lightning "auto" depends on the number of devices; in roomier it is the fastest plan
     "num_nodes": "auto",  # the number that a launcher started
     "precision": "32-true",  # the meaning of None
     # None is the default
@@ -246,9 +246,9 @@ def test_loop_settings_can_be_set_between_fits_but_not_within(make_trainer: Any)
 
 def test_unsupported_attributes_name_a_replacement() -> None:
     trainer = roomier.Trainer(accelerator="cpu")
-    assert not hasattr(trainer, "fit_loop")
-    with pytest.raises(AttributeError, match="Read current_epoch, global_step"):
-        _ = trainer.fit_loop
+    assert not hasattr(trainer, "validate_loop")
+    with pytest.raises(AttributeError, match="Read num_val_batches"):
+        _ = trainer.validate_loop
 
 
 def test_assigned_ckpt_path_is_used_by_calls_without_one(make_trainer: Any, tmp_path: Path) -> None:

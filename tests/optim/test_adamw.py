@@ -316,7 +316,7 @@ def test_without_a_compiler_the_update_runs_uncompiled_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(torch_private, "missing_compiler", lambda device: "a C++ compiler")
-    monkeypatch.setattr(adamw, "_WORTH_COMPILING", 4096)
+    monkeypatch.setattr(adamw, "WORTH_COMPILING", 4096)
     compiled_update.cache_clear()
     request.addfinalizer(compiled_update.cache_clear)
     notices: list[str] = []

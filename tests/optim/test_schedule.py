@@ -67,6 +67,14 @@ def test_cosine_equals_torch():
     assert ours == pytest.approx(theirs, abs=1e-12)
 
 
+def test_a_logarithmic_warmup_and_the_end_of_the_decay():
+    """The formulas of DeepSpeed's WarmupDecayLR, whose first step is the second step here."""
+    schedule = make_schedule("linear", sgd(), math.inf, warmup_steps=WARMUP, log_warmup=True, decay_steps=NUM_STEPS)
+    expected = [math.log(step + 1) / math.log(WARMUP) for step in range(WARMUP)]
+    expected += [(NUM_STEPS - step) / (NUM_STEPS - WARMUP) for step in range(WARMUP, NUM_STEPS)] + [0.0] * 3
+    assert rates(schedule, NUM_STEPS + 3) == pytest.approx([2.0 * each for each in expected], abs=1e-12)
+
+
 def test_every_group_keeps_its_rate():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5}], lr=2.0)

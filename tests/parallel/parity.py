@@ -95,6 +95,7 @@ class Setup:
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 3e-3, "eps": 1e-3},
     "sgd": {"name": "sgd", "lr": 0.003, "momentum": 0.9},
+    "adafactor": {"name": "adafactor", "lr": 0.01},
 }
 
 
@@ -173,8 +174,10 @@ def bare_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     # table of T5.
     options = {key: value for key, value in OPTIMIZERS[name].items() if key != "name"}
     trained = {key: each for key, each in module.named_parameters() if each.requires_grad}
-    if name == "sgd":
-        return torch.optim.SGD(trained.values(), **options)
+    if name in ("sgd", "adafactor"):
+        kind: Any = torch.optim.SGD if name == "sgd" else torch.optim.Adafactor
+        made: torch.optim.Optimizer = kind(trained.values(), **options)
+        return made
     decaying = [each for key, each in trained.items() if each.dim() >= 2 and "bias" not in key]
     others = [each for key, each in trained.items() if each.dim() < 2 or "bias" in key]
     groups = [{"params": decaying, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]

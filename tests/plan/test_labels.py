@@ -99,6 +99,10 @@ def rounded(way: str) -> Compared:
     return Compared({**BF16_TRUE, "optimizer": {"weight_rounding": way}}, BF16_TRUE)
 
 
+def updated(mode: str, strategy: str) -> Compared:
+    return Compared({"offload": {"optimizer_states": "disk", "update": mode}, **CLIPS}, CLIPS, strategy=strategy)
+
+
 TABLE: dict[str, Compared] = {
     "parallel.strategy=single": DEFAULT,
     "parallel.strategy=ddp": sharded("ddp"),
@@ -155,9 +159,18 @@ TABLE: dict[str, Compared] = {
     "activation.policy=selective": recompute("selective", "ddp"),
     "activation.policy=budget": recompute(0.5, "zero3"),
     "offload.optimizer_states=none": DEFAULT,
+    "offload.optimizer_states=cpu": Compared({**CUDA, "offload": {"optimizer_states": "cpu"}}, CUDA),
+    "offload.optimizer_states=disk": Compared({"offload": {"optimizer_states": "disk"}}, strategy="zero2"),
     "offload.parameters=none": DEFAULT,
+    "offload.parameters=cpu": Compared({**CUDA, "offload": {"parameters": "cpu"}}, CUDA),
+    "offload.parameters=disk": Compared({"offload": {"parameters": "disk"}}, strategy="zero3"),
     "offload.activations=none": DEFAULT,
     "offload.activations=cpu": Compared({"offload": {"activations": "cpu"}}, strategy="ddp"),
+    "offload.activations=disk": Compared({"offload": {"activations": "disk"}}, strategy="ddp"),
+    "offload.update=auto": updated("auto", "zero3"),
+    "offload.update=plain": updated("plain", "ddp"),
+    "offload.update=deferred": updated("deferred", "zero2"),
+    "offload.update=speculative": updated("speculative", "zero3"),
     "loss.chunked": Compared({"chunked_loss": 5}),
     "attention.kernel=auto": DEFAULT,
     "attention.kernel=flash": Compared({"attention": "flash"}),
@@ -187,10 +200,12 @@ MARKS = {
 SETTINGS = {
     "parallel": {"devices", "num_nodes", "shard_size", "compression_rank", "compression_warmup_steps"},
     "batch": {"gradient_clip_val"},
-    "optimizer": {"lr", "weight_decay", "options", "warmup_steps", "min_lr_ratio"},
+    "optimizer": {"lr", "weight_decay", "options", "warmup_steps", "log_warmup", "min_lr_ratio", "decay_steps"},
     "activation": {"every_n", "budget_bytes", "budget_fraction"},
+    "offload": {"folder", "share"},
     "loss": {"chunk_tokens"},
     "adapter": {"lora_alpha", "lora_dropout", "lora_targets", "lora_trained"},
+    "compile": {"backend", "mode"},
     "choice": {"allowed"},
 }
 """Fields without a label: the numbers of a labelled choice, the number of ranks, and what auto may choose."""

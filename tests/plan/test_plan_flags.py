@@ -1,6 +1,7 @@
 """Arguments of the Trainer are converted to a Plan. Errors contain the name and the value of the argument."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ def test_default_arguments_give_the_default_plan() -> None:
         ({"precision": None}, {}),
         ({"matmul_precision": "high"}, {"precision": {"matmul": "high"}}),
         ({"devices": 1}, {}),
+        ({"devices": 8}, {"parallel": {"strategy": "ddp", "devices": 8}}),
+        ({"devices": "8", "strategy": None}, {"parallel": {"strategy": "ddp", "devices": 8}}),
+        ({"num_nodes": 2}, {"parallel": {"strategy": "ddp", "num_nodes": 2}}),
         ({"devices": "1"}, {}),
         ({"devices": "auto", "accelerator": "gpu"}, {"parallel": {"accelerator": "gpu"}}),
         ({"strategy": "zero2", "devices": 4}, {"parallel": {"strategy": "zero2", "devices": 4}}),
@@ -67,6 +71,40 @@ def test_default_arguments_give_the_default_plan() -> None:
         ({"activation_checkpointing": False, "offload": False}, {}),
         ({"activation_checkpointing": "none", "offload": "none"}, {}),
         ({"offload": {"parameters": "none"}}, {}),
+        ({"offload": True}, {"offload": {"optimizer_states": "cpu"}}),
+        ({"offload": "NVMe"}, {"offload": {"optimizer_states": "disk"}}),
+        ({"offload": {"parameters": "host"}}, {"offload": {"parameters": "cpu"}}),
+        (
+            {"offload": {"optimizer_states": "disk", "folder": Path("/scratch"), "share": 1, "update": "Plain"}},
+            {"offload": {"optimizer_states": "disk", "folder": "/scratch", "update": "plain"}},
+        ),
+        (
+            {"strategy": "zero2+offload"},
+            {"parallel": {"strategy": "zero2"}, "offload": {"optimizer_states": "cpu"}},
+        ),
+        (
+            {"strategy": {"name": "FSDP+Disk"}, "devices": 2, "offload": {"parameters": "disk"}},
+            {
+                "parallel": {"strategy": "zero3", "devices": 2},
+                "offload": {"optimizer_states": "disk", "parameters": "disk"},
+            },
+        ),
+        (
+            {"strategy": "deepspeed_stage_2_offload"},
+            {"parallel": {"strategy": "zero2"}, "offload": {"optimizer_states": "cpu"}},
+        ),
+        (
+            {"strategy": "deepspeed_stage_3_offload"},
+            {"parallel": {"strategy": "zero3"}, "offload": {"optimizer_states": "cpu", "parameters": "cpu"}},
+        ),
+        (
+            {"strategy": "deepspeed_stage_3_offload_nvme"},
+            {"parallel": {"strategy": "zero3"}, "offload": {"optimizer_states": "disk", "parameters": "disk"}},
+        ),
+        (
+            {"strategy": "fsdp_cpu_offload"},
+            {"parallel": {"strategy": "zero3"}, "offload": {"optimizer_states": "cpu", "parameters": "cpu"}},
+        ),
         ({"activation_checkpointing": True}, {"activation": {"policy": "full"}}),
         ({"activation_checkpointing": "6GiB"}, {"activation": {"policy": "budget", "budget_bytes": 6 * 2**30}}),
         ({"activation_checkpointing": "1.5 GB"}, {"activation": {"policy": "budget", "budget_bytes": 1_500_000_000}}),
@@ -122,14 +160,28 @@ def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any
             "'shard_size'?",
         ),
         ({"strategy": {"name": "zero2", "shard_size": 2}}, "strategy.shard_size=2: is supported only with", "'hsdp'"),
-        ({"strategy": "single+offload"}, "strategy='single+offload': is not implemented", "optimizer='adamw8bit'"),
+        (
+            {"strategy": "zero2+offload", "accelerator": "cpu"},
+            "strategy='zero2+offload': saves no memory on a CPU",
+            "offload={'optimizer_states': 'disk'}",
+        ),
+        (
+            {"strategy": "deepspeed_stage_3_offload", "accelerator": "cpu"},
+            "strategy='deepspeed_stage_3_offload': saves no memory on a CPU",
+            "offload={'optimizer_states': 'disk', 'parameters': 'disk'}",
+        ),
+        (
+            {"strategy": "zero2+disk", "offload": {"optimizer_states": "cpu"}},
+            "offload.optimizer_states='cpu': is already set by strategy",
+            "Remove offload.optimizer_states or strategy",
+        ),
         ({"strategy": "single+offlod"}, "strategy='single+offlod': '+offlod' is an unknown suffix", "'offload'?"),
         ({"strategy": 3}, "strategy=3: must be a string", "name"),
-        ({"devices": 8}, "devices=8: must be 1 with strategy", "strategy='ddp'"),
-        ({"devices": "8"}, "devices='8': must be 1 with strategy", "strategy='ddp'"),
+        ({"devices": 8, "strategy": "single"}, "devices=8: must be 1 with strategy", "strategy='ddp'"),
+        ({"devices": "8", "strategy": "single"}, "devices='8': must be 1 with strategy", "strategy='ddp'"),
         ({"devices": "all"}, "devices='all': must be an integer", "an integer"),
         ({"devices": [0]}, "devices=[0]: must be an integer", "an integer"),
-        ({"num_nodes": 2}, "num_nodes=2: must be 1 with strategy", "strategy='ddp'"),
+        ({"num_nodes": 2, "strategy": "single"}, "num_nodes=2: must be 1 with strategy", "strategy='ddp'"),
         ({"accelerator": "hpu"}, "accelerator='hpu': is not an accelerator of this", "Use accelerator='cuda'"),
         ({"precision": "16-true"}, "precision='16-true': cannot train", "Use precision='16-mixed'"),
         ({"precision": "fp16-true"}, "precision='fp16-true': cannot train", "Use precision='16-mixed'"),
@@ -195,8 +247,9 @@ def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any
         ({"lora": "8"}, "lora='8': must be an integer", "an integer"),
         ({"lora": {"r": 8}}, "lora='r': is an unknown setting", "'rank'"),
         ({"lora": {"rank": 8, "base": "fp4"}}, "lora.base='fp4': is not implemented", "'nf4'"),
-        ({"offload": True}, "offload=True: is not implemented", "adamw8bit"),
-        ({"offload": {"activations": "disk"}}, "offload.activations='disk': is not implemented", "'cpu'"),
+        ({"offload": True, "accelerator": "cpu"}, "offload=True: saves no memory on a CPU", "'disk'"),
+        ({"offload": {"parameters": "dsk"}}, "offload.parameters='dsk': is unknown", "Did you mean 'disk'?"),
+        ({"offload": {"share": "half"}}, "offload.share='half': must be a number", "without quotes"),
         ({"offload": {"optimizr": "cpu"}}, "offload='optimizr': is an unknown field", "'optimizer_states'?"),
         ({"offload": {"a.b": "cpu"}}, "offload='a.b': is an unknown field", "Use one of"),
         ({"compile": "max-autotune"}, "compile='max-autotune': must be True or False", "True or False"),
@@ -208,15 +261,6 @@ def test_an_invalid_argument_is_rejected_with_its_name(keywords: dict[str, Any],
     assert str(caught.value).startswith(start)
     assert advice in str(caught.value)
     assert len(each_error(caught.value)) == 1
-
-
-def test_a_strategy_with_offload_is_rejected_for_its_offload() -> None:
-    for spelled in ("zero3+offload", "deepspeed_stage_3_offload", "fsdp+disk"):
-        with pytest.raises(PlanError) as caught:
-            plan_from_flags(strategy=spelled)
-        (finding,) = each_error(caught.value)
-        assert (finding.field, finding.received) == ("strategy", spelled)
-        assert "'adamw8bit'" in finding.action
 
 
 def test_errors_of_arguments_and_plan_are_reported_together() -> None:

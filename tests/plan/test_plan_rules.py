@@ -1,21 +1,23 @@
 """Invalid Plans are rejected. Each error contains the field, the value and an alternative."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from roomier.core.errors import PlanError
 from roomier.plan import CombinedPlanError, OptimizerPlan, Options, ParallelPlan, Plan, PrecisionPlan
 from roomier.plan.choices import CHOICES, REFUSED
+from roomier.plan.offload_rules import check_offload
 from roomier.plan.rules import each_error
 
 ADAMW = {"name": "adamw"}
 HALF = {"policy": "budget", "budget_fraction": 0.5}
+ON_DISK = {"optimizer_states": "disk"}
 
 WRONG_VALUES = [
     # values, field, value in the message, part of the advice
-    ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "'zero2'"),
-    ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "Use strategy='zero2' or 'zero3'"),
+    ({"parallel": {"strategy": "horovod"}}, "parallel.strategy", "'horovod'", "'ddp'"),
     ({"parallel": {"strategy": "singel"}}, "parallel.strategy", "'singel'", "Did you mean 'single'?"),
     ({"parallel": {"strategy": "fdsp"}}, "parallel.strategy", "'fdsp'", "Did you mean 'fsdp'?"),
     ({"parallel": {"strategy": "qqq"}}, "parallel.strategy", "'qqq'", "Use one of: auto"),
@@ -60,12 +62,6 @@ WRONG_VALUES = [
         "parallel.gradient_compression",
         "'powersgd'",
         "Use precision='bf16-mixed'",
-    ),
-    (
-        {"parallel": {"strategy": "zero3"}, "optimizer": {"name": "adafactor"}},
-        "optimizer.name",
-        "'adafactor'",
-        "Use optimizer='adamw', which shards its states",
     ),
     ({"parallel": {"reduce_dtype": "16"}}, "parallel.reduce_dtype", "'16'", "Did you mean 'bf16'?"),
     ({"parallel": {"find_unused_parameters": 1}}, "parallel.find_unused_parameters", "1", "True or False"),
@@ -121,6 +117,24 @@ WRONG_VALUES = [
     ({"optimizer": ADAMW | {"lr": Options()}}, "optimizer.lr", "{}", "must be a number"),
     ({"optimizer": ADAMW | {"weight_decay": -0.1}}, "optimizer.weight_decay", "-0.1", "Use 0.0"),
     ({"optimizer": ADAMW | {"warmup_steps": -1}}, "optimizer.warmup_steps", "-1", "Use 0"),
+    (
+        {"optimizer": ADAMW | {"schedule": "linear", "log_warmup": True}},
+        "optimizer.log_warmup",
+        "True",
+        "Set warmup_steps",
+    ),
+    (
+        {"optimizer": ADAMW | {"schedule": "constant", "decay_steps": 9}},
+        "optimizer.decay_steps",
+        "9",
+        "'linear' or 'cosine'",
+    ),
+    (
+        {"optimizer": ADAMW | {"schedule": "cosine", "decay_steps": 9, "warmup_steps": 10}},
+        "optimizer.decay_steps",
+        "9",
+        "Increase decay_steps",
+    ),
     ({"optimizer": ADAMW | {"warmup_steps": 5}}, "optimizer.warmup_steps", "5", "Set a schedule"),
     (
         {"optimizer": ADAMW | {"schedule": "cosine", "min_lr_ratio": 1.5}},
@@ -159,10 +173,22 @@ WRONG_VALUES = [
     ),
     ({"activation": {"policy": "budget", "budget_bytes": 4}}, "activation.budget_bytes", "4", "'6GiB'"),
     ({"activation": {"policy": "budget", "budget_fraction": 1.5}}, "activation.budget_fraction", "1.5", "Use 0"),
-    ({"offload": {"optimizer_states": "cpu"}}, "offload.optimizer_states", "'cpu'", "optimizer='adamw8bit'"),
-    ({"offload": {"parameters": "disk"}}, "offload.parameters", "'disk'", "precision='bf16-true'"),
-    ({"offload": {"activations": "disk"}}, "offload.activations", "'disk'", "activation_checkpointing='full'"),
     ({"offload": {"parameters": False}}, "offload.parameters", "False", "must be a string"),
+    ({"offload": {"optimizer_states": "dsk"}}, "offload.optimizer_states", "'dsk'", "Did you mean 'disk'?"),
+    ({"offload": ON_DISK | {"share": 1.5}}, "offload.share", "1.5", "between 0 and 1"),
+    ({"offload": ON_DISK | {"share": -0.1}}, "offload.share", "-0.1", "between 0 and 1"),
+    ({"offload": ON_DISK | {"share": float("nan")}}, "offload.share", "nan", "between 0 and 1"),
+    ({"offload": ON_DISK | {"folder": ""}}, "offload.folder", "''", "Set a path, or None"),
+    ({"offload": ON_DISK | {"folder": 5}}, "offload.folder", "5", "must be a string or None"),
+    ({"offload": ON_DISK | {"update": "lazy"}}, "offload.update", "'lazy'", "deferred"),
+    ({"offload": {"share": 0.5}}, "offload.share", "0.5", "set offload.optimizer_states to 'cpu' or 'disk'"),
+    ({"offload": {"update": "plain"}}, "offload.update", "'plain'", "set offload.optimizer_states to 'cpu' or 'disk'"),
+    (
+        {"offload": {"optimizer_states": "cpu", "folder": "/tmp"}},
+        "offload.folder",
+        "'/tmp'",
+        "offload={'optimizer_states': 'disk'}",
+    ),
     ({"compile": {"enabled": "yes"}}, "compile.enabled", "'yes'", "Pass True or False"),
     ({"loss": {"chunk_tokens": 8}}, "loss.chunk_tokens", "8", "Set loss.chunked to True"),
     ({"loss": {"chunked": True, "chunk_tokens": 0}}, "loss.chunk_tokens", "0", "Use None"),
@@ -173,6 +199,60 @@ WRONG_VALUES = [
     ({"optimizer": ADAMW | {"weight_rounding": "split"}}, "optimizer.weight_rounding", "'split'", "Remove it"),
     ({"optimizer": {"step_in_backward": "stale_norm"}}, "optimizer.step_in_backward", "'stale_norm'", "Use 'exact'"),
     # incompatible parts
+    (
+        {"offload": {"optimizer_states": "cpu"}, "parallel": {"accelerator": "cpu"}},
+        "offload.optimizer_states",
+        "'cpu'",
+        "Use offload={'optimizer_states': 'disk'}",
+    ),
+    (
+        {"offload": {"optimizer_states": "disk", "parameters": "cpu"}, "parallel": {"accelerator": "cpu"}},
+        "offload.parameters",
+        "'cpu'",
+        "Use offload={'optimizer_states': 'disk', 'parameters': 'disk'}",
+    ),
+    *(
+        (
+            {"offload": {"parameters": "cpu"}, "parallel": {"strategy": strategy, "devices": 2}},
+            "offload.parameters",
+            "'cpu'",
+            "Use strategy='zero3'",
+        )
+        for strategy in ("ddp", "zero1", "zero2")
+    ),
+    (
+        {"offload": {"parameters": "disk"}, "compile": {"enabled": True}},
+        "offload.parameters",
+        "'disk'",
+        "Use compile=False, or offload={'optimizer_states': 'disk'}",
+    ),
+    *(
+        (
+            {"offload": {field: "disk"}, "optimizer": {"name": "onebit_adam"}, "parallel": {"strategy": "auto"}},
+            f"offload.{field}",
+            "'disk'",
+            "Use optimizer='adamw'",
+        )
+        for field in ("optimizer_states", "parameters")
+    ),
+    (
+        {"offload": ON_DISK | {"update": "speculative"}, "parallel": {"strategy": "ddp", "devices": 2}},
+        "offload.update",
+        "'speculative'",
+        "Use 'deferred'",
+    ),
+    (
+        {"offload": ON_DISK | {"update": "speculative"}, "precision": {"mode": "16-mixed"}},
+        "offload.update",
+        "'speculative'",
+        "Use 'deferred'",
+    ),
+    (
+        {"offload": ON_DISK, "optimizer": {"step_in_backward": "exact"}},
+        "optimizer.step_in_backward",
+        "'exact'",
+        "offload.update='speculative' also updates in backward",
+    ),
     ({"activation": HALF, "compile": {"enabled": True}}, "activation.policy", "'budget'", "compile=False"),
     (
         {
@@ -287,6 +367,7 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
         "parallel": {"strategy": "ddp"} if "gradient_compression" in fields else {},
         "activation": {"budget_bytes": 2**30} if fields.get("policy") == "budget" else {},
         "adapter": {"lora_rank": 8},
+        "offload": ON_DISK if "update" in fields else {},
     }
     elsewhere: dict[str, Mapping[str, object]] = {
         "parallel": {"strategy": "ddp"} if fields.get("name") == "onebit_adam" else {},
@@ -294,6 +375,17 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
         "batch": {"gradient_clip_val": 1.0} if fields.get("step_in_backward") == "stale_norm" else {},
     }
     return Plan.from_dict({**elsewhere, section: {**needed.get(section, {}), **fields}})
+
+
+def test_the_device_is_checked_if_the_plan_does_not_name_it() -> None:
+    plan = Plan.from_dict({"offload": {"optimizer_states": "cpu", "activations": "cpu"}})
+    check_offload(plan, "cuda")
+    with pytest.raises(PlanError, match=r"offload.optimizer_states='cpu': saves no memory on a CPU") as caught:
+        check_offload(plan, "cpu")
+    with pytest.raises(PlanError) as named:
+        replace(plan, parallel=ParallelPlan(accelerator="cpu"))
+    assert str(named.value) == str(caught.value)
+    check_offload(Plan.from_dict({"offload": {"optimizer_states": "disk", "activations": "cpu"}}), "cpu")
 
 
 def test_a_budget_supports_offload() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from roomier.plan import BatchPlan, Kind, OptimizerPlan, Plan, PrecisionPlan
+from roomier.plan import BatchPlan, Kind, OffloadPlan, OptimizerPlan, ParallelPlan, Plan, PrecisionPlan
 from roomier.plan.choices import CHOICES
 from roomier.plan.table import rows
 
@@ -69,6 +69,26 @@ def test_defaults_of_the_optimizer_class_are_listed() -> None:
     notes = {row.part: row.note for row in rows(Plan(optimizer=OptimizerPlan("sgd", lr=0.1)))}
     assert notes["optimizer"] == "torch.optim.SGD; default weight_decay"
     assert "schedule" not in notes
+
+
+def test_each_tier_and_the_update_mode_have_a_line() -> None:
+    offload = OffloadPlan("disk", "cpu", "disk", folder="/scratch", share=0.6, update="deferred")
+    lines = [(row.part, row.choice, row.kind) for row in rows(Plan(offload=offload))]
+    start = lines.index(("offload", "optimizer_states to disk, 60 %", Kind.EXACT))
+    assert lines[start + 1 : start + 5] == [
+        ("offload", "parameters to cpu", Kind.EXACT),
+        ("offload", "activations to disk", Kind.EXACT),
+        ("update", "deferred", Kind.EXACT),
+        ("folder", "/scratch", None),
+    ]
+    modes = {("zero3", 2): "speculative (auto)", ("ddp", 2): "deferred (auto)", ("auto", 2): "auto"}
+    for (strategy, devices), words in modes.items():
+        chosen = Plan(
+            offload=OffloadPlan(optimizer_states="disk"), parallel=ParallelPlan(strategy=strategy, devices=devices)
+        )
+        assert next(row for row in rows(chosen) if row.part == "update").choice == words
+    assert "update" in {row.part for row in rows(Plan(offload=OffloadPlan(parameters="cpu")))}
+    assert "update" not in {row.part for row in rows(Plan(offload=OffloadPlan(activations="cpu")))}
 
 
 def test_facts_follow_without_a_label() -> None:

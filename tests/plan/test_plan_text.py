@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roomier.core.errors import PlanError
-from roomier.plan import BatchPlan, Difference, OptimizerPlan, ParallelPlan, Plan, PrecisionPlan
+from roomier.plan import BatchPlan, Difference, OffloadPlan, OptimizerPlan, ParallelPlan, Plan, PrecisionPlan
 from roomier.plan.choices import CHOICES
 
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -42,6 +42,17 @@ def optimizers(draw: st.DrawFn) -> OptimizerPlan:
 
 
 @st.composite
+def offloads(draw: st.DrawFn) -> OffloadPlan:
+    tier = draw(words("offload.optimizer_states"))
+    activations = draw(words("offload.activations"))
+    if tier == "none":
+        return OffloadPlan(activations=activations)
+    folder = draw(st.none() | st.text(min_size=1)) if "disk" in (tier, activations) else None
+    mode = draw(words("offload.update").filter(lambda word: word != "speculative"))
+    return OffloadPlan(tier, "none", activations, folder, draw(st.floats(0, 1)), mode)
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> Plan:
     optimizer = draw(optimizers())
     is_onebit = optimizer.name == "onebit_adam"  # incompatible with more options than other optimizers
@@ -57,6 +68,7 @@ def plans(draw: st.DrawFn) -> Plan:
         precision=PrecisionPlan(mode, draw(words("precision.matmul"))),
         batch=BatchPlan(draw(st.integers(1, 10**6)), bound, algorithm),
         optimizer=optimizer,
+        offload=OffloadPlan() if is_onebit else draw(offloads()),
     )
 
 

@@ -92,6 +92,7 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
         ("gpt_tied", "cuda", {"strategy": "zero2", "num_micro_batches": 2}),
         ("recommender", "cpu", {"strategy": "zero3", "num_ranks": 2}),
         ("recommender", "cuda", {"strategy": "single", "optimizer": "adafactor"}),
+        ("recommender", "cuda", {"strategy": "zero1", "optimizer": "adafactor"}),
         ("gpt", "cpu", {"recompute": "full", "step_in_backward": "exact"}),
     ],
 )

@@ -18,6 +18,7 @@ FEW = [
     Case("gpt_tied", "ddp", 2, "none", "bf16-mixed", "adamw", accumulate=2),
     Case("gpt_tied", "zero1", 2, "selective", "32-true", "adamw", accumulate=2),
     Case("gpt_tied", "zero3", 2, "full", "bf16-mixed", "adamw8bit"),
+    Case("gpt_tied", "zero2", 2, "none", "32-true", "adafactor"),
 ]
 
 

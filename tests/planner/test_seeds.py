@@ -1,6 +1,5 @@
 """Published measurements: sizes that fit also fit by forecast, others do not, and docs/seeds.md contains the result."""
 
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from roomier.bench.seeds import published, row_of
+from roomier.bench.seeds_document import documented_cells, generated_cells, with_current_cells
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,12 +34,22 @@ def test_12_8_billion_parameters_require_zero3_on_eight_devices() -> None:
     assert fits == {"ddp": False, "zero2": False, "zero3": True}
 
 
-def test_45_billion_parameters_do_not_fit_without_offloading_which_is_rejected_with_an_alternative() -> None:
+def test_45_billion_parameters_fit_only_with_offload() -> None:
     assert forecast("45B, zero3, fp16, recompute")["fits"] is False
     row = forecast("45B, zero3 with offload, recompute")
-    assert row["fits"] is None
-    assert "offload.optimizer_states" in row["answer"]
-    assert "adamw8bit" in row["answer"]
+    assert row["fits"] is True
+    assert row["host_mib"] * 2**20 == pytest.approx((4 + 4 + 8) * 45.1e9 / 8, rel=0.05)
+
+
+def test_offload_makes_the_published_sizes_possible_if_blocks_are_small() -> None:
+    fits = {name: forecast(name)["fits"] for name in ("13B, states in host memory", "175B, both on disk")}
+    assert fits == {"13B, states in host memory": False, "175B, both on disk": False}
+    assert forecast("13B, states and parameters in host memory")["fits"] is True
+    assert forecast("40B of width 5120, both in host memory")["fits"] is True
+    in_memory, on_disk = (forecast(f"40B, both {name} (128 GiB)") for name in ("in host memory", "on disk"))
+    assert (in_memory["fits"], on_disk["fits"]) == (False, True)
+    assert in_memory["host_mib"] > 128 * 2**10 > on_disk["host_mib"]
+    assert in_memory["forecast_mib"] == on_disk["forecast_mib"]
 
 
 def test_sharding_halves_the_memory_of_the_transformer() -> None:
@@ -50,9 +60,8 @@ def test_sharding_halves_the_memory_of_the_transformer() -> None:
     assert larger < whole
 
 
-@pytest.mark.slow
 def test_forecasts_of_the_hugging_face_table_are_near_the_published_values() -> None:
-    rows = [row_of(each) for each in published() if each.what.startswith("BERT")]
+    rows = [forecast(each.what) for each in published() if each.what.startswith("BERT")]
     assert len(rows) == 9
     ratios = {row["what"]: row["ratio"] for row in rows}
     exceptions = {name for name, ratio in ratios.items() if not 0.85 < ratio < 1.1}
@@ -64,33 +73,35 @@ def test_forecasts_of_the_hugging_face_table_are_near_the_published_values() -> 
 # docs/seeds.md --------------------------------------------------------------------------------------------------------
 
 
-def documented() -> dict[str, tuple[str, str]]:
-    """Return forecast and verdict of each configuration in the tables of the document."""
-    lines = (ROOT / "docs" / "seeds.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return {row[0]: (row[2], row[3]) for row in cells if len(row) == 5}
-
-
-def check_documented(what: str) -> None:
-    number, verdict = documented()[what]
-    row = forecast(what)
-    if row["answer"]:
-        assert verdict == "rejected"
-        return
-    assert verdict == ("yes" if row["fits"] else "no")
-    assert float(re.sub(r"\D", "", number)) == pytest.approx(row["forecast_mib"], rel=0.01)
+DOCUMENT = ROOT / "docs" / "seeds.md"
 
 
 def test_the_document_contains_every_row() -> None:
-    assert {each.what for each in published()} <= documented().keys()
+    assert {each.what for each in published()} <= documented_cells(DOCUMENT.read_text()).keys()
 
 
-@pytest.mark.parametrize("what", [each.what for each in published() if "BERT" not in each.what])
+@pytest.mark.parametrize("what", [each.what for each in published()])
 def test_the_document_contains_the_current_forecast(what: str) -> None:
-    check_documented(what)
+    """If this test fails, run ``roomier bench seeds --update docs/seeds.md`` and check the text of the document."""
+    number, verdict = documented_cells(DOCUMENT.read_text())[what]
+    expected, fits = generated_cells(forecast(what))
+    assert verdict == fits
+    # Kernels of different processors can allocate a few more bytes.
+    assert float(number.replace(",", "")) == pytest.approx(float(expected.replace(",", "")), rel=2e-4, abs=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", [each.what for each in published() if "BERT" in each.what])
-def test_the_document_contains_the_current_forecast_of_bert(what: str) -> None:
-    check_documented(what)
+def test_only_generated_cells_are_updated() -> None:
+    text = "# Title\n\n| configuration | published | forecast | fits | difference |\n|---|---|---|---|---|\n"
+    before = text + "| one | 1 | 2 | no | text (1) |\n| two | | 5 | yes | |\n\nEnd | with a bar.\n"
+    rows = [
+        {"what": "one", "forecast_mib": 1234.4, "fits": True, "answer": ""},
+        {"what": "two", "forecast_mib": None, "fits": None, "answer": "is not supported"},
+    ]
+    after = with_current_cells(before, rows)
+    assert after == text + "| one | 1 | 1,234 | yes | text (1) |\n| two |  |  | rejected | |\n\nEnd | with a bar.\n"
+    assert documented_cells(after) == {
+        "configuration": ("forecast", "fits"),
+        "---": ("---", "---"),
+        "one": ("1,234", "yes"),
+        "two": ("", "rejected"),
+    }

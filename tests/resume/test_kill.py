@@ -11,16 +11,24 @@ import pytest
 SCRIPT = Path(__file__).with_name("trained_and_killed.py")
 
 
-@pytest.mark.parametrize("num_kills", [8, pytest.param(30, marks=pytest.mark.slow)])
-def test_killed_runs_are_equal_to_undisturbed_runs(num_kills: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_kills", "update"),
+    [
+        (8, "none"),
+        (4, "speculative"),
+        *(pytest.param(30, update, marks=pytest.mark.slow) for update in ("none", "plain", "deferred", "speculative")),
+    ],
+)
+def test_killed_runs_are_equal_to_undisturbed_runs(num_kills: int, update: str, tmp_path: Path) -> None:
+    """With optimizer states on disk, the undisturbed run is a run without offload."""
     seed = 20
-    command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), str(seed), str(num_kills)]
+    command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), str(seed), str(num_kills), update]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     logs = "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(tmp_path.glob("*.log")))
     assert done.returncode == 0, f"with seed {seed}: {done.stderr}\n{logs}"
     found = json.loads(done.stdout)
     assert found["kills"] == num_kills
-    assert found["kills_in_save"] > 0
+    assert found["kills_in_save"] > 0 or num_kills < 8
     assert found["num_read_meanwhile"] > 0
-    assert len(set(found["resumed_at"])) > 2, "the runs resumed at several positions"
+    assert len(set(found["resumed_at"])) > num_kills // 4, "the runs resumed at several positions"

@@ -1,6 +1,7 @@
 """Train in forked children, kill each with SIGKILL, resume, and check the checkpoints. Run by test_kill.py.
 
-``python trained_and_killed.py ROOT SEED NUM_KILLS``. One process imports torch and forks the children, so a round
+``python trained_and_killed.py ROOT SEED NUM_KILLS UPDATE``. UPDATE is the mode of updates with optimizer states on
+disk, or ``none``. The undisturbed run does not offload. One process imports torch and forks the children, so a round
 takes a fraction of a second. The parent process reads the checkpoints while a child trains. The program prints one
 JSON object, and exits with an error if data is lost, incomplete, or different from the undisturbed run.
 """
@@ -25,6 +26,7 @@ from roomier.callbacks import ModelCheckpoint
 
 NUM_STEPS = 125  # five epochs
 SAVE_EVERY = 5
+TIERS = {"optimizer_states": "disk"}
 WIDTH = 256  # some megabytes with the states of AdamW, so that a kill can hit a save
 
 
@@ -70,11 +72,15 @@ class Reporting(ModelCheckpoint):
             report(self.pipe, f"saved {trainer.global_step}")
 
 
+def scratch_of(root: Path) -> Path:
+    return root.parent / "scratch"
+
+
 def report(pipe: int, line: str) -> None:
     os.write(pipe, f"{line}\n".encode())
 
 
-def train(root: Path, pipe: int, seed: int) -> None:
+def train(root: Path, pipe: int, seed: int, update: str) -> None:
     """Train to the end, after resuming the run under ``root``."""
 
     def report_saving(event: str, arguments: tuple) -> None:
@@ -91,6 +97,7 @@ def train(root: Path, pipe: int, seed: int) -> None:
         val_check_interval=10,
         log_every_n_steps=1,
         default_root_dir=root,
+        offload=None if update == "none" else {**TIERS, "folder": str(scratch_of(root)), "update": update},
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
@@ -104,7 +111,7 @@ def train(root: Path, pipe: int, seed: int) -> None:
 class Child:
     """Forked process that trains, with the pipe from which its reports are read."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, update: str) -> None:
         self.root = root
         self.reader, writer = os.pipe()
         self._unread = b""
@@ -118,7 +125,7 @@ class Child:
             log = os.open(root.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            train(root, writer, seed)
+            train(root, writer, seed, update)
             status = 0
         except SystemExit as left:
             status = left.code
@@ -209,6 +216,7 @@ def check_same(root: Path, reference_root: Path) -> None:
     assert names[0] == names[1], f"the folders differ from the undisturbed run: {names}"
     stale = [path for folder in root.glob("version_*/checkpoints") for path in folder.glob(".*")]
     assert not stale, f"left behind by kills: {stale}"
+    assert not list(scratch_of(root).iterdir()), "files of the disk tier were left behind by kills"
     assert os.readlink(folders[1] / "checkpoints" / "last") == ends[1].name
 
 
@@ -256,11 +264,12 @@ def import_late_modules(root: Path) -> None:
     checkpoint.load(root / "warm")
 
 
-def main(root: Path, seed: int, num_kills: int) -> None:
+def main(root: Path, seed: int, num_kills: int, update: str) -> None:
     import_late_modules(root)
     chance = random.Random(seed)
     reference_root = root / "undisturbed"
-    assert Child(reference_root, seed=1).wait() == 0, "see undisturbed.log"
+    scratch_of(reference_root).mkdir()
+    assert Child(reference_root, seed=1, update="none").wait() == 0, "see undisturbed.log"
     reference = rows_of(checkpoint.find_last(reference_root).parent.parent)
 
     found = {"kills": 0, "kills_in_save": 0, "terminations": 0, "runs": 0, "resumed_at": [], "num_read_meanwhile": 0}
@@ -271,7 +280,7 @@ def main(root: Path, seed: int, num_kills: int) -> None:
         committed, is_done = 0, False
         while not is_done:
             expected_step = step_of(checkpoint.find_last(run_root)) if run_root.exists() else 0
-            child = Child(run_root, seed=1 if expected_step == 0 else next(seeds))
+            child = Child(run_root, 1 if expected_step == 0 else next(seeds), update)
             if found["kills"] < num_kills:
                 kind = chance.choice(("any time", "any time", "in a save", "in a save", "SIGTERM"))
                 found["num_read_meanwhile"] += watch(child, kind, chance)
@@ -297,4 +306,4 @@ def main(root: Path, seed: int, num_kills: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -97,6 +97,27 @@ def test_unordered_accesses_are_reported(
     assert (result == [2.0] * 4) == (schedule != "LATE")
 
 
+def uses_reused_memory(waits: bool) -> list[str]:
+    """Write memory that a task of the computing stream may have used before."""
+    x = torch.ones(4, device=DEVICE)
+    y = x * 2
+    del x
+    z = torch.empty(4, device=DEVICE)
+    with (stream := other_stream(waits=waits)):
+        z.zero_()
+    current().wait_stream(stream)
+    del y, z
+    return simulated.races()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_stream_waits_before_it_uses_new_memory(on_simulated: SimulatedRanks, waits: bool, schedule: str) -> None:
+    (races,) = on_simulated(1, uses_reused_memory, waits, schedule=schedule)
+    assert len(races) == 1 - waits
+    assert all("zero_" in race and "reuse of freed memory" in race for race in races)
+
+
 @pytest.mark.parametrize("schedule", ["LATE", "OTHERS_FIRST"])
 def test_a_pinned_source_that_the_host_changes_is_reported(on_simulated: SimulatedRanks, schedule: str) -> None:
     ((result, races),) = on_simulated(1, result_and_races, overwrites_a_pinned_source, schedule=schedule)

@@ -269,9 +269,9 @@ def test_plan_is_for_the_machine_of_the_accelerator(make_trainer: Any, monkeypat
     asked = []
     look = this_machine.this_machine
 
-    def noted(devices: int, num_nodes: int, accelerator: str) -> Any:
+    def noted(devices: int, num_nodes: int, accelerator: str, folder: str | None = None) -> Any:
         asked.append(accelerator)
-        return look(devices, num_nodes, "cpu")
+        return look(devices, num_nodes, "cpu", folder)
 
     monkeypatch.setattr(this_machine, "this_machine", noted)
     make_trainer(strategy="auto", optimizer="adamw", max_steps=1, accelerator="cpu").fit(Net(), batches())

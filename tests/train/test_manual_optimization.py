@@ -85,7 +85,7 @@ def test_parity_of_a_gan_with_a_bare_loop(make_trainer, rows):
         critic_optimizer.step()
         losses.append((float(loss.detach()), float(critic_loss.detach())))
 
-    trainer = make_trainer(max_epochs=1, logger=rows, log_every_n_steps=2)
+    trainer = make_trainer(max_epochs=1, logger=rows, log_every_n_steps=1)
     trainer.fit(module, batches)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), bare.parameters(), strict=True))
     assert list(zip(rows.column("generator_loss"), rows.column("critic_loss"), strict=True)) == losses

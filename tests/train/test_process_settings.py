@@ -142,8 +142,8 @@ def test_custom_profiler(make_trainer, data):
 
 
 def test_invalid_profiler_is_rejected(make_trainer, data):
-    with pytest.raises(roomier.RoomierError, match=r"profiler='simple'.*torch\.profiler\.profile"):
-        make_trainer(max_steps=1, profiler="simple").fit(Looks(), data)
+    with pytest.raises(roomier.RoomierError, match=r"profiler='simpl'.*torch\.profiler\.profile"):
+        make_trainer(max_steps=1, profiler="simpl").fit(Looks(), data)
 
 
 def test_modes_of_submodules_are_restored_after_a_validation(make_trainer, data):

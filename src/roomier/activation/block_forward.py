@@ -45,12 +45,12 @@ class BlockForward(WrappedForward):
     Args:
         module: the block.
         keep: activations that are saved for backward.
-        offload: object that moves saved tensors to host memory; None to keep them on the device.
+        offload: object that moves saved tensors to host memory or disk; None to keep them on the device.
 
     Attributes:
         module: the block.
         keep: activations that are saved for backward. It can be changed between steps.
-        offloads: True if saved tensors are moved to host memory. ``offloads`` can be changed between steps if
+        offloads: True if saved tensors are moved. ``offloads`` can be changed between steps if
             ``offload`` is set.
         offload: the argument ``offload``.
     """
@@ -82,9 +82,10 @@ class BlockForward(WrappedForward):
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         found: list[Tensor] = []
-        form = torch_private.map_leaves(lambda leaf: _extracted(leaf, found), (args, kwargs))
+        leaves, form = torch_private.split_leaves((args, kwargs))
+        leaves = [_extracted(leaf, found) for leaf in leaves]
         products = Products(save) if self.keep is Keep.PRODUCTS else None
-        call = _Call(self.forward, form, Surroundings(self._buffers), products)
+        call = _Call(self.forward, leaves, form, Surroundings(self._buffers), products)
         # Tensors are passed as arguments, so that ``checkpoint`` saves them and restores the random generators of their
         # devices.
         return checkpoint(call, *found, use_reentrant=False)
@@ -117,24 +118,31 @@ class _Call:
 
     Args:
         forward: forward of the block.
-        form: arguments and keyword arguments, with a :class:`_Place` for each tensor.
+        leaves: leaves of the arguments and keyword arguments, with a :class:`_Place` for each tensor.
+        form: containers of the leaves. They are created again for each call, because some containers, such as
+            ``PackedSequence``, accept only tensors.
         surroundings: state outside of the tensors that is restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], form: Any, surroundings: Surroundings, products: Products | None
+        self,
+        forward: Callable[..., Any],
+        leaves: Sequence[Any],
+        form: Any,
+        surroundings: Surroundings,
+        products: Products | None,
     ) -> None:
         self._forward = forward
+        self._leaves = leaves
         self._form = form
         self._surroundings = surroundings
         self._products = products
         self._is_first = True
 
     def __call__(self, *found: Tensor) -> Any:
-        args, kwargs = torch_private.map_leaves(
-            lambda leaf: found[leaf.index] if isinstance(leaf, _Place) else leaf, self._form
-        )
+        leaves = [found[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+        args, kwargs = torch_private.join_leaves(leaves, self._form)
         if not self._is_first:
             with self._surroundings.restored(), nullcontext() if self._products is None else self._products.replayed():
                 return self._forward(*args, **kwargs)
@@ -174,6 +182,12 @@ class Recompute:
         for block in self.blocks:
             if block.offload is not None:
                 install(block.module, MovingForward(block, block.offload))
+
+    def close(self) -> None:
+        """Remove activations that are not on the device."""
+        for offload in {block.offload for block in self.blocks}:
+            if offload is not None:
+                offload.close()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
         """Call before the first micro-batch of a training step.

@@ -1,4 +1,4 @@
-"""Blocks that save as many activations as a memory budget allows, on the device or in host memory.
+"""Blocks that save as many activations as a memory budget allows, on the device or in a lower tier.
 
 [Note: when the choice is made]
 In the first step, each block saves only its input, which is the minimum, and the optimizers create their states. The
@@ -45,7 +45,7 @@ class BudgetedRecompute(Recompute):
 
     Args:
         blocks: forwards of the blocks. If the blocks have an ``offload``, the choice can also save all activations of a
-            block in host memory.
+            block in host memory or on disk.
         activation: plan with ``budget_bytes`` or ``budget_fraction``.
         device: device whose memory is counted.
         ranks: ranks that make the same choice.
@@ -72,6 +72,7 @@ class BudgetedRecompute(Recompute):
         self._ranks = ranks
         offload = blocks[0].offload
         self._copy_times = None if offload is None else offload.copy_times()
+        self._place = "" if offload is None else offload.place
         self._num_steps = 0
         self._profile: Profile | None = None
         self._recorder: Recorder | None = None
@@ -170,7 +171,7 @@ class BudgetedRecompute(Recompute):
         counts = Counter(ways)
         names = {
             Way(Keep.ALL): "all activations",
-            MOVED: "all activations in host memory",
+            MOVED: f"all activations {self._place}",
             Way(Keep.PRODUCTS): "the results of products",
             Way(Keep.INPUT): "only their input",
         }

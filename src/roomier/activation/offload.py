@@ -1,4 +1,4 @@
-"""Offloading of the tensors that blocks save for backward to host memory.
+"""Offloading of the tensors that blocks save for backward to host memory or to disk.
 
 [Note: two blocks at a time]
 Each call of a block is a visit. Tensors that are saved during a visit are copied to the host while computation
@@ -59,7 +59,12 @@ class Copies:
     Attributes:
         device: device of the tensors.
         saves: True if the copies are not in the memory of the device.
+        uses_pinned_memory: True if the copies on the host are in pinned memory.
+        place: place of the copies, as words of a sentence.
     """
+
+    uses_pinned_memory = False
+    place = "in host memory"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,13 +88,25 @@ class Copies:
         synchronize(self.device)
         return time.perf_counter_ns()
 
-    def to_host(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Any:
         """Return a copy of ``tensor`` in host memory."""
         return tensor.to("cpu", copy=True)
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor`` on the device."""
-        return tensor.to(self.device, copy=True)
+    def to_device(self, copy: Any) -> Tensor:
+        """Return a copy on the device of the tensor that was passed to :meth:`to_host`."""
+        return copy.to(self.device, copy=True)  # type: ignore[no-any-return]
+
+    def start(self) -> Any:
+        """Return a marker for the current position in the order of the computation."""
+        return None
+
+    def finish(self, host: Tensor, made: Tensor, start: Any) -> Any:
+        """Copy ``host`` to ``made``, which was allocated at ``start``. This method can run in any thread.
+
+        Returns:
+            A marker like :meth:`mark`.
+        """
+        made.copy_(host)
 
     def mark(self) -> Any:
         """Return a marker for the current position in the order of the copies."""
@@ -98,27 +115,44 @@ class Copies:
     def wait(self, mark: Any) -> None:
         """Make subsequent computation wait for the copies before ``mark``."""
 
+    def wait_to_free(self, mark: Any) -> None:
+        """Make subsequent computation, which can use the memory of the copied tensors, wait for the copies before
+        ``mark``."""
+        self.wait(mark)
+
+    def close(self) -> None:
+        """Free the memory or disk space of all copies."""
+
 
 class StreamCopies(Copies):
     """Copies through pinned memory that overlap with computation."""
+
+    uses_pinned_memory = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.Stream(device)
 
-    def to_host(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Any:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._copy(tensor, host)
+        self._copy(tensor, host, self.start())
         return host
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        self._copy(tensor, made)
+    def to_device(self, copy: Any) -> Tensor:
+        made = torch.empty(copy.shape, dtype=copy.dtype, device=self.device)
+        self._copy(copy, made, self.start())
         return made
 
-    def _copy(self, source: Tensor, target: Tensor) -> None:
+    def start(self) -> Any:
+        return computing_stream(self.device).record_event()
+
+    def finish(self, host: Tensor, made: Tensor, start: Any) -> Any:
+        self._copy(host, made, start)
+        return self.mark()
+
+    def _copy(self, source: Tensor, target: Tensor, start: Any) -> None:
         # Wait for the preceding computation, which may write the source or still use the memory of the target.
-        self._stream.wait_stream(computing_stream(self.device))
+        self._stream.wait_event(start)
         with self._stream:
             target.copy_(source, non_blocking=True)
 
@@ -196,6 +230,7 @@ class Visit:
         self.parcels: list[weakref.ref[Parcel]] = []
         self._mark: Any = None  # of the last copy, until the computation waits for it
         self._held: list[Parcel] = []  # kept alive while they are being copied
+        self._came_back = False
 
     def add(self, parcel: Parcel) -> None:
         """Add a saved storage."""
@@ -212,6 +247,7 @@ class Visit:
 
     def come_back(self, copies: Copies) -> None:
         """Start copying the saved storages to the device."""
+        self._came_back = True
         self._held = self.living()
         for parcel in self._held:
             parcel.come_back()
@@ -219,13 +255,17 @@ class Visit:
 
     def arrive(self, copies: Copies) -> None:
         """Wait for the copies in both directions. Afterwards, each storage is freed after the graph has used it."""
-        if self._mark is not None:
+        if self._mark is not None and self._came_back:
             copies.wait(self._mark)
+        elif self._mark is not None:
+            copies.wait_to_free(self._mark)
         self._mark, self._held = None, []
 
     def leave(self, copies: Copies, staying: Sequence[Visit]) -> None:
         """Free the device memory of the saved storages, except for storages that the visits in ``staying`` need."""
-        self.arrive(copies)
+        if self._mark is not None:
+            copies.wait(self._mark)
+        self._mark, self._held = None, []
         needed = {id(parcel) for visit in staying for parcel in visit.living()}
         for parcel in self.living():
             if id(parcel) not in needed:
@@ -289,12 +329,21 @@ class Offload:
         """True if moved tensors no longer use the memory of the device."""
         return self._copies.saves
 
+    @property
+    def place(self) -> str:
+        """Place of moved tensors, as words of a sentence."""
+        return self._copies.place
+
     def copy_times(self) -> CopyTimes:
         """Measure the time of copies."""
         return self._copies.times()
 
+    def close(self) -> None:
+        """Remove all moved tensors. Graphs that need them cannot be used any more."""
+        self._copies.close()
+
     def __reduce__(self) -> Any:
-        return Offload, (self.device, self._min_bytes)  # a copy of the network has a separate Offload object
+        return Offload, (self.device, self._min_bytes)  # a copy of the network has a separate Offload object, in memory
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:

@@ -9,12 +9,15 @@ from torch import nn
 
 from roomier.activation.block_forward import BlockForward, Keep, Recompute
 from roomier.activation.budget import BudgetedRecompute
+from roomier.activation.disk_copies import DiskCopies
 from roomier.activation.offload import Offload
+from roomier.core import torch_fake
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import install
 from roomier.plan.parts import ActivationPlan, OffloadPlan
+from roomier.tiers.scratch import Scratch
 
 
 def apply_recompute(
@@ -38,33 +41,54 @@ def apply_recompute(
         Object for the engine. The object has no blocks if all blocks save all activations on the device.
 
     Raises:
-        RoomierError: the model has no blocks or too few, or offloading for a budget saves no memory on ``device``.
+        RoomierError: the model has no blocks or too few, offloading for a budget saves no memory on ``device``, or the
+            folder for offloading cannot be used.
     """
-    may_offload = offload.activations == "cpu"
-    if activation.policy == "none" and not may_offload:
+    tier = offload.activations
+    if activation.policy == "none" and tier == "none":
         return Recompute(())
     if not blocks:
         problem = "requires blocks (layers that repeat), but the model has no blocks"
         action = "Define model_blocks(), which returns the layers that repeat"
-        raise RoomierError(*_asked(activation), problem, action)
+        raise RoomierError(*_asked(activation, tier), problem, action)
     keeps = keeps_of(activation, len(blocks))
     if activation.policy == "every_n" and Keep.INPUT not in keeps:
         problem = f"must be at most the number of blocks of the model ({len(blocks)}), otherwise nothing is recomputed"
         action = "Use 'full' or a smaller number"
         raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, action)
-    where = Offload(device) if may_offload else None
+    where = _offload(offload, device)
     if where is not None and not where.saves:
         if activation.policy == "budget":
             problem = f"frees no memory on the device {device.type!r}, so it cannot help to meet a budget"
-            action = "Remove offload, so that the budget only selects the activations to recompute, or use a GPU"
+            action = (
+                "Remove offload, so that the budget only selects the activations to recompute, or use the tier 'disk'"
+            )
             raise RoomierError("offload.activations", "cpu", problem, action)
-        notice("offload: activations are already in host memory on this device, so moving them saves no memory")
+        notice(
+            "offload: activations are already in host memory on this device, so moving them saves no memory; "
+            "offload={'activations': 'disk'} moves them to disk"
+        )
     forwards = [BlockForward(block, keep, where) for block, keep in zip(blocks, keeps, strict=True)]
     for forward in forwards:
         install(forward.module, forward)
+    recompute = Recompute(forwards)
     if activation.policy == "budget":
-        return BudgetedRecompute(forwards, activation, device=device, ranks=ranks)
-    return Recompute(forwards)
+        try:
+            return BudgetedRecompute(forwards, activation, device=device, ranks=ranks)
+        except BaseException:
+            recompute.close()
+            raise
+    return recompute
+
+
+def _offload(offload: OffloadPlan, device: torch.device) -> Offload | None:
+    match offload.activations:
+        case "none":
+            return None
+        case "disk" if not torch_fake.makes_fake_tensors():  # a dry run moves no tensors
+            return Offload(device, copies=DiskCopies(device, Scratch(offload.folder)))
+        case _:
+            return Offload(device)
 
 
 def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
@@ -81,7 +105,7 @@ def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
             return [Keep.ALL] * num_blocks
 
 
-def _asked(activation: ActivationPlan) -> tuple[str, object]:
+def _asked(activation: ActivationPlan, tier: str) -> tuple[str, object]:
     if activation.policy == "none":
-        return "offload", {"activations": "cpu"}
+        return "offload", {"activations": tier}
     return "activation_checkpointing", activation.policy

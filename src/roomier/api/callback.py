@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
+
+
+LOG_METHODS = ("log", "log_dict")
 
 
 class Callback:
@@ -26,9 +29,20 @@ class Callback:
         >>> trainer = roomier.Trainer(max_epochs=3, callbacks=[PrintLoss()])
     """
 
+    log: Callable[..., None]
+    """:meth:`roomier.Module.log` of the module. Available during a run, unless the class defines this name."""
+
+    log_dict: Callable[..., None]
+    """:meth:`roomier.Module.log_dict` of the module. Available during a run, unless the class defines this name."""
+
     monitors: ClassVar[bool] = False
     """True if the callback monitors a logged metric. The hooks of such a callback run after the hooks that log the
     metric."""
+
+    reads_parameters = True
+    """Whether the hooks that a class defines read parameters, gradients or optimizer states. If a class sets this
+    attribute to False, updates of offloaded states can be pending while its hooks run. Subclasses do not inherit the
+    value."""
 
     @property
     def state_key(self) -> str:

@@ -151,6 +151,10 @@ class Engine(Protocol):
         """
         ...
 
+    def complete_updates(self) -> None:
+        """Finish pending updates, before hooks of users read parameters or optimizer states within a step."""
+        ...
+
     def close(self) -> None:
         """Restore the module's original forward. Call this after the last step."""
         ...
@@ -202,6 +206,18 @@ class Engine(Protocol):
 
         Raises:
             CheckpointError: ``state`` belongs to other optimizers.
+        """
+        ...
+
+    def places(
+        self, stored: Sequence[Mapping[str, Any]], *, is_spec: Callable[[Any], bool], unneeded: Any
+    ) -> list[dict[str, Any]]:
+        """Return the optimizer states ``stored`` with memory for :meth:`load` in place of each tensor to read.
+
+        Args:
+            stored: the states of each optimizer.
+            is_spec: returns whether a value stands for a tensor. It has ``shape`` and ``dtype``.
+            unneeded: value in place of tensors that this rank does not need.
         """
         ...
 

@@ -4,7 +4,7 @@ time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from roomier.api.adapt import seen_by_user
@@ -39,6 +39,10 @@ SHARED_HOOKS = (
         for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
     ),
 )
+_HOOKS_OF_STEPS = (
+    *(name for name in SHARED_HOOKS if "train" in name or "before" in name or "after" in name),
+    "on_save_point",
+)
 CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point")
 
 
@@ -61,6 +65,34 @@ class HookTable:
                 hooks.append(getattr(module, name))
             setattr(self, name, (*hooks, *late_hooks))
 
+    def complete_updates_before(self, complete: Callable[[], None]) -> None:
+        """Call ``complete`` before each hook of a training step that can read parameters."""
+
+        def completed(name: str, hook: Hook) -> Hook:
+            function = hook.func if isinstance(hook, partial) else hook
+            owner = getattr(function, "__self__", None)
+            if isinstance(owner, Callback) and not _reads_parameters(type(owner), name):
+                return hook
+
+            @wraps(function)
+            def call(*args: Any) -> Any:
+                complete()
+                return hook(*args)
+
+            return call
+
+        for name in _HOOKS_OF_STEPS:
+            setattr(self, name, tuple(completed(name, hook) for hook in getattr(self, name)))
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> tuple[Hook, ...]: ...
+
+
+def _reads_parameters(kind: type[Callback], name: str) -> bool:
+    """Return the attribute ``reads_parameters`` of the class that defines the hook ``name``.
+
+    A subclass that overrides the hook must set the attribute again.
+    """
+    definer = next((each for each in kind.__mro__ if name in vars(each)), Callback)
+    return bool(vars(definer).get("reads_parameters", True))

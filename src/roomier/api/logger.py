@@ -9,6 +9,9 @@ from typing import Any
 
 from roomier.core.log import notice
 
+STEP_COLUMN = "trainer/step"
+"""Column with the number of optimizer steps, in rows whose step is the index of an evaluation batch."""
+
 
 class Logger(ABC):
     """Base class for loggers. Implement :meth:`log_metrics`. The other methods are optional.
@@ -50,7 +53,8 @@ class Logger(ABC):
 
         Args:
             metrics: values by column.
-            step: number of completed optimizer steps.
+            step: number of completed optimizer steps. Rows of evaluation batches have the index of the batch, and
+                contain the number of steps in the column ``trainer/step``.
         """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
@@ -22,9 +24,24 @@ def lightning_base(kind: type, counterpart: type) -> type | None:
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """Return True if ``obj`` or its class overrides the method ``name`` of ``base``, or of Lightning's counterpart."""
-    base = lightning_base(type(obj), base) or base
-    return name in vars(obj) or getattr(type(obj), name, None) is not getattr(base, name, None)
+    """Return True if ``obj`` or its class overrides the method ``name`` of ``base``, or of Lightning's counterpart.
+
+    As in Lightning, a method that is set to None is not an override.
+    """
+    defaults = [getattr(each, name, None) for each in (lightning_base(type(obj), base), base) if each is not None]
+    if name in vars(obj):
+        own = vars(obj)[name]
+        return own is not None and getattr(own, "__func__", own) not in defaults
+    own = getattr(type(obj), name, None)
+    return own is not None and own is not defaults[0]
+
+
+def replace_none(obj: object, base: type) -> None:
+    """Replace methods of ``obj`` that are set to None by the methods of ``base``."""
+    for owner in (obj, *type(obj).__mro__):
+        for name, value in list(vars(owner).items()):
+            if value is None and getattr(obj, name, None) is None and callable(getattr(base, name, None)):
+                vars(obj)[name] = MethodType(getattr(base, name), obj)
 
 
 def is_one(obj: object, counterpart: type) -> bool:

@@ -4,6 +4,7 @@ set."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -405,6 +406,21 @@ class TrainerView(Protocol):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank only."""
 
+    @property
+    def fit_loop(self) -> Any:
+        """View of a fit, with the names of Lightning's loop."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """View of the precision, with the names of Lightning's plugin."""
+
+    @property
+    def accelerator(self) -> Any:
+        """Object for the type of device."""
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Return a context in which tensors are created on the device and in the dtype of the Trainer."""
+
     def save_checkpoint(
         self,
         filepath: str | Path,
@@ -413,6 +429,7 @@ class TrainerView(Protocol):
         *,
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
+        format: str = "folder",
     ) -> None:
         """Save the run. If a hook of a running fit calls this method, the checkpoint is written at the end of the
         step."""

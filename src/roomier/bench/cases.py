@@ -21,8 +21,8 @@ class CaseModule(Protocol):
         """Run the benchmark.
 
         Returns:
-            Data for one JSON object. The function writes no text to standard output. If the list ``"failed"`` in the
-            data is not empty, the command ends with exit code 1.
+            Data for one JSON object, or the key ``"lines"`` with one object per line. The function writes no text to
+            standard output. If the list ``"failed"`` in the data is not empty, the command ends with exit code 1.
         """
 
     def table(self, result: Mapping[str, Any]) -> RenderableType:
@@ -55,8 +55,15 @@ CASES: dict[str, Case] = {
     ),
     "optimizers": Case("loss, memory and time of low-bit optimizers, compared with AdamW", "roomier.bench.optimizers"),
     "planner": Case("forecast and measured peak memory of a step", "roomier.bench.planner"),
+    "offload": Case(
+        "time and memory of optimizer states on disk, compared with all states in memory", "roomier.bench.offload"
+    ),
     "seeds": Case(
         "memory published by four articles, compared with the forecast of the same training", "roomier.bench.seeds"
+    ),
+    "seed": Case(
+        "training of a model of these articles: memory and time, compared with published values and the forecast",
+        "roomier.bench.seed.case",
     ),
     "choice": Case(
         "the choice of strategy='auto', compared with measurements of all plans that fit", "roomier.bench.choice"

@@ -79,7 +79,7 @@ def all_cases() -> list[Case]:
         Case(model, strategy, num_ranks, *levers)
         for model in _names()
         for strategy, num_ranks in SETUPS
-        for levers in _levers(model, strategy)
+        for levers in _levers(model)
     ]
 
 
@@ -108,15 +108,14 @@ def few_cases() -> list[Case]:
 
 
 def _case(model: str, setup: tuple[str, int], number: int, accumulate: int) -> Case:
-    levers = _levers(model, setup[0])
+    levers = _levers(model)
     # The number of combinations is never a multiple of 5.
     return Case(model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate)
 
 
-def _levers(model: str, strategy: str) -> list[tuple[str, str, str]]:
+def _levers(model: str) -> list[tuple[str, str, str]]:
     policies = ("none",) if model in _WITHOUT_BLOCKS else RECOMPUTE
-    is_whole = strategy in ("single", "ddp")  # Adafactor does not support sharded parameters
-    return list(product(policies, PRECISIONS, [each for each in OPTIMIZERS if is_whole or each != "adafactor"]))
+    return list(product(policies, PRECISIONS, OPTIMIZERS))
 
 
 def _names() -> list[str]:

@@ -24,7 +24,7 @@ def names_in(folder: Path) -> tuple[str, ...]:
 
 
 def choose_name(
-    folder: Path, name: str, kept: set[str], own: set[str], foreign: Iterable[str]
+    folder: Path, name: str, kept: set[str], own: set[str], foreign: Iterable[str], suffix: str = ""
 ) -> tuple[str, tuple[str, ...]]:
     """Choose the name of the next checkpoint in ``folder``, and add it to ``own``.
 
@@ -33,16 +33,34 @@ def choose_name(
         kept: names that this run must not replace.
         own: names that this run can replace.
         foreign: known names of other runs.
+        suffix: suffix of files; empty for folders.
 
     Returns:
         A tuple: ``name`` or the first free ``name-v1``, ``name-v2``, ..., and the names of all checkpoints of other
             runs.
     """
-    complete = {each for each in names_in(folder) if each not in own and (folder / each / RECORD_NAME).is_file()}
+    complete = {each for each in names_in(folder) if each not in own and _is_checkpoint(folder / each)}
     others = names_being_written(folder).union(complete).difference(own, kept).union(foreign)
-    chosen = first_free_name(name, kept | others)
+    chosen = first_free_name(name, kept | others, suffix)
     own.add(chosen)
     return chosen, tuple(sorted(others))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / RECORD_NAME).is_file() or is_lightning_file(path)
+
+
+def remove_saved(path: str, *, is_file: bool) -> None:
+    """Remove the checkpoint folder ``path`` if it exists, or the checkpoint file ``path`` if ``is_file`` is True.
+
+    Raises:
+        CheckpointError: the folder cannot be removed.
+        OSError: the file cannot be removed.
+    """
+    if os.path.isdir(path):
+        checkpoint.remove(path)
+    elif is_file and os.path.isfile(path):
+        os.unlink(path)
 
 
 def find_complete(name: str, folders: list[str]) -> str:

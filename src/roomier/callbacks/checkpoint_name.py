@@ -67,10 +67,10 @@ def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_inser
     return "".join(parts)
 
 
-def first_free_name(name: str, taken: Container[str]) -> str:
-    """Return ``name``, or the first of ``name-v1``, ``name-v2``, ... that is not in ``taken``."""
-    candidate, version = name, 0
+def first_free_name(name: str, taken: Container[str], suffix: str = "") -> str:
+    """Return ``name``, or the first of ``name-v1``, ``name-v2``, ..., with ``suffix``, that is not in ``taken``."""
+    candidate, version = f"{name}{suffix}", 0
     while candidate in taken:
         version += 1
-        candidate = f"{name}-v{version}"
+        candidate = f"{name}-v{version}{suffix}"
     return candidate

@@ -33,6 +33,8 @@ class DeviceStatsMonitor(Callback):
         >>> trainer = roomier.Trainer(callbacks=[DeviceStatsMonitor()])
     """
 
+    reads_parameters = False
+
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self._cpu_stats = cpu_stats
         self._last_step = -1

@@ -67,6 +67,8 @@ class EarlyStopping(Callback):
         >>> trainer = roomier.Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
     """
 
+    reads_parameters = False
+
     monitors = True
 
     @explain_unknown_keywords("callbacks.EarlyStopping")

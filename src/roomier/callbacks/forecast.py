@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import Callback
 from roomier.api.kept_weights import KeepsWeights, kept_by
-from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
+from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step, usual_step_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.device.rng import rng_state, set_rng_state
@@ -40,8 +40,9 @@ class MemoryForecast(Callback):
 
     Args:
         at_step: number of the tracked step, at least 2. If None, the tracked step is the step of a
-            :class:`MemoryAnatomy` in the same Trainer. Without a MemoryAnatomy, it is step 2, or step 4 with an
-            activation budget, because the budget runs measurements in the first steps.
+            :class:`MemoryAnatomy` in the same Trainer. Without a MemoryAnatomy, it is step 2. With deferred updates, it
+            is step 3, because the first update runs in step 2. With an activation budget, it is step 4, because the
+            budget runs measurements in the first steps.
 
     Attributes:
         record: forecast and measurement; None before the tracked step ends.
@@ -52,6 +53,8 @@ class MemoryForecast(Callback):
     Example:
         >>> trainer = roomier.Trainer(callbacks=[MemoryForecast(at_step=10)])
     """
+
+    reads_parameters = False
 
     def __init__(self, at_step: int | None = None) -> None:
         if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 2):
@@ -75,7 +78,7 @@ class MemoryForecast(Callback):
         if self.at_step is not None and self.at_step < first:
             problem = "must be at least 4, because an activation budget measures and saves the least before step 4"
             raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
-        self._first_step = trainer.global_step + (self.at_step or first)
+        self._first_step = trainer.global_step + (self.at_step or usual_step_of(trainer))
         self._is_over = False
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
@@ -191,7 +194,8 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
     plan = trainer.plan
     state = rng_state()
     try:
-        machine = this_machine.this_machine(plan.parallel.devices, plan.parallel.num_nodes, plan.parallel.accelerator)
+        parallel, folder = plan.parallel, plan.offload.folder
+        machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator, folder)
         return confirm(workload, plan, machine), ""
     except Exception as error:  # a failed forecast must not end the run
         return None, f"{type(error).__name__}: {error}"

@@ -34,6 +34,8 @@ class GradientAccumulationScheduler(Callback):
         >>> trainer = roomier.Trainer(callbacks=[GradientAccumulationScheduler({0: 8, 4: 2})])
     """
 
+    reads_parameters = False
+
     def __init__(self, scheduling: dict[int, int]) -> None:
         def is_count(value: object, least: int) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -47,6 +47,8 @@ class LearningRateMonitor(Callback):
         >>> trainer = roomier.Trainer(callbacks=[LearningRateMonitor("step")])
     """
 
+    reads_parameters = False
+
     @explain_unknown_keywords("callbacks.LearningRateMonitor")
     def __init__(
         self,

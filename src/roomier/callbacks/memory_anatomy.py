@@ -42,6 +42,8 @@ class MemoryAnatomy(KeepsPeak, Callback):
         >>> trainer = roomier.Trainer(callbacks=[MemoryAnatomy(at_step=10)])
     """
 
+    reads_parameters = False
+
     def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
         if at_step is not None and (not isinstance(at_step, int) or at_step < 2):
             action = "Use at least 2, because the optimizer has no states during the first step"

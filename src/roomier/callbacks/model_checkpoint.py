@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from roomier import checkpoint
 from roomier.api.callback import Callback
-from roomier.callbacks.checkpoint_folder import choose_name, find_complete, names_in
+from roomier.callbacks.checkpoint_arguments import FORMER, LAST, check_arguments
+from roomier.callbacks.checkpoint_folder import choose_name, find_complete, names_in, remove_saved
 from roomier.callbacks.checkpoint_ledger import Keep, Ledger, ledger_form
 from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, metrics_named_in
 from roomier.callbacks.interval import Interval
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
-from roomier.core.errors import CheckpointError, RoomierError
+from roomier.callbacks.on_exception_checkpoint import check_saves_weights, save_weights_after
+from roomier.checkpoint.lightning import SUFFIX
+from roomier.core.errors import CheckpointError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 from roomier.core.paths import check_path
@@ -30,15 +32,6 @@ from roomier.core.units import parse_duration_s
 if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.api.trainer_view import TrainerView
-
-LAST = "last"
-_FORMER = {
-    "period": "Use every_n_epochs",
-    "every_n_val_epochs": "Use every_n_epochs",
-    "prefix": "Put it into filename",
-    "save_best_only": "Use save_top_k=1 and monitor",
-    "save_on_exception": "Add OnExceptionCheckpoint(dirpath) to callbacks",
-}
 
 
 class ModelCheckpoint(Callback):
@@ -50,14 +43,18 @@ class ModelCheckpoint(Callback):
     Args:
         dirpath: folder of the checkpoints; by default ``checkpoints`` in the run folder.
         filename: template of the checkpoint's name with ``{epoch}``, ``{step}`` and logged metrics, and formats as in
-            ``str.format``. For example, the default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. Before the first
-            validation, a metric that was not logged is written as ``none``. After the first validation, a metric that
-            was not logged raises an error.
-        monitor: logged metric that ranks checkpoints; by default, newer checkpoints are better. NaN is not ranked.
+            ``str.format``. For example, the default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. A metric that was
+            not logged is written as ``none``, and a notice names the metric.
+        monitor: logged metric, ``"step"`` or ``"epoch"``, which ranks checkpoints; by default, newer checkpoints are
+            better. NaN is not ranked.
         verbose: print each save to standard error.
         save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` has the same meaning.
         save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none. Without ``monitor``,
             use -1, 0 or 1.
+        format: ``"folder"``, or ``"lightning"`` for a ``.ckpt`` file that ``torch.load`` and Lightning's
+            ``load_from_checkpoint`` read. A run resumes from a file as in Lightning, that is, without random states.
+        save_on_exception: also save the weights if an error ends the fit, see
+            :class:`roomier.callbacks.OnExceptionCheckpoint`.
         save_weights_only: omit the state that is required only to resume a run.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
         auto_insert_metric_name: write ``step=100`` instead of ``100`` for ``{step}``.
@@ -89,9 +86,9 @@ class ModelCheckpoint(Callback):
     ledger is updated before the save, and restored if the save fails.
     """
 
-    monitors = True
+    reads_parameters, monitors = False, True
 
-    @explain_unknown_keywords("callbacks.ModelCheckpoint", _FORMER)
+    @explain_unknown_keywords("callbacks.ModelCheckpoint", FORMER)
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -109,6 +106,8 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         async_save: bool = False,
+        save_on_exception: bool = False,
+        format: Literal["folder", "lightning"] = "folder",
     ) -> None:
         check_path("ModelCheckpoint(dirpath)", "." if dirpath is None else dirpath)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
@@ -126,13 +125,15 @@ class ModelCheckpoint(Callback):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self.async_save = async_save
+        self.save_on_exception = save_on_exception
+        self.format = format
         self._interval_s = (
             None
             if train_time_interval is None
             else parse_duration_s("ModelCheckpoint(train_time_interval)", train_time_interval)
         )
         self._keep = Keep(save_top_k, mode == "min", monitor is not None, bool(save_last))
-        self._check_arguments()
+        check_arguments(self)
         self._ledger = Ledger()
         self._uncommitted: Ledger | None = None
         self._foreign_names: tuple[str, ...] | None = None
@@ -142,7 +143,7 @@ class ModelCheckpoint(Callback):
         self._monitored = None if monitor is None else Monitored(type(self).__name__, monitor)
         named = [each for each in metrics_named_in(self.filename) if each != monitor]
         self._named = [Monitored(type(self).__name__, each, "filename") for each in named]
-        self._due_step = -1
+        self._due_step = self._validated_step = -1
         self._ended_epoch = (-1, 0)
         self._interval = Interval(self._interval_s) if self._interval_s is not None else None
         self._printed: set[str] = set()
@@ -201,6 +202,8 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit"
+        if self._is_fitting and self.save_on_exception:
+            check_saves_weights("ModelCheckpoint(save_on_exception)", trainer)
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if trainer.fast_dev_run:
@@ -232,6 +235,7 @@ class ModelCheckpoint(Callback):
         if self._is_fitting and not trainer.sanity_checking:
             for each in (*self._named, *([] if self._monitored is None else [self._monitored])):
                 each.was_validated = True
+            self._validated_step = trainer.global_step
             if not self._saves_after_training_epoch(trainer):
                 self._epoch_is_over(trainer)
 
@@ -247,11 +251,23 @@ class ModelCheckpoint(Callback):
         is_due = self._is_due(trainer)
         if not (is_due or trainer.is_last_save_point) or trainer.fast_dev_run:
             return
-        if is_due:
+        if is_due or self._is_stopped(trainer):
             trainer.results.settle()  # the score and the name use the values of all ranks
             self._save(trainer, trainer.ranks.from_zero(self._score(trainer)), self._keep)
         if trainer.is_last_save_point and not trainer.interrupted and self._newest_ledger.step != step:
             self._save_at_the_end(trainer)
+
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
+        run = trainer.run if self._is_fitting and self.save_on_exception and self.dirpath else None
+        if run is not None and self._newest_ledger.step != run.progress.global_step and not trainer.sanity_checking:
+            name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
+            save_weights_after(exception, trainer, Path(str(self.dirpath)), f"on_exception-{name}")
+
+    def _is_stopped(self, trainer: TrainerView) -> bool:
+        """Return True if training stops within an epoch, so that this step was validated before its epoch ends."""
+        is_validated = trainer.is_last_save_point and self._validated_step == trainer.global_step
+        is_within_epoch = self._ended_epoch[0] != trainer.global_step
+        return is_validated and is_within_epoch and self._is_due_epoch(trainer.current_epoch)
 
     def _save_at_the_end(self, trainer: TrainerView) -> None:
         """Save after the last step if no save was due at that step, unless an existing checkpoint is sufficient. This
@@ -313,6 +329,7 @@ class ModelCheckpoint(Callback):
                 path,
                 weights_only=self.save_weights_only,
                 asynchronous=self.async_save,
+                format=self.format,
                 when_committed=partial(self._committed, trainer, ledger),
             )
         except BaseException:
@@ -351,6 +368,8 @@ class ModelCheckpoint(Callback):
 
     def _score(self, trainer: TrainerView) -> float | None:
         """Return the value of ``monitor``; None without a monitor or before the first validation."""
+        if self.monitor in ("epoch", "step") and self.monitor not in trainer.callback_metrics:
+            return float(self._metrics(trainer)[self.monitor])
         score = None if self._monitored is None else self._monitored.read(trainer)
         if score is not None and math.isnan(score):
             self._print_once(f"{self.monitor} is NaN, so this checkpoint is never ranked among the best")
@@ -360,13 +379,15 @@ class ModelCheckpoint(Callback):
         """Return the path of the next checkpoint. See [Note: names that are taken]."""
         assert self.dirpath is not None, "on_fit_start() must run first"
         for each in self._named:
-            each.read(trainer)  # raises if the metric was not logged
+            each.report_missing(trainer)
         name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
+        suffix = SUFFIX if self.format == "lightning" else ""
         if not self.enable_version_counter:
-            return os.path.join(self.dirpath, trainer.ranks.from_zero(name))
+            return os.path.join(self.dirpath, trainer.ranks.from_zero(name) + suffix)
         here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
         kept = {*map(os.path.basename, here), *([LAST] if self._keep.last else [])}
-        choose = partial(choose_name, Path(self.dirpath), name, kept, self._own_names, self._foreign_names or ())
+        folder, others = Path(self.dirpath), self._foreign_names or ()
+        choose = partial(choose_name, folder, name, kept, self._own_names, others, suffix)
         name, self._foreign_names = trainer.ranks.on_zero(choose)
         return os.path.join(self.dirpath, name)
 
@@ -377,18 +398,18 @@ class ModelCheckpoint(Callback):
     def _remove_superseded(self, paths_of_others: set[str]) -> None:
         """Remove superseded checkpoints that no other callback keeps, if at least one kept checkpoint exists."""
         ledger = self._ledger
-        if not any(os.path.isdir(path) for path in ledger.paths):
+        if not any(os.path.exists(path) for path in ledger.paths):
             return
         for path in set(ledger.superseded) - paths_of_others:
-            if os.path.dirname(path) != self.dirpath or not os.path.isdir(path):
+            if os.path.dirname(path) != self.dirpath:
                 continue
             try:
-                checkpoint.remove(path)
-            except CheckpointError as error:
+                remove_saved(path, is_file=self.format == "lightning")
+            except (CheckpointError, OSError) as error:
                 notice(f"a superseded checkpoint was not removed: {error}")
 
     def _point_last_to(self, path: str) -> None:
-        link = os.path.join(os.path.dirname(path), LAST)
+        link = os.path.join(os.path.dirname(path), LAST + (SUFFIX if self.format == "lightning" else ""))
         aside = f"{link}.aside"
         try:
             with suppress(FileNotFoundError):
@@ -460,39 +481,6 @@ class ModelCheckpoint(Callback):
 
     def _name(self, path: str) -> str:
         return os.path.basename(path) if os.path.dirname(path) == self.dirpath else path
-
-    # Arguments ----------------------------------------------------------------------------------------------------
-
-    def _check_arguments(self) -> None:
-        if self.save_last not in (None, True, False, "link"):
-            raise _wrong("save_last", self.save_last, "is unknown", "Use True, False, or 'link' (the same as True)")
-        if self._keep.last and self.filename == LAST:
-            raise _wrong("filename", LAST, "is the name of the link that save_last creates", "Choose another name")
-        if not _is_count(self.save_top_k, at_least=-1):
-            raise _wrong("save_top_k", self.save_top_k, "must be an integer of at least -1", "Use -1 (all) or 0 (none)")
-        if self.monitor is None and self.save_top_k > 1:
-            problem = "must be at most 1 without monitor"
-            raise _wrong("save_top_k", self.save_top_k, problem, "Set monitor, or use -1 or 1")
-        for field in ("every_n_train_steps", "every_n_epochs"):
-            value = getattr(self, field)
-            if value is not None and not _is_count(value, at_least=0):
-                raise _wrong(field, value, "must be an integer of at least 0", "Use a positive integer, or 0 for never")
-        given = {
-            "every_n_train_steps": self.every_n_train_steps,
-            "every_n_epochs": self.every_n_epochs,
-            "train_time_interval": self.train_time_interval,
-        }
-        chosen = {name: value for name, value in given.items() if value}
-        if len(chosen) > 1:
-            raise _wrong(" and ".join(chosen), chosen, "cannot be combined", "Use two ModelCheckpoints")
-
-
-def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
-    return RoomierError(f"ModelCheckpoint({field})", received, problem, action)
-
-
-def _is_count(value: object, *, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def _tensor(score: float | None) -> Tensor | None:

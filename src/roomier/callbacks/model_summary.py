@@ -107,6 +107,8 @@ class ModelSummary(Callback):
         >>> trainer = roomier.Trainer(callbacks=[ModelSummary(max_depth=2)])
     """
 
+    reads_parameters = False
+
     def __init__(self, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
             raise RoomierError("max_depth", max_depth, "must be an integer of at least -1", "Use -1 (all) or 0 (total)")

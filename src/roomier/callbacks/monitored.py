@@ -53,8 +53,7 @@ class Monitored:
         if not self.was_validated and sum(trainer.num_val_batches) > 0:
             if not self._is_noticed:
                 self._is_noticed = True
-                until_then = "names contain 'none'" if self._argument == "filename" else "it is not used"
-                problem = f"{self.name!r} is not logged before the first validation; until then, {until_then}"
+                problem = f"{self.name!r} is not logged before the first validation; until then, it is not used"
                 notice(f"{self.callback_name}: {problem}")
             return None
         problem = f"was not logged; logged metrics: {', '.join(sorted(metrics))}" if metrics else "was not logged"
@@ -65,6 +64,17 @@ class Monitored:
             action += "Pass val_dataloaders to fit if validation_step logs it. "
         action += f"Call self.log({self.name!r}, value) in the module, or use the name of another metric"
         raise RoomierError(f"{self.callback_name}({self._argument})", self.name, problem, action)
+
+    def report_missing(self, trainer: TrainerView) -> None:
+        """Print a notice, one time, if the metric of a file name is not available."""
+        metrics = trainer.callback_metrics
+        if self.name in metrics or self._is_noticed:
+            return
+        self._is_noticed = True
+        near = nearest(self.name, metrics, _SIMILAR)
+        question = f". Did you mean {near!r}?" if near else ""
+        problem = f"the metric {self.name!r} is not available, so names contain {self.name + '=none'!r}{question}"
+        notice(f"{self.callback_name}({self._argument}): {problem}")
 
 
 def check_mode(callback_name: str, mode: str) -> str:

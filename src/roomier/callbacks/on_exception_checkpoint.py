@@ -56,6 +56,8 @@ class OnExceptionCheckpoint(Callback):
         >>> trainer = roomier.Trainer(callbacks=[OnExceptionCheckpoint("checkpoints")])
     """
 
+    reads_parameters = False
+
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise RoomierError("OnExceptionCheckpoint(filename)", filename, "must not be empty", "Pass a name")
@@ -70,14 +72,9 @@ class OnExceptionCheckpoint(Callback):
         return str(self.dirpath / self.filename)
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
-        self._is_training, strategy = False, trainer.plan.parallel.strategy
-        if stage == "fit" and strategy not in _WHOLE_ON_EACH_RANK:
-            raise RoomierError(
-                "OnExceptionCheckpoint",
-                strategy,
-                "is not supported, because it shards the parameters and no rank can save the shard of a failed rank",
-                "Use ModelCheckpoint(every_n_train_steps=...), from which a run resumes exactly",
-            )
+        self._is_training = False
+        if stage == "fit":
+            check_saves_weights("OnExceptionCheckpoint", trainer)
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = True
@@ -86,33 +83,55 @@ class OnExceptionCheckpoint(Callback):
         self._is_training = False
 
     def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
-        run = trainer.run
-        if run is None or not self._is_training or not run.progress.global_step:
+        if self._is_training:
+            save_weights_after(exception, trainer, self.dirpath, self.filename)
+
+
+def check_saves_weights(field: str, trainer: TrainerView) -> None:
+    """Check that each rank has all parameters.
+
+    Raises:
+        RoomierError: the strategy shards the parameters.
+    """
+    strategy = trainer.plan.parallel.strategy
+    if strategy not in _WHOLE_ON_EACH_RANK:
+        raise RoomierError(
+            field,
+            strategy,
+            "is not supported, because it shards the parameters and no rank can save the shard of a failed rank",
+            "Use ModelCheckpoint(every_n_train_steps=...), from which a run resumes exactly",
+        )
+
+
+def save_weights_after(exception: BaseException, trainer: TrainerView, folder: Path, filename: str) -> None:
+    """Save the weights of this rank to ``folder`` after an error in a step, without communication."""
+    run = trainer.run
+    if run is None or not run.progress.global_step:
+        return
+    rank = trainer.global_rank
+    path = folder / (filename if rank == 0 else f"{filename}-rank={rank}")
+    step = run.progress.global_step
+    try:
+        weights = run.engine.module.state_dict()
+        broken = next((name for name, each in weights.items() if not _is_finite(each)), None)
+        if broken is not None:
+            notice(f"OnExceptionCheckpoint: weights not saved, because {broken} is not finite at step {step}")
             return
-        rank = trainer.global_rank
-        path = Path(self.ckpt_path) if rank == 0 else self.dirpath / f"{self.filename}-rank={rank}"
-        step = run.progress.global_step
-        try:
-            weights = run.engine.module.state_dict()
-            broken = next((name for name, each in weights.items() if not _is_finite(each)), None)
-            if broken is not None:
-                notice(f"OnExceptionCheckpoint: weights not saved, because {broken} is not finite at step {step}")
-                return
-            state: dict[str, Any] = {
-                "plan": run.plan.to_dict(),
-                "progress": run.progress.state(),
-                "hyperparameters": {name: each for name, each in run.module.hparams.items() if is_plain(each)},
-                "module": weights,
-            }
-            self.dirpath.mkdir(parents=True, exist_ok=True)
-            checkpoint.save(path, state, Ranks())
-        except Exception as error:  # a save error must not replace the error that ended the run
-            notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
-            return
-        way = "there is no checkpoint for an exact resume"
-        if run.saves.path is not None:
-            way = f"to resume exactly, use {run.saves.path} (step {run.saves.step})"
-        notice(f"{type(exception).__name__} in the step after {step}: saved the weights to {path}; {way}")
+        state: dict[str, Any] = {
+            "plan": run.plan.to_dict(),
+            "progress": run.progress.state(),
+            "hyperparameters": {name: each for name, each in run.module.hparams.items() if is_plain(each)},
+            "module": weights,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(path, state, Ranks())
+    except Exception as error:  # a save error must not replace the error that ended the run
+        notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
+        return
+    way = "there is no checkpoint for an exact resume"
+    if run.saves.path is not None:
+        way = f"to resume exactly, use {run.saves.path} (step {run.saves.step})"
+    notice(f"{type(exception).__name__} in the step after {step}: saved the weights to {path}; {way}")
 
 
 def _is_finite(tensor: Any) -> bool:

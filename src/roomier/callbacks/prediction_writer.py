@@ -56,6 +56,8 @@ class PredictionWriter(Callback):
         >>> trainer.predict(model, loader, return_predictions=False)
     """
 
+    reads_parameters = False
+
     @explain_unknown_keywords("callbacks.PredictionWriter")
     def __init__(
         self, output_dir: str | Path | None = None, write_interval: str = "batch", *, overwrite: bool = False

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import Callback
+from roomier.callbacks.progress_counts import BatchCounts, shown_numbers
 from roomier.callbacks.progress_display import BarDisplay, Display, LineDisplay, Standing
 from roomier.core.errors import RoomierError
 from roomier.run.run import run_of
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
 
-class ProgressBar(Callback):
+class ProgressBar(BatchCounts, Callback):
     """Callback that shows progress on standard error, as a bar in a terminal, or otherwise as one line per log interval
     and per evaluation.
 
@@ -37,6 +38,8 @@ class ProgressBar(Callback):
     Example:
         >>> trainer = roomier.Trainer(callbacks=[ProgressBar(refresh_interval_s=1.0)])
     """
+
+    reads_parameters = False
 
     def __init__(self, refresh_interval_s: float = 0.1, console: Console | None = None) -> None:
         if not refresh_interval_s > 0:
@@ -60,6 +63,9 @@ class ProgressBar(Callback):
     def is_enabled(self) -> bool:
         """True while the progress is displayed."""
         return self._display is not None
+
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        self._shown_trainer = trainer
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print like the built-in ``print``. ``LightningModule.print`` calls this method."""
@@ -114,7 +120,7 @@ class ProgressBar(Callback):
         if self._display is None:
             return
         if is_log_step:
-            self._metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+            self._metrics = shown_numbers(self.get_metrics(trainer, trainer.lightning_module))
         elif not self._display.redraws_between_log_steps:
             self._next_draw_s = math.inf
             return
@@ -201,7 +207,7 @@ class ProgressBar(Callback):
 
     def _end_evaluation(self, trainer: TrainerView) -> None:
         if self._display is not None:
-            metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+            metrics = shown_numbers(self.get_metrics(trainer, trainer.lightning_module))
             self._display.end(self._evaluation_progress(metrics))
         if self._is_training:
             self._schedule_redraw()

@@ -54,6 +54,8 @@ class Throughput(Callback):
         >>> trainer = roomier.Trainer(callbacks=[Throughput()])
     """
 
+    reads_parameters = False
+
     def __init__(self, peak_flops_per_s: float | None = None) -> None:
         if peak_flops_per_s is not None and not peak_flops_per_s > 0:
             raise RoomierError("peak_flops_per_s", peak_flops_per_s, "must be positive", "Use FLOP/s such as 312e12")

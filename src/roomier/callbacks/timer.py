@@ -39,6 +39,8 @@ class Timer(Callback):
         >>> trainer = roomier.Trainer(callbacks=[Timer(duration="00:12:00:00")])
     """
 
+    reads_parameters = False
+
     def __init__(
         self,
         duration: str | timedelta | dict[str, int] | None = None,

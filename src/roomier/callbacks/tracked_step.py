@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
+from roomier.plan.offload_rules import update_mode
 from roomier.planner.dry_runs.places import named_places, reporting_places
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 FIRST_STEP = 2
 """During the first step, the optimizer states do not exist yet."""
+FIRST_STEP_AFTER_A_DEFERRED_UPDATE = 3
+"""The forward of the second step runs the first deferred update, which creates the optimizer states."""
 FIRST_STEP_OF_A_BUDGET = 4
 """Until the third step, an activation budget runs measurements, and blocks save as few activations as possible for
 backward."""
@@ -27,6 +30,14 @@ _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
 def first_step_of(trainer: TrainerView) -> int:
     """Return the first step of a run, counted from 1, whose memory is representative of later steps."""
     return FIRST_STEP_OF_A_BUDGET if trainer.plan.activation.policy == "budget" else FIRST_STEP
+
+
+def usual_step_of(trainer: TrainerView) -> int:
+    """Return the step that is tracked by default: the first step that creates no optimizer states."""
+    offload = trainer.plan.offload
+    is_offloaded = offload.optimizer_states != "none" or offload.parameters != "none"
+    is_deferred = is_offloaded and update_mode(trainer.plan) == "deferred"
+    return max(first_step_of(trainer), FIRST_STEP_AFTER_A_DEFERRED_UPDATE if is_deferred else FIRST_STEP)
 
 
 def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:

@@ -112,7 +112,7 @@ FORMS: Mapping[str, Form] = {
     "datamodule": _STATE,
     "results": fields(
         {"running": list_of(_LOGGED), "epoch": mapping_of(_SCALAR), "bar": mapping_of(_SCALAR)},
-        others={"logged": mapping_of(_SCALAR)},
+        others={"logged": mapping_of(_SCALAR), "evaluated": mapping_of(count)},
     ),
     "metrics": _by_rank(mapping_of(_METRIC)),
     "callbacks": mapping_of(_STATE),

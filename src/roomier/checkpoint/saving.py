@@ -30,6 +30,19 @@ from roomier.checkpoint.tree import StoredTensor, leaves
 from roomier.core.errors import CheckpointError
 from roomier.core.ranks import Ranks
 
+README_NAME = "README.txt"
+README = """This folder is a checkpoint of roomier.
+
+Load the model:              roomier.checkpoint.load_module(ModelClass, "{name}")
+Resume the run:              trainer.fit(model, ckpt_path="{name}")
+
+torch.load and Lightning's load_from_checkpoint read files. Convert this folder to a file for them:
+
+    roomier export {name} {name}.ckpt --to lightning
+
+ModelCheckpoint(format="lightning") writes such files instead of folders.
+"""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -41,6 +54,7 @@ class Prepared:
         parts: parts of tensors that this rank writes.
         section_of: mapping from the name of each tensor to its top-level key.
         num_cut_elements: mapping from the name of each sharded tensor to its number of elements, summed over all ranks.
+        is_of_run: True if a Trainer wrote the state.
     """
 
     target: Path
@@ -48,6 +62,7 @@ class Prepared:
     parts: list[Part]
     section_of: dict[str, Any]
     num_cut_elements: dict[str, int]
+    is_of_run: bool
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +82,8 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
         tensors, json_tree = tree.split(state)
         parts = parts_to_write(tensors, writes_whole=ranks.is_zero)
         num_cut = {name: tensor.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
-        prepared.append(Prepared(target, json_tree, parts, _sections(json_tree), num_cut))
+        is_of_run = {"module", "progress"} <= state.keys()
+        prepared.append(Prepared(target, json_tree, parts, _sections(json_tree), num_cut, is_of_run))
         cut = [(path, tuple(each.shape), each.dtype) for path, each in leaves(state, Tensor) if is_sharded(each)]
         return zlib.crc32(repr(cut).encode("utf-8", "backslashreplace"))
 
@@ -112,6 +128,8 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
                 return
             _check_whole(prepared, [num_elements for _, num_elements in written])
             with disk_errors(target, num_bytes, folder):
+                if prepared.is_of_run:
+                    (folder / README_NAME).write_text(README.format(name=target.name), encoding="utf-8")
                 write_record(folder, _record(prepared, [file for files, _ in written for file in files]))
             until_committed.close()
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from roomier.checkpoint.lightning import VERSION
+from roomier.checkpoint.lightning_loops import WRITTEN_FOR, loop_states
+
 _SAME = {"state_dict": "module", "hyper_parameters": "hyperparameters"}
 _OF_PROGRESS = ("epoch", "global_step")
+_READ: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Any]]] = {
+    "optimizer_states": (("optimizers",), lambda state: list(state["optimizers"])),
+    "lr_schedulers": (("schedulers",), lambda state: [each["state"] for each in state["schedulers"]]),
+    "loops": (("progress",), lambda state: loop_states(state["progress"], is_validated=True)["loops"]),
+    "hparams_name": (("hyperparameters",), lambda state: state.get("hyperparameters_argument", "kwargs")),
+    VERSION: (("module",), lambda _: WRITTEN_FOR),
+}
+"""Entries of Lightning's checkpoints, the entries that they require, and functions that compute them."""
 OWN_ENTRIES = frozenset(
     {
         *("module", "optimizers", "scaler", "schedulers", "progress", "plan", "pretrained", "hyperparameters"),
@@ -22,7 +33,8 @@ class ShownCheckpoint(dict[str, Any]):
     """State whose entries can also be read and replaced under the names of Lightning's checkpoints.
 
     ``state_dict`` is an alias of ``module``, the weights by name, and ``hyper_parameters`` is an alias of
-    ``hyperparameters``. ``epoch`` and ``global_step`` are read from ``progress``.
+    ``hyperparameters``. ``epoch`` and ``global_step`` are read from ``progress``. ``optimizer_states``,
+    ``lr_schedulers``, ``loops``, ``hparams_name`` and ``pytorch-lightning_version`` can be read.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -30,10 +42,14 @@ class ShownCheckpoint(dict[str, Any]):
             return self[_SAME[name]]
         if name in _OF_PROGRESS and "progress" in self:
             return self["progress"][name]
+        if name in _READ and all(super(ShownCheckpoint, self).__contains__(own) for own in _READ[name][0]):
+            return _READ[name][1](self)
         raise KeyError(name)
 
     def __contains__(self, name: object) -> bool:
         own = _SAME.get(name, "progress" if name in _OF_PROGRESS else name) if isinstance(name, str) else name
+        if name in _READ:
+            return super().__contains__(name) or all(map(super().__contains__, _READ[name][0]))  # type: ignore[index]
         return super().__contains__(name) or super().__contains__(own)
 
     def __setitem__(self, name: str, value: Any) -> None:

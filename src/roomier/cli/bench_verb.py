@@ -11,7 +11,9 @@ from roomier.core.errors import RoomierError, did_you_mean
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Print one table, or with ``--json`` only one JSON object, to standard output.
+    """Print one table, or with ``--json`` only JSON, to standard output.
+
+    The JSON is one object. If the result contains ``"lines"``, each line is one object.
 
     Returns:
         The exit code: 1 if the result lists failed parts under ``"failed"``, otherwise 0.
@@ -27,12 +29,13 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         raise RoomierError("bench", name, "is not a case", did_you_mean(name, CASES))
     case = CASES[name].load()
     parser = PlainParser(prog=f"roomier {verb} {name}", description=CASES[name].summary, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object with all measurements")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     case.add_arguments(parser)
     options = parser.parse_args(list(arguments[1:]))
     result = case.measure(options)
     if options.json:
-        print(json.dumps(result))
+        for line in result.get("lines", [result]):
+            print(json.dumps(line))
     else:
         from rich.console import Console
 

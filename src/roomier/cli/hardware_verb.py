@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from roomier.cli.plain_parser import PlainParser
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
+from roomier.tiers.folder import default_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,7 +69,7 @@ def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
             action = f"Pass the number of ranks that compute at the same time, from 1 to {most}"
             raise RoomierError("devices", options.devices, f"must be from 1 to {most} on this machine", action)
         numbers = [options.devices]
-    folder = Path(options.folder) if options.folder else Path.cwd()
+    folder = Path(options.folder) if options.folder else default_folder()
     if load() > num_cores() / 2:
         notice(f"the load is {load():.1f} on {num_cores()} cores, so measured rates are lower than on an idle machine")
     measured: list[Measured] = []
@@ -84,7 +85,7 @@ def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
 
 def _with_disk_of(first: Measured, each: Measured) -> Measured:
     """Return ``each`` with the disk rates of ``first``, because the ranks of a node share one disk."""
-    return replace(each, disk_read=first.disk_read, disk_write=first.disk_write)
+    return replace(each, disk_read=first.disk_read, disk_write=first.disk_write, disk_both=first.disk_both)
 
 
 def _table(machines: Sequence[Machine]) -> Table:
@@ -111,6 +112,10 @@ def _table(machines: Sequence[Machine]) -> Table:
         ),
         ("disk, read (all ranks)", [_rate(each.disk_read.bytes_per_s) for each in machines]),
         ("disk, written (all ranks)", [_rate(each.disk_write.bytes_per_s) for each in machines]),
+        (
+            "disk, both at once (all ranks)",
+            [_rate(None if each.disk_both is None else each.disk_both.bytes_per_s) for each in machines],
+        ),
     ]
     if first.device.kind != "cpu":
         rows.append(("to the host and back", [_rate(each.to_host.bytes_per_s) for each in machines]))
@@ -138,7 +143,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         "--devices", type=int, help="ranks that compute at the same time; default: 1 and 2 on a CPU, all GPUs"
     )
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda, mps, ..., as for the Trainer")
-    parser.add_argument("--folder", help="folder whose disk is measured; default: the current folder")
+    parser.add_argument("--folder", help="folder whose disk is measured; default: the folder for offloading")
     parser.add_argument("--quick", action="store_true", help="measure for one second, without disk and communication")
     parser.add_argument("--forget", action="store_true", help="remove stored results without a measurement")
     return parser

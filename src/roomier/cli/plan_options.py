@@ -54,6 +54,12 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         help="plan only this strategy, like --trainer.strategy; default: compare all, regardless of a YAML file",
     )
     parser.add_argument(
+        "--deepspeed",
+        type=str | None,
+        default=None,
+        help="a DeepSpeed configuration, such as ds_config.json: plan its strategy with its settings",
+    )
+    parser.add_argument(
         "--memory_budget", type=str | int | None, default=None, help="of each device, such as 38GiB; default: all of it"
     )
     parser.add_argument("--hf", type=str | None, default=None, help="a Hugging Face config.json, or a folder with one")

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.cli import workloads
+from roomier.cli.deepspeed_option import apply_deepspeed, take_deepspeed
 from roomier.cli.options import parse
 from roomier.cli.plan_options import (
     apply_strategy_option,
@@ -60,10 +61,13 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         parser = plan_parser(gpt)
         config = parse(parser, words)
         check_one_model(config, gpt)
-        given = trainer_words(words)
+        given = set(trainer_words(words))
+        deepspeed = take_deepspeed(config, given)
         apply_strategy_option(config, given)
         with contextlib.redirect_stdout(sys.stderr):  # output of the user's code must not mix with the result
             machine = machine_of_options(config, given)
+            if deepspeed is not None:
+                apply_deepspeed(config, deepspeed, machine)
             asked = _with(_asked(parser, config, gpt), copies=copies_of_options(config))
             if config.calibrated_by is not None:
                 asked = _calibrated(asked, config.calibrated_by, machine)

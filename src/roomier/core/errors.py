@@ -59,6 +59,10 @@ class CheckpointError(RoomierError):
     """A checkpoint that is missing or damaged, or that does not match the model. No state was changed."""
 
 
+class TierError(RoomierError):
+    """A folder or file for offloading that cannot be used, or whose content cannot be read or written."""
+
+
 class TrainingError(RoomierError):
     """A condition in which training cannot continue, such as a loss that is not finite."""
 

@@ -1,4 +1,9 @@
-"""Return freed memory of this process to the operating system."""
+"""Return freed memory of this process to the operating system.
+
+glibc retains freed blocks of up to 32 MiB for later allocations. If large temporary and permanent tensors are allocated
+alternately, few of the free blocks have a suitable size. The total size of the free blocks can then exceed the total
+size of the tensors.
+"""
 
 import ctypes
 import sys
@@ -7,20 +12,40 @@ from functools import cache
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the operating system. This function has no effect without glibc.
-
-    glibc retains freed blocks of up to 32 MiB for later allocations. If large temporary and permanent tensors are
-    allocated alternately, few of the free blocks have a suitable size. The total size of the free blocks can then
-    exceed the total size of the tensors.
-    """
-    trim = _trim()
+    """Return freed memory to the operating system. This function has no effect without glibc."""
+    trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
+def always_give_back_blocks(num_bytes: int) -> None:
+    """Return each block of at least ``num_bytes`` to the operating system when it is freed, for blocks that are
+    allocated after this call.
+
+    The allocation of such a block is slower, because the kernel clears its pages. This function has no effect without
+    glibc.
+    """
+    _set_thresholds(mapped_bytes=num_bytes, trimmed_bytes=num_bytes)
+
+
+def retain_freed_blocks() -> None:
+    """End the effect of :func:`always_give_back_blocks`."""
+    _set_thresholds(mapped_bytes=2**25, trimmed_bytes=2**26)  # the largest values that glibc itself sets
+
+
+def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:
+    set_option = _of_glibc("mallopt")
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, mapped_bytes)
+        set_option(_M_TRIM_THRESHOLD, trimmed_bytes)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+
+
 @cache
-def _trim() -> Callable[[int], int] | None:
+def _of_glibc(name: str) -> Callable[..., int] | None:
     if not sys.platform.startswith("linux"):
         return None
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found

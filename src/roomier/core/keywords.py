@@ -61,7 +61,7 @@ def explain_unknown_keywords(
     former: Mapping[str, str] = _NONE,
     *,
     harmless: Mapping[str, object] = _NONE_AT_ALL,
-    check: Callable[[Mapping[str, object]], None] | None = None,
+    translate: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[_Init], _Init]:
     """Decorate ``__init__`` of the class ``owner``, so that an unknown keyword raises an error with a suggestion.
 
@@ -69,11 +69,13 @@ def explain_unknown_keywords(
         former: action for each former name, or for each name in the interface of another library.
         harmless: mapping from each unsupported keyword to the value that requests the existing behavior. A keyword with
             this value is ignored.
-        check: function that is called with all keywords before any other check.
+        translate: function that receives all keywords and the default values of ``owner``, and returns the keywords to
+            use. It is called before any other check.
     """
 
     def decorate(init: _Init) -> _Init:
         known = names_of(init)
+        defaults = {name: each.default for name, each in inspect.signature(init).parameters.items()}
         kinds = {each.kind for name, each in inspect.signature(init).parameters.items() if name != "self"}
         takes_names_only = kinds == {inspect.Parameter.KEYWORD_ONLY}
 
@@ -82,8 +84,8 @@ def explain_unknown_keywords(
             if args and takes_names_only:
                 action = f"Pass keywords: {known[0]}=..."
                 raise RoomierError(owner, args[0], "accepts keyword arguments only", action)
-            if check is not None:
-                check(kwargs)
+            if translate is not None:
+                kwargs = translate(kwargs, defaults)
             kwargs = {name: value for name, value in kwargs.items() if not _is_harmless(name, value, harmless)}
             for name, value in kwargs.items():
                 if name not in known:

@@ -1,6 +1,7 @@
 """Check of the paths that users pass."""
 
 import os
+import re
 
 from roomier.core.errors import RoomierError
 
@@ -12,9 +13,17 @@ def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError
         kind: class of the error.
 
     Raises:
-        RoomierError: ``path`` is neither a string nor a Path, or it contains a NUL byte.
+        RoomierError: ``path`` is neither a string nor a Path, it contains a NUL byte, or it is an address such as
+            ``"s3://..."``.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise kind(field, path, "is not a path", "Pass a string or a Path")
-    if "\0" in os.fsdecode(path):
+    text = os.fsdecode(path)
+    slashes = "//" if isinstance(path, str) else "//?"  # Path("s3://a") contains one slash
+    remote = re.match(rf"([a-zA-Z][a-zA-Z0-9+.-]+):{slashes}", text)
+    if remote is not None:
+        problem = f"is an address ({remote[1]}), but roomier writes to and reads from a file system"
+        action = "Use a folder, and copy finished checkpoints, or mount the storage as a folder"
+        raise kind(field, path, problem, action)
+    if "\0" in text:
         raise kind(field, path, "contains a NUL byte, which no path can contain", "Remove the NUL byte")

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 
 from roomier.core.errors import PlanError
 
@@ -21,7 +21,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 OpOverload = torch._ops.OpOverload
 disabled_torch_function = torch._C._disabled_torch_function_impl
-iter_leaves, map_leaves = tree_iter, tree_map
+iter_leaves, map_leaves, split_leaves, join_leaves = tree_iter, tree_map, tree_flatten, tree_unflatten
 BACKGROUND_GROUP = "roomier background"
 
 

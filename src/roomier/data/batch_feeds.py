@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from types import FunctionType
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -278,7 +279,9 @@ class ReplayedFeed(BatchFeed):
     ) -> None:
         super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
         self.may_end_apart = share.world.size > 1
+        # An iterator of a user class can restart in __iter__, unlike a generator or another built-in iterator.
         self._is_one_shot = isinstance(loader, Iterator)
+        self._may_restart = self._is_one_shot and isinstance(getattr(type(loader), "__iter__", None), FunctionType)
         self._was_started = False
         own_generators = OwnGenerators(loader)
         if share.divides:
@@ -293,15 +296,28 @@ class ReplayedFeed(BatchFeed):
         return self._own_part(iterator)
 
     def _iterate(self, epoch: int) -> Iterator[Any]:
-        if self._is_one_shot and self._was_started:
-            raise DataError(
-                self.name,
-                self._loader,
-                f"can be iterated only once, but epoch {epoch % PASS} iterates it again",
-                "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch",
-            )
-        self._was_started = True
-        return begin(self._loader, had_workers=self.continues)
+        is_repeated, self._was_started = self._is_one_shot and self._was_started, True
+        if is_repeated and not self._may_restart:
+            raise self._is_exhausted(epoch)
+        iterator = begin(self._loader, had_workers=self.continues)
+        return self._one_pass(iterator, epoch, is_repeated) if self._may_restart else iterator
+
+    def _one_pass(self, iterator: Iterator[Any], epoch: int, is_repeated: bool) -> Iterator[Any]:
+        # A generator, because each further call of iter() would restart the iterator itself.
+        is_empty = True
+        for batch in iterator:
+            is_empty = False
+            yield batch
+        if is_empty and is_repeated:
+            raise self._is_exhausted(epoch)
+
+    def _is_exhausted(self, epoch: int) -> DataError:
+        return DataError(
+            self.name,
+            self._loader,
+            f"can be iterated only once, but epoch {epoch % PASS} iterates it again",
+            "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch",
+        )
 
     def check(self, position: dict[str, Any]) -> None:
         self._share.num_skipped(position, self.name, self._loader)

@@ -119,6 +119,10 @@ def _named(obj: Any, name: str, *, is_top: bool = False) -> Iterator[tuple[str, 
         yield from _named(value, f"{name}[{key!r}]")
 
 
+def _is_of_datasets(obj: object) -> bool:
+    return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(obj).__mro__)
+
+
 def check_gives_batches(obj: object, name: str) -> None:
     """Check that ``obj`` is a loader or a list of batches.
 
@@ -128,6 +132,11 @@ def check_gives_batches(obj: object, name: str) -> None:
     if isinstance(obj, Dataset) and not isinstance(obj, IterableDataset):
         raise DataError(
             name, obj, "is a dataset, not a loader", "Pass torch.utils.data.DataLoader(dataset, batch_size=8)"
+        )
+    if not isinstance(obj, (list, tuple, DataLoader)) and _is_of_datasets(obj):
+        action = "Pass DataLoader(dataset.with_format('torch'), batch_size=8), or add collate_fn for texts"
+        raise DataError(
+            name, obj, "is a dataset of the package datasets, which yields samples instead of batches", action
         )
     if isinstance(obj, Mapping):
         problem = "is a dict with values that are not loaders" if obj else "is an empty dict"

@@ -1,5 +1,6 @@
 """Seed, save and restore all random number generators that a training step can use."""
 
+import os
 import random
 import re
 from collections.abc import Mapping
@@ -50,11 +51,11 @@ def rng_form(value: Any, place: str) -> None:
             raise FormError(f"a key of {place}", key, "a device type")
 
 
-def seed_everything(seed: int, workers: bool = False) -> int:
+def seed_everything(seed: int | None = None, workers: bool = False) -> int:
     """Seed Python, NumPy and torch (all devices), and return ``seed``.
 
     Args:
-        seed: integer in ``[0, 2**32)``.
+        seed: integer in ``[0, 2**32)``. None uses the environment variable ``PL_GLOBAL_SEED``, as in Lightning, or 0.
         workers: has no effect. This argument exists for compatibility with Lightning. roomier always seeds the workers
             of a DataLoader, separately for each sample.
 
@@ -65,6 +66,9 @@ def seed_everything(seed: int, workers: bool = False) -> int:
         >>> roomier.seed_everything(42)
         42
     """
+    if seed is None:
+        text = os.environ.get("PL_GLOBAL_SEED", "0")
+        seed = int(text) if text.isdecimal() else -1
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
         raise RoomierError("seed", seed, "must be an integer in [0, 2**32)", "Pass an integer such as 42")
     random.seed(seed)

@@ -11,14 +11,17 @@ from roomier.api.module import Module
 from roomier.core import torch_fake
 from roomier.core.ranks import Ranks
 from roomier.engine.checks import check_module
+from roomier.engine.choose_updates import updates_of
 from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
 from roomier.engine.levers import apply_levers
 from roomier.engine.materialise import shards_parameters, take_weights
 from roomier.engine.optimizers import ConfigureOptimizers, check_optimizers, report_waiting_steps
-from roomier.engine.step_in_backward import updates_of
+from roomier.engine.parameter_tier import filled_parameters, offloaded_shards
 from roomier.engine.weights_file import WeightsToRead
+from roomier.offload.parameters import OffloadedParameters
+from roomier.offload.residency import Residency
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
 
@@ -57,12 +60,17 @@ def build(
     # First, so that no rank holds a model that is sharded later.
     taken = take_weights(network, plan, ranks, given=given)
     precision.convert_module(network)  # everything below depends on the dtype of the weights
+    leaves = plan.offload.parameters != "none" and not torch_fake.makes_fake_tensors()
+    parameters: OffloadedParameters | None = None
+    if leaves and not shards_parameters(plan, ranks):
+        parameters = filled_parameters(plan, facts, taken, weights)  # the device never holds all parameters
+        taken = weights = None
     if taken is None:
         if not torch_fake.makes_fake_tensors():  # fake tensors are on the device, and cannot be swapped
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
         taken.put_back(network, network, device)  # DDP reads the parameters of the network that it wraps
-    levers = apply_levers(plan, facts)  # before sharding, whose hooks run outside these forwards
+    levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these forwards
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)
         parallel = divide(plan, facts)  # replaces the parameters that it shards
@@ -72,6 +80,10 @@ def build(
             weights.read_into(network)
         if plan.adapter.frozen_base != "as_is":
             quantise_base(network, plan.adapter)  # after the initial weights are loaded
+        residency: Residency | None = parameters
+        if leaves and parameters is None:
+            residency = offloaded_shards(plan, facts)
+            residency.install()
         configured = configure_optimizers(facts.blocks)  # last, because it needs the final parameters
         check_optimizers(plan, module, configured)
         engine = engine_class(
@@ -81,7 +93,7 @@ def build(
             count_terms=module.num_loss_terms if module.loss_reduction == "mean" else None,
             parallel=parallel,
             levers=levers,
-            updates=updates_of(plan, facts, configured.optimizers, parallel),
+            updates=updates_of(plan, facts, configured.optimizers, parallel, residency),
         )
         on_failure.pop_all()
     report_waiting_steps(facts, configured.optimizers)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,22 @@ from torch import nn
 
 from roomier.activation.repeat import without_caches
 from roomier.core import torch_private
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.core.wrapped_forward import WrappedForward, install
+from roomier.plan import CompilePlan
+
+INDUCTOR = "inductor"
+DEFAULT = CompilePlan(enabled=True)
 
 
 class CompiledForward(WrappedForward):
     """Forward of a block that is compiled at its first call, and again for inputs of different kinds."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, plan: CompilePlan) -> None:
         super().__init__(module)
-        self._compiled = torch.compile(self.forward)
+        self._plan = plan
+        self._compiled = _compiled(self.forward, plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -49,31 +54,63 @@ class CompiledForward(WrappedForward):
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"forward": self.forward}  # compiled code belongs to one block; a copy of the block compiles its own
+        # Compiled code belongs to one block. A copy of the block compiles its own.
+        return {"forward": self.forward, "plan": self._plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.forward = state["forward"]
-        self._compiled = torch.compile(self.forward)
+        self.forward, self._plan = state["forward"], state["plan"]
+        self._compiled = _compiled(self.forward, self._plan)
 
 
-def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
+def _compiled(forward: Callable[..., Any], plan: CompilePlan) -> Callable[..., Any]:
+    given = {"backend": plan.backend, "mode": plan.mode}
+    return torch.compile(forward, **{name: value for name, value in given.items() if value is not None})  # type: ignore[call-overload,no-any-return]
+
+
+def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, plan: CompilePlan = DEFAULT) -> None:
     """Compile each of ``blocks`` for ``device``, in place. :func:`roomier.core.wrapped_forward.unwrap` reverts the
     compilation.
 
+    Args:
+        blocks: the blocks.
+        device: the device of the run.
+        plan: the backend and the mode.
+
     Raises:
-        RoomierError: there are no blocks, or this machine has no compiler.
+        RoomierError: there are no blocks, this machine has no compiler, or torch does not have the backend or the mode.
     """
     if not blocks:
         action = "Define model_blocks() on the model, which returns its repeated layers, or call torch.compile on it"
         raise RoomierError("compile", True, "requires blocks, but no layer of the model repeats", action)
-    missing = torch_private.missing_compiler(device)
+    _check(plan)
+    missing = torch_private.missing_compiler(device) if plan.backend in (None, INDUCTOR) else None
     if missing is not None:
         action = f"Install {missing}, or use compile=False"
         problem = f"torch.compile requires {missing} for {device.type}, but it is not installed"
         raise RoomierError("compile", True, problem, action)
     torch.compiler.reset()
     for block in blocks:
-        install(block, CompiledForward(block))
+        install(block, CompiledForward(block, plan))
+
+
+def _check(plan: CompilePlan) -> None:
+    """Check that torch has the backend and the mode.
+
+    Raises:
+        RoomierError: torch does not have one of them.
+    """
+    if plan.backend is not None:
+        backends = torch.compiler.list_backends(())
+        if plan.backend not in backends:
+            action = did_you_mean(plan.backend, backends)
+            raise RoomierError("compile.backend", plan.backend, "is not a backend of torch.compile", action)
+    if plan.mode is None:
+        return
+    try:
+        _compiled(_check, plan)
+    except RuntimeError as error:
+        action = "Use 'default', 'reduce-overhead' or 'max-autotune'"
+        raise RoomierError("compile.mode", plan.mode, f"is rejected by torch.compile: {error}", action) from error
 
 
 def _has_cache(arguments: tuple[Any, ...]) -> bool:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from roomier.core.errors import RoomierError
+from roomier.engine.alone import Alone
 from roomier.engine.facts import Facts
 from roomier.engine.materialise import shards_parameters
-from roomier.engine.parallel import Alone, Parallel
+from roomier.engine.parallel import Parallel
 from roomier.plan import Plan
 
 if TYPE_CHECKING:

@@ -4,46 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.engine import Step, StepHooks
-from roomier.core.errors import CheckpointError, TrainingError
+from roomier.core.errors import TrainingError
 from roomier.device.transfer import BatchMover
+from roomier.engine.engine_state import check_optimizers, load_optimizers, optimizer_places, optimizer_states
 from roomier.engine.facts import Facts
 from roomier.engine.levers import Levers
 from roomier.engine.losses import CountTerms, complex_loss_error, loss_of, term_weights
 from roomier.engine.moments import moments_of
 from roomier.engine.no_terms import zero_gradients
-from roomier.engine.optimizer_form import check_values
-from roomier.engine.optimizer_state import check_optimizer, load_optimizer, optimizer_state, parameter_names, shard_like
+from roomier.engine.optimizer_state import shard_like
 from roomier.engine.parallel import Parallel
 from roomier.engine.updates import Updates
+from roomier.engine.window import Closure, Window
 from roomier.plan import BatchPlan
 from roomier.precision.scaler import LossScaler, NoScale
-
-
-@dataclass(slots=True)
-class _Window:
-    """State of one optimizer step while its micro-batches run.
-
-    Attributes:
-        weights: fraction of the global batch's loss terms in each micro-batch. Empty if losses are summed unweighted.
-        loss: sum of the weighted losses so far (0-dim, detached).
-        left_out: weights of the micro-batches whose step returned None.
-    """
-
-    step: Step
-    size: int
-    weights: tuple[float | Tensor, ...]
-    loss: Tensor | None = None
-    left_out: tuple[float | Tensor, ...] = ()
 
 
 class EagerEngine:
@@ -84,7 +66,7 @@ class EagerEngine:
         self._parallel = parallel
         self._loss_factor = parallel.loss_factor
         self._levers = levers
-        self._updates = updates
+        self._updates, self._acts = updates, updates.acts
         self._moments = moments_of(parallel, levers, updates)
         self._context = levers.forward_context
         self._backward_context = levers.backward_context
@@ -92,6 +74,8 @@ class EagerEngine:
         self._convert = (precision.convert_batch,) if precision.weight_dtype else ()
         self._unscaled: set[int] = set()
         self._freed_gradients = False
+        if updates.acts and (watch := updates.watch()) is not None:
+            self.watch(watch)
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
         window = self._begin_window(step, batches)
@@ -112,25 +96,25 @@ class EagerEngine:
                 self._micro_batch(window, index, self._start_micro_batch(index, batch))
             on_device = self._start_micro_batch(last, batches[-1])
             if not self.hooks.is_skipping():
-                update(_Closure(self, window, on_device))
+                update(Closure(window, partial(self._micro_batch, window, last, on_device), self._weigh_again))
         except BaseException:
             self._abandon_window()
             raise
         return self._end_window(window)
 
-    def _begin_window(self, step: Step, batches: Sequence[Any]) -> _Window:
+    def _begin_window(self, step: Step, batches: Sequence[Any]) -> Window:
         if self.hooks.zero_grad is None and not self._freed_gradients:
             self.zero_grad()
         self._freed_gradients = False
         weights: tuple[float | Tensor, ...] = ()
         if not (len(batches) == 1 and self.ranks.is_alone) and self._count_terms is not None:
             weights = term_weights(self._count_terms, batches, self.ranks)
-        window = _Window(step, len(batches), weights)
+        window = Window(step, len(batches), weights)
         for begin_step in self._moments.begin_step:  # no error may occur between here and the first micro-batch
             begin_step(self.optimizers, batches)
         return window
 
-    def _end_window(self, window: _Window) -> Tensor | None:
+    def _end_window(self, window: Window) -> Tensor | None:
         for end_gradients in self._moments.end_gradients:
             end_gradients()
         if window.left_out:
@@ -150,7 +134,7 @@ class EagerEngine:
         hooks.batch_start(on_device, index)
         return on_device
 
-    def _micro_batch(self, window: _Window, index: int, on_device: Any) -> Tensor | None:
+    def _micro_batch(self, window: Window, index: int, on_device: Any) -> Tensor | None:
         """Run forward and backward of one micro-batch. The memory of the micro-batch is freed when this method returns.
 
         Returns:
@@ -180,11 +164,11 @@ class EagerEngine:
         scaled = loss if self._loss_factor == 1 else loss * self._loss_factor
         self.backward(scaled)
         loss, scaled = loss.detach(), scaled.detach()
-        hooks.batch_loss(scaled, index)
+        hooks.batch_loss(loss, index)
         window.loss = loss if window.loss is None else window.loss + loss
         return scaled
 
-    def _add_no_terms(self, window: _Window, loss: Tensor) -> None:
+    def _add_no_terms(self, window: Window, loss: Tensor) -> None:
         # A micro-batch without loss terms has the loss 0/0 and does not contribute, so its backward is skipped. If
         # other ranks wait for this rank's gradients, backward runs and produces zeros instead.
         if self.ranks.is_alone:
@@ -204,7 +188,7 @@ class EagerEngine:
             "Return a zero loss that depends on the parameters, such as 0.0 * loss",
         )
 
-    def _weigh_again(self, window: _Window) -> None:
+    def _weigh_again(self, window: Window) -> None:
         # The step returned None for some micro-batches. The loss is the mean over the terms of the remaining
         # micro-batches, so the weights of these micro-batches were too small.
         if window.loss is None:
@@ -213,6 +197,8 @@ class EagerEngine:
         for parameter in self._parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+        if self._acts:
+            self._updates.scale_away(factor)
         window.loss, window.left_out = window.loss * factor, ()
 
     def move(self, batch: Any) -> Any:
@@ -244,9 +230,15 @@ class EagerEngine:
         return self._parallel.trace
 
     def settle(self) -> None:
-        """Free unsharded parameters. This engine has no pending updates."""
+        """Complete pending updates, and free unsharded parameters."""
         self._freed_gradients = False  # an evaluation that follows can run a backward pass, which creates gradients
+        if self._acts:
+            self._updates.settle()
         self._parallel.release()
+
+    def complete_updates(self) -> None:
+        """Complete pending updates."""
+        self._updates.settle()
 
     def trained_parameters_changed(self) -> None:
         """Handle parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
@@ -268,7 +260,7 @@ class EagerEngine:
         if self.scaler.is_on:
             loss = self.scaler.scale(loss)
         try:
-            if self._updates.acts:
+            if self._acts:
                 self._updates.backward(partial(self._run_backward, loss, *args, **kwargs))
             else:
                 self._run_backward(loss, *args, **kwargs)
@@ -300,24 +292,34 @@ class EagerEngine:
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        if self._updates.acts:
+        if self._updates.clips:
             return self._updates.clipped(max_norm, algorithm)
         limit = self._batch_plan.gradient_clip_val if max_norm is None else max_norm
         if limit is None:
             return None
         self.unscale(optimizer)
         parameters = [p for each in self._chosen(optimizer) for group in each.param_groups for p in group["params"]]
+        if self._acts:
+            self._updates.begin_clip()
+        norm: Tensor | None = None
         if (algorithm or self._batch_plan.gradient_clip_algorithm) == "value":
             self._parallel.clip_grad_value_(parameters, limit)
-            return None
-        return self._parallel.clip_grad_norm_(parameters, limit)
+        else:
+            norm = self._parallel.clip_grad_norm_(parameters, limit)
+        if self._acts:
+            self._updates.end_clip(norm, limit)
+        return norm
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
         moments, scaler = self._moments, self.scaler
         for begin_update in moments.begin_update:
             begin_update(closure)
         for each in self.optimizers if optimizer is None else [optimizer]:
-            if scaler.is_on:
+            if self._acts:
+                self.unscale(each)
+                self._updates.step(each, scaler, closure)
+                self._unscaled.discard(id(each))
+            elif scaler.is_on:
                 scaler.step(each, closure)
                 self._unscaled.discard(id(each))
             elif closure is None:  # the step of some optimizers accepts no argument
@@ -362,56 +364,25 @@ class EagerEngine:
 
     def state(self) -> dict[str, Any]:
         self.settle()
-        names = parameter_names(self.module)
+        states = optimizer_states(self.module, self.optimizers)
         return {
             "module": self.weights(),
-            "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
+            "optimizers": states,
             "scaler": self.scaler.state(),
             **self._updates.state(),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
         self.settle()
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise CheckpointError(
-                "optimizer",
-                [type(optimizer).__name__ for optimizer in self.optimizers],
-                f"the checkpoint has {len(state['optimizers'])} optimizers, but this run has {len(self.optimizers)}",
-                "Configure the same optimizers as in the saved run",
-            )
-        names = parameter_names(self.module)
-        for index, (optimizer, saved) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
-            check_optimizer(optimizer, saved, names)
-            check_values(optimizer, saved, names, f"optimizers[{index}]")
+        check_optimizers(self.module, self.optimizers, state["optimizers"])
+
+    def places(self, stored: Sequence[Mapping[str, Any]], **kinds: Any) -> list[dict[str, Any]]:
+        return optimizer_places(self.module, self.optimizers, self._updates, stored, **kinds)
 
     def load(self, state: dict[str, Any]) -> None:
         self.settle()
         own = self.weights()
         self.module.load_state_dict({name: shard_like(own.get(name), each) for name, each in state["module"].items()})
-        names = parameter_names(self.module)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved, names)
+        load_optimizers(self.module, self.optimizers, self._updates, state["optimizers"])
         self.scaler.load(state["scaler"])
         self._updates.load(state, self.device)
-
-
-class _Closure:
-    """Closure for the optimizer, created after all micro-batches except the last have run.
-
-    Each call computes the loss and the gradients of the last micro-batch.
-    """
-
-    def __init__(self, engine: EagerEngine, window: _Window, on_device: Any) -> None:
-        self._engine = engine
-        self._window = window
-        self._on_device = on_device
-        self._loss, self._left_out = window.loss, window.left_out  # of the earlier micro-batches
-
-    @torch.enable_grad()
-    def __call__(self) -> Tensor | None:
-        engine, window = self._engine, self._window
-        window.loss, window.left_out = self._loss, self._left_out
-        loss = engine._micro_batch(window, window.size - 1, self._on_device)
-        if window.left_out:  # immediately, because an update may follow
-            engine._weigh_again(window)
-        return loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,9 +18,13 @@ from roomier.engine.compile import CompileClock, compile_blocks
 from roomier.engine.facts import Facts
 from roomier.engine.first_forward import FirstForward, MakeContext, both
 from roomier.loss.chunked import LossWatch, apply_chunked_loss
+from roomier.loss.output_layer import find_output_layer
 from roomier.plan import Plan
 from roomier.precision.lstm import replace_missing_lstm_kernels
 from roomier.precision.sizes import size_warnings
+
+if TYPE_CHECKING:
+    from roomier.offload.parameters import OffloadedParameters
 
 
 @dataclass
@@ -46,12 +51,25 @@ class Levers:
             torch.autograd.graph.increment_version(list(self.output_layer.parameters()))
 
     def undo(self) -> None:
-        """Restore the forwards of the network. Its parameters keep their values."""
+        """Restore the forwards of the network, and remove offloaded activations. The parameters keep their values."""
         unwrap(self.network)
+        self.recompute.close()
 
 
-def apply_levers(plan: Plan, facts: Facts) -> Levers:
+def layers_read_later(plan: Plan, facts: Facts) -> list[nn.Module]:
+    """Return the layers whose weights the techniques of ``plan`` read after the forward of the layer.
+
+    Raises:
+        RoomierError: no output layer is found.
+    """
+    return [find_output_layer(facts.network, facts.blocks)] if plan.loss.chunked else []
+
+
+def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None = None) -> Levers:
     """Install the techniques of ``plan`` in a network whose parameters are on the device, but not sharded yet.
+
+    Args:
+        residency: parameters that are on the device only while their block computes.
 
     Raises:
         RoomierError: the network lacks the blocks or the output layer that a technique requires.
@@ -61,6 +79,8 @@ def apply_levers(plan: Plan, facts: Facts) -> Levers:
     context = precision.forward_context()
     levers = Levers(network, FirstForward(context if kernel is nullcontext else both(context, kernel)), kernel)
     levers.undo()  # of an earlier engine
+    if residency is not None:
+        residency.install()  # innermost, because recomputation calls the forward again
     replace_missing_lstm_kernels(network, precision)  # innermost, because recomputed and compiled blocks call them
     for warning in size_warnings(network, precision, device):
         notice(warning)
@@ -70,7 +90,7 @@ def apply_levers(plan: Plan, facts: Facts) -> Levers:
             levers.forward_context.watches.append(LossWatch(levers.output_layer))
         levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, facts.ranks)
         if plan.compile.enabled:
-            compile_blocks(blocks, device)  # outside recomputation, so that the compiler traces both
+            compile_blocks(blocks, device, plan.compile)  # outside recomputation, so that the compiler traces both
             levers.recompute.move_compiled()  # outside the compiler, which cannot trace the moves
             levers.forward_context.watches.append(CompileClock())
     except BaseException:

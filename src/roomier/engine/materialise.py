@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from roomier.adapters.layers import is_adapter
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
+from roomier.core.sharded import local_part, with_local_part
 from roomier.engine.initial_weights import (
     check_written,
     empty_buffers,
@@ -29,12 +30,12 @@ from roomier.parallel.pages import (
     Page,
     PagedTensor,
     Pages,
+    StoredPage,
     is_pageable,
-    local_part,
     paged_parameters,
-    with_local_part,
 )
 from roomier.plan import Plan
+from roomier.tiers.scratch import Scratch
 
 
 @contextmanager
@@ -65,11 +66,26 @@ class TakenWeights:
     Args:
         pages: the weights by name.
         has_weights: whether a file provides the values, in which case the pages contain no values.
+        scratch: file that stores the pages; None if they are in host memory.
     """
 
-    def __init__(self, pages: dict[str, Page], *, has_weights: bool) -> None:
+    def __init__(self, pages: dict[str, Page], *, has_weights: bool, scratch: Scratch | None) -> None:
         self._pages = pages
         self._has_weights = has_weights
+        self._scratch = scratch
+
+    def values_of(self, network: nn.Module) -> Callable[[nn.Parameter], Tensor | None]:
+        """Return a function that returns the values of a parameter of ``network``, or None if a file provides them.
+
+        The function can be called one time for each parameter.
+        """
+        names = {id(each): name for name, each in network.named_parameters()}
+
+        def values(parameter: nn.Parameter) -> Tensor | None:
+            page = self._pages.pop(names[id(parameter)])
+            return None if self._has_weights else page.stored()
+
+        return values
 
     @torch.no_grad()
     def put_back(self, root: nn.Module, network: nn.Module, device: torch.device) -> None:
@@ -92,14 +108,17 @@ class TakenWeights:
 
         _replace_parameters(network, whole)  # preserves tied parameters; convert_tensors preserves sharded ones
         torch_private.convert_tensors(root, real)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _real(self, tensor: Tensor, page: Page, device: torch.device) -> Tensor:
         shape = local_part(tensor).shape
         if self._has_weights:
             return with_local_part(tensor, torch.empty(shape, dtype=tensor.dtype, device=device))
-        assert page.part is not None
-        assert page.part.shape == shape
-        return with_local_part(tensor, page.part.to(device, tensor.dtype))
+        part = page.stored()
+        assert part is not None
+        assert part.shape == shape
+        return with_local_part(tensor, part.to(device, tensor.dtype, copy=isinstance(page, StoredPage)))
 
 
 def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str] | None = None) -> TakenWeights | None:
@@ -122,7 +141,9 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
     if not meta_tensors and not any(isinstance(each, PagedTensor) for _, each in parameters):
         return None
     cut = _shard_of(plan, ranks) if shards_parameters(plan, ranks) else Cut()
-    pages = Pages(cut, discards=given is not None)
+    stores = plan.offload.parameters == "disk" and cut.num_parts == 1 and not torch_fake.makes_fake_tensors()
+    scratch = Scratch(plan.offload.folder) if stores else None  # no more than one parameter is in memory
+    pages = Pages(cut, discards=given is not None, scratch=scratch)
     small = {each for name, each in parameters if is_adapter(name)}  # adapters have values, and no file contains them
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
     if meta_tensors:
@@ -139,7 +160,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         check_written(network, buffers, given or set(), ranks)
     taken = {name: each.page for name, each in network.named_parameters() if isinstance(each, PagedTensor)}
     _replace_parameters(network, _on_meta)
-    return TakenWeights(taken, has_weights=given is not None)
+    return TakenWeights(taken, has_weights=given is not None, scratch=scratch)
 
 
 def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:

@@ -51,7 +51,7 @@ def moments_of(parallel: Parallel, levers: Levers, updates: Updates) -> Moments:
     return Moments(
         # Recomputation is last, because it may start a measurement that only errors after begin_step abandon.
         begin_step=(updates.begin_step,) * updates.acts + (recompute.begin_step,) * recomputes,
-        begin_micro_batch=(parallel.begin_micro_batch,) * divides,
+        begin_micro_batch=(parallel.begin_micro_batch,) * divides + (updates.begin_micro_batch,) * updates.acts,
         begin_backward=(parallel.begin_backward,) * divides,
         end_backward=(parallel.end_backward,) * divides,
         end_gradients=(recompute.end_step,) * recomputes,

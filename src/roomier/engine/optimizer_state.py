@@ -1,6 +1,6 @@
 """Optimizer states by parameter name, regardless of the order and the sharding of the parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import CheckpointError
+from roomier.core.sharded import local_part
 from roomier.core.tree import map_tensors, to_device
 
 Spec = Any
@@ -27,12 +28,11 @@ class PlacesStates(Protocol):
 @runtime_checkable
 class HasRowStates(Protocol):
     """Optimizer with states that are sharded by the rows of their parameter but have a different shape than the
-    parameter."""
+    parameter. A state with a different number of rows, such as the column means of a matrix, is on every rank."""
 
     @property
     def row_states(self) -> Sequence[str]:
-        """Names of these states. The first dimension of each of these states is the first dimension of the
-        parameter."""
+        """Names of states that are sharded if their first dimension is the first dimension of the parameter."""
         ...
 
 
@@ -91,6 +91,7 @@ def state_places(
     *,
     is_spec: Callable[[Any], bool],
     unneeded: Any,
+    away: Container[nn.Parameter] = (),
 ) -> dict[str, Any]:
     """Return ``saved`` with an empty tensor in place of each tensor that will be read.
 
@@ -103,6 +104,7 @@ def state_places(
         names: the fully qualified name of each parameter.
         is_spec: returns whether a value is a specification, which has ``shape`` and ``dtype``.
         unneeded: value in place of tensors that this rank does not need.
+        away: parameters whose states are not on the device. Their places are on the meta device.
     """
     parameters = {name: parameter for parameter, name in names.items()}
 
@@ -112,8 +114,9 @@ def state_places(
             return unneeded if tensor is None else tensor
         if not spec.shape:
             return torch.empty((), dtype=spec.dtype)
-        is_sharded = tuple(spec.shape) == tuple(parameter.shape) or key in _row_states(optimizer)
-        return _empty_state_of(parameter, spec.shape, spec.dtype, is_sharded=is_sharded)
+        is_sharded = tuple(spec.shape) == tuple(parameter.shape) or _is_by_rows(optimizer, key, spec.shape, parameter)
+        empty = _empty_on_meta if parameter in away else _empty_state_of
+        return empty(parameter, spec.shape, spec.dtype, is_sharded=is_sharded)
 
     def places_of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -128,6 +131,10 @@ def _row_states(optimizer: Optimizer) -> Sequence[str]:
     return optimizer.row_states if isinstance(optimizer, HasRowStates) else ()
 
 
+def _is_by_rows(optimizer: Optimizer, key: str, shape: Sequence[int], parameter: Tensor) -> bool:
+    return key in _row_states(optimizer) and tuple(shape[:1]) == tuple(parameter.shape[:1])
+
+
 def _empty_state_of(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool) -> Tensor:
     if type(parameter) is not nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, empty  # slow to import, and only sharding needs it
@@ -137,6 +144,21 @@ def _empty_state_of(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torc
             placements = parameter.placements if is_sharded else [Replicate()] * mesh.ndim
             return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
     return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def _empty_on_meta(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool) -> Tensor:
+    own = local_part(parameter)
+    if own is parameter:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    from torch.distributed.tensor import DTensor, Replicate  # slow to import, and only sharding needs it
+
+    assert isinstance(parameter, DTensor)
+    mesh, full = parameter.device_mesh, torch.empty(shape, dtype=dtype, device="meta")
+    if not is_sharded:
+        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part = full.new_empty(own.shape if shape == tuple(parameter.shape) else (len(own), *shape[1:]))
+    placements = parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def shard_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
@@ -154,8 +176,19 @@ def shard_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+def load_optimizer(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+    away: Container[nn.Parameter] = (),
+) -> None:
     """Load ``saved``, the result of :func:`optimizer_state`.
+
+    Args:
+        optimizer: the optimizer.
+        saved: the state.
+        names: the fully qualified name of each parameter.
+        away: parameters whose states stay where they are. Other states are moved to the device of their parameter.
 
     Raises:
         CheckpointError: ``saved`` is not a state of ``optimizer``, see :func:`check_optimizer`.
@@ -173,30 +206,34 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappin
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         optimizer.load_state_dict(packed)
     else:
-        _load_as_saved(optimizer, packed)
+        _load_as_saved(optimizer, packed, away)
 
 
-def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any], away: Container[nn.Parameter]) -> None:
     # Optimizer.load_state_dict casts every state to the dtype of its parameter. An fp32 state of a bf16 weight would
     # lose its low bits, and a resume would not be exact.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     on_device = {id(p) for group in optimizer.param_groups for p in group["params"] if _counts_on_device(group)}
-    row_states = _row_states(optimizer)
     optimizer.state.clear()
     for index, state in packed["state"].items():
         parameter = parameters[index]
         # torch stores step counts on the host unless the kernel reads the counts on the device.
         count_device = parameter.device if id(parameter) in on_device else torch.device("cpu")
+        device = None if parameter in away else parameter.device
         optimizer.state[parameter] = {
             key: _owned(
-                to_device(value, count_device if key == "step" else parameter.device),
+                _moved(value, count_device if key == "step" else device),
                 parameter,
-                by_rows=key in row_states,
+                by_rows=_is_by_rows(optimizer, key, getattr(value, "shape", ()), parameter),
             )
             for key, value in state.items()
         }
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value if device is None else to_device(value, device)
 
 
 def _owned(value: Any, parameter: nn.Parameter, *, by_rows: bool) -> Any:

@@ -89,7 +89,9 @@ def configure_by_name(
         optimizer,
         num_steps(),
         warmup_steps=wanted.warmup_steps,
+        log_warmup=wanted.log_warmup,
         min_lr_ratio=wanted.min_lr_ratio,
+        decay_steps=wanted.decay_steps,
     )
     return Configured([optimizer], [LRSchedulerConfig(schedule, interval="step")])
 

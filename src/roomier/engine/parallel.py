@@ -1,4 +1,4 @@
-"""Protocol of a model that is distributed across ranks, and its implementation for a single rank."""
+"""Protocol of a model that is distributed across ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
-
-from roomier.core import torch_private
 
 
 class Parallel(Protocol):
@@ -20,6 +18,8 @@ class Parallel(Protocol):
             If the hashes differ, a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
         root_parameters: parameters of blocks whose gradients are reduced after the gradients of all blocks.
+        units: modules whose parameters are gathered together, in the order of their forwards. Empty without sharding.
+        gathers_ahead: whether the forward of a unit starts to gather the parameters of the next unit.
     """
 
     loss_factor: float
@@ -27,6 +27,8 @@ class Parallel(Protocol):
     trace: int
     late_parameters: Sequence[nn.Parameter]
     root_parameters: Sequence[nn.Parameter]
+    units: Sequence[nn.Module]
+    gathers_ahead: bool
 
     @property
     def runner(self) -> nn.Module | None:
@@ -75,30 +77,3 @@ class Parallel(Protocol):
             norms: norm of this rank's shard of each gradient, by parameter.
         """
         ...
-
-
-class Alone:
-    """:class:`Parallel` for a single rank, which neither shards nor reduces."""
-
-    runner = None
-    loss_factor = 1.0
-    allows_inference_mode = True
-    trace = 0
-    late_parameters: Sequence[nn.Parameter] = ()
-    root_parameters: Sequence[nn.Parameter] = ()
-
-    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None: ...
-    def begin_backward(self) -> None: ...
-    def end_backward(self) -> None: ...
-    def end_update(self) -> None: ...
-    def release(self) -> None: ...
-    def trained_parameters_changed(self) -> None: ...
-
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        nn.utils.clip_grad_value_(parameters, max_value)
-
-    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        return torch_private.join_norms(list(norms.values()))

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,37 +36,11 @@ from torch.utils.hooks import RemovableHandle
 
 from roomier.core import torch_private
 from roomier.core.errors import PlanError, TrainingError
-from roomier.engine.facts import Facts
-from roomier.engine.parallel import Parallel
+from roomier.engine.narrowed import Homes, check_no_step_hooks, homes_of, step_only
 from roomier.engine.updates import Updates
-from roomier.plan import BatchPlan, Plan
+from roomier.plan import BatchPlan
 
-Groups = list[tuple[dict[str, Any], list[Tensor]]]
 FIELD = "optimizer.step_in_backward"
-
-
-def updates_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel) -> Updates:
-    """Return the object that determines when the optimizers step: during backward, or after it.
-
-    Raises:
-        PlanError: step_in_backward is not supported with manual optimization or with one of the optimizers.
-    """
-    way = plan.optimizer.step_in_backward
-    if way == "none" or not optimizers:
-        return Updates()
-    if facts.is_manual:
-        problem = "is not supported with manual optimization, in which training_step steps the optimizers"
-        raise PlanError(FIELD, way, problem, "Set step_in_backward=False, or let the Trainer step")
-    return StepInBackward(
-        facts.network,
-        optimizers,
-        facts.blocks,
-        way=way,
-        batch_plan=plan.batch,
-        join_norms=parallel.join_norms,
-        late=parallel.late_parameters,
-        separate=parallel.root_parameters,
-    )
 
 
 class StepInBackward(Updates):
@@ -85,7 +58,6 @@ class StepInBackward(Updates):
         separate: parameters of blocks that are not updated together with their block.
 
     Attributes:
-        acts: whether the engine calls the methods of this object during a step.
         norm: norm of the gradients of the last step, before clipping (0-dim). None if no norm is computed.
         may_be_stale: whether gradients are clipped by the norm of the previous step.
 
@@ -93,7 +65,7 @@ class StepInBackward(Updates):
         PlanError: the update of a parameter by one of the optimizers depends on other parameters.
     """
 
-    acts = True
+    acts = clips = True
 
     def __init__(
         self,
@@ -128,7 +100,7 @@ class StepInBackward(Updates):
         }
         self._num_in_block: Counter[int | None] = Counter()
         self._handles: dict[Tensor, RemovableHandle] = {}
-        self._home: dict[Tensor, tuple[Optimizer, dict[str, Any]]] = {}
+        self._home: Homes = {}
         self._norms: dict[Tensor, Tensor] = {}
         self._pending: list[Tensor] = []
         self._updated: set[Tensor] = set()
@@ -150,12 +122,7 @@ class StepInBackward(Updates):
         self._watch_parameters()
 
     def _watch_parameters(self) -> None:
-        self._home = {
-            parameter: (optimizer, group)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        self._home = homes_of(self._optimizers)
         for parameter in self._handles.keys() - self._home.keys():  # removed from its optimizer
             self._handles.pop(parameter).remove()
             self._num_in_block[self._block_of.get(parameter)] -= 1
@@ -280,18 +247,9 @@ class StepInBackward(Updates):
         elif self._max_value is not None:
             for each in parameters:
                 _own_gradient(each).clamp_(-self._max_value, self._max_value)
-        for optimizer, groups in self._groups_of(parameters).items():
-            with _narrowed(optimizer, groups), _unchanged(optimizer):
-                torch_private.step_without_hooks(optimizer)
+        step_only(self._home, parameters)
         for each in parameters:
             each.grad = None
-
-    def _groups_of(self, parameters: Iterable[Tensor]) -> dict[Optimizer, Groups]:
-        found: dict[Optimizer, dict[int, tuple[dict[str, Any], list[Tensor]]]] = {}
-        for parameter in parameters:
-            optimizer, group = self._home[parameter]
-            found.setdefault(optimizer, {}).setdefault(id(group), (group, []))[1].append(parameter)
-        return {optimizer: list(groups.values()) for optimizer, groups in found.items()}
 
     def _total_norm(self) -> Tensor:
         norms, self._norms = self._norms, {}
@@ -305,7 +263,7 @@ class StepInBackward(Updates):
             action = "Call engine.step() after each backward, and run one backward of the sum of several losses"
             raise TrainingError("backward", None, problem, action)
         for optimizer in self._optimizers:
-            _check_hooks(optimizer)
+            check_no_step_hooks(optimizer, "set step_in_backward=False")
         kept = next((each for each in self._home if each.grad is not None), None)
         if kept is not None:
             problem = "has a gradient before the backward, which would add to it"
@@ -333,47 +291,6 @@ class _Hook:
             steps.take(parameter)
 
 
-@contextmanager
-def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
-    """Restrict ``optimizer`` to the parameters of ``groups``.
-
-    Otherwise, each update of a block would loop over all parameters, so a step would require quadratic time.
-    """
-    all_groups = optimizer.param_groups
-    all_parameters = [group["params"] for group, _ in groups]
-    optimizer.param_groups = [group for group, _ in groups]
-    for group, parameters in groups:
-        group["params"] = parameters
-    try:
-        yield
-    finally:
-        optimizer.param_groups = all_groups
-        for (group, _), parameters in zip(groups, all_parameters, strict=True):
-            group["params"] = parameters
-
-
-@contextmanager
-def _unchanged(optimizer: Optimizer) -> Iterator[None]:
-    """Check that the settings of the groups do not change inside the context.
-
-    Raises:
-        TrainingError: ``optimizer`` changed a number in a group, so its updates depend on more than one parameter.
-    """
-    before = [_numbers(group) for group in optimizer.param_groups]
-    yield
-    for group, earlier in zip(optimizer.param_groups, before, strict=True):
-        now = _numbers(group)
-        name = next((name for name in now if now[name] != earlier.get(name)), None)
-        if name is not None:
-            problem = f"changes {name!r} of a parameter group in each call, but it is called for each block"
-            action = "Use an optimizer that stores its state per parameter, or set step_in_backward=False"
-            raise TrainingError("optimizer", type(optimizer).__name__, problem, action)
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    return {name: each for name, each in group.items() if isinstance(each, (int, float))}
-
-
 def _factor(max_norm: float, norm: Tensor) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
 
@@ -391,11 +308,4 @@ def _check_optimizer(optimizer: Optimizer, way: str) -> None:
     if isinstance(optimizer, LBFGS):
         problem = "is not supported with LBFGS, whose update of a parameter depends on all gradients"
         raise PlanError(FIELD, way, problem, "Use another optimizer, or set step_in_backward=False")
-    _check_hooks(optimizer)
-
-
-def _check_hooks(optimizer: Optimizer) -> None:
-    if torch_private.has_step_pre_hooks(optimizer):
-        problem = "has a hook before its step (register_step_pre_hook), but gradients are freed before the step"
-        action = "Remove the hook, or set step_in_backward=False"
-        raise TrainingError("optimizer", type(optimizer).__name__, problem, action)
+    check_no_step_hooks(optimizer, "set step_in_backward=False")

@@ -1,28 +1,48 @@
-"""Updates: when the optimizers of an engine step."""
+"""Updates: when and how the optimizers of an engine step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+
+class Scale(Protocol):
+    """Loss scale, see :mod:`roomier.precision.scaler`."""
+
+    def step(self, optimizer: Optimizer, closure: Any = None) -> None:
+        """Update the parameters, unless the gradients are not finite."""
+        ...
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Return whether the step is skipped because unscaled gradients are not finite. The host reads one flag."""
+        ...
 
 
 class Updates:
     """Updates after backward (the default): the optimizers step when all gradients are complete.
 
-    A subclass updates parameters at different times.
+    A subclass updates parameters at different times, or moves their states.
 
     Attributes:
-        acts: whether the engine calls the methods of this object during a step, and delegates clipping to them.
+        acts: whether the engine calls the methods of this object during a step.
+        clips: whether this object clips the gradients instead of the engine.
+        away: parameters whose optimizer states are not on the device.
     """
 
     acts = False
+    clips = False
+    away: Container[nn.Parameter] = frozenset()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
         """Prepare the forward of a step."""
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        """Prepare the forward of a micro-batch."""
 
     def backward(self, run: Callable[..., None]) -> None:
         """Compute the gradients of a step.
@@ -32,8 +52,33 @@ class Updates:
         """
         run()
 
+    def begin_clip(self) -> None:
+        """Prepare for gradients that the engine clips."""
+
+    def end_clip(self, norm: Tensor | None, limit: float) -> None:
+        """Handle gradients that the engine clipped to ``limit``.
+
+        Args:
+            norm: norm of the gradients before clipping; None if elements were clipped.
+            limit: limit of the norm or of the elements.
+        """
+
+    def scale_away(self, factor: float | Tensor) -> None:
+        """Multiply the gradients that are not on the device by ``factor``."""
+
     def end_step(self, closure: object = None) -> None:
         """End a step, before the optimizers step."""
+
+    def step(self, optimizer: Optimizer, scaler: Scale, closure: Any = None) -> None:
+        """Update the parameters of ``optimizer``. The engine has unscaled the gradients if ``acts`` is True."""
+        scaler.step(optimizer, closure)
+
+    def settle(self) -> None:
+        """Complete pending updates."""
+
+    def watch(self) -> AbstractContextManager[Any] | None:
+        """Return a context for the first forward pass of training; None if no context is required."""
+        return None
 
     def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
         """Return the norm of the gradients before clipping, if this object clips the gradients."""
@@ -42,6 +87,10 @@ class Updates:
     def state(self) -> dict[str, Any]:
         """Return the state that the next step requires in addition to weights and optimizer states."""
         return {}
+
+    def place(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Replace tensors on the meta device by memory into which the states of ``away`` are read before
+        :meth:`load`."""
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Restore the result of :meth:`state`."""

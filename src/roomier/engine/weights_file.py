@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from roomier.adapters.layers import is_adapter
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.core.sharded import local_part
 from roomier.models.hugging_face import Conversion, conversions_from_files, find_pretrained
-from roomier.parallel.pages import local_part, local_rows
+from roomier.parallel.pages import local_rows
 
 SUFFIX = ".safetensors"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUM_NAMES_SHOWN = 3
+
+
+def prepare_nothing(tensor: Tensor) -> None:
+    """Do nothing. This is the default preparation of a tensor that is written."""
 
 
 class WeightsToRead(Protocol):
@@ -30,8 +35,12 @@ class WeightsToRead(Protocol):
         """Return the names of the tensors of ``network`` that will be read. They include all except adapters."""
         ...
 
-    def read_into(self, network: nn.Module) -> None:
-        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of a tensor."""
+    def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
+        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of a tensor.
+
+        Args:
+            prepare: function that is called with each tensor before it is written.
+        """
         ...
 
 
@@ -115,8 +124,11 @@ class WeightsFile:
         ]
 
     @torch.no_grad()
-    def read_into(self, network: nn.Module) -> None:
+    def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
         """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of a tensor.
+
+        Args:
+            prepare: function that is called with each tensor before it is written.
 
         Raises:
             RoomierError: a file is damaged.
@@ -131,12 +143,14 @@ class WeightsFile:
         for path, names in by_file.items():
             with _opened(path) as file:
                 for stored, name in names:
+                    prepare(wanted[name])
                     _note(converted, _read(file, stored, wanted[name]), wanted[name])
         for each in self._conversions:
             if each.run is not None:
                 made = each.run({name: self._whole(name) for name in each.sources})
                 for name, tensor in zip(each.targets, made.values(), strict=True):
                     target = wanted[name]
+                    prepare(target)
                     local_part(target).copy_(tensor[local_rows(target)] if target.dim() else tensor)
                     _note(converted, tensor.dtype, target)
         if converted:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import torch
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
-from roomier.checkpoint.lightning import HYPERPARAMETERS, HYPERPARAMETERS_NAME, VERSION
+from roomier.checkpoint.lightning import HYPERPARAMETERS, HYPERPARAMETERS_NAME, SUFFIX, VERSION
+from roomier.checkpoint.lightning_loops import WRITTEN_FOR, loop_states
 from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES
 from roomier.core.errors import CheckpointError
@@ -18,8 +22,6 @@ from roomier.core.log import notice
 from roomier.export.output_file import new_file, replacing_file
 from roomier.export.plain import weights_of
 
-WRITTEN_FOR = "2.6.0"
-"""Version of Lightning whose format is written."""
 _CHECKPOINTS = "ModelCheckpoint"
 
 
@@ -34,7 +36,7 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
 
     - states of an optimizer that the Trainer created, which Lightning does not support
     - states of adapters, which are merged into the weights
-    - the list of checkpoints of ModelCheckpoint, which are folders that Lightning cannot read
+    - the list of checkpoints of ModelCheckpoint if they are folders, which Lightning cannot read
     - random states, and the position in the data within an epoch
 
     Args:
@@ -52,7 +54,7 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
     described = peek_run(path)
     content: dict[str, Any] = {
         **_others(path, described),
-        **_place(described.get("progress", {}), _validates(described)),
+        **loop_states(described.get("progress", {}), _validates(described)),
         VERSION: WRITTEN_FOR,
         "state_dict": weights_of(path),
         HYPERPARAMETERS_NAME: described.get("hyperparameters_argument", "kwargs"),
@@ -91,6 +93,9 @@ def _can_resume(path: str | Path, described: Mapping[str, Any]) -> bool:
 def _training_state(path: str | Path) -> dict[str, Any]:
     state = checkpoint.load(path, only=("optimizers", "schedulers", "scaler", "callbacks"))
     callbacks = {key: each for key, each in state["callbacks"].items() if each and not key.startswith(_CHECKPOINTS)}
+    for key, each in state["callbacks"].items():
+        if key.startswith(_CHECKPOINTS) and each["kept"] and all(name.endswith(SUFFIX) for name, _ in each["kept"]):
+            callbacks[key] = _state_of_files(each, is_max="'mode': 'max'" in key)
     content: dict[str, Any] = {
         "optimizer_states": [_by_number(each) for each in state["optimizers"]],
         "lr_schedulers": [each["state"] for each in state["schedulers"]],
@@ -99,6 +104,26 @@ def _training_state(path: str | Path) -> dict[str, Any]:
     if state["scaler"] is not None:
         content["MixedPrecision"] = {key: each for key, each in state["scaler"].items() if key != "num_skipped"}
     return content
+
+
+def _state_of_files(saved: Mapping[str, Any], *, is_max: bool) -> dict[str, Any]:
+    """Return the state of a ModelCheckpoint that writes files in Lightning's form."""
+    path_of = partial(os.path.join, saved["dirpath"] or "")
+    scores = {path_of(name): torch.tensor(score) for name, score in saved["kept"] if score is not None}
+    ordered = sorted(scores, key=lambda path: float(scores[path]), reverse=is_max)
+    best = ordered[0] if ordered else path_of(saved["kept"][-1][0])
+    current = saved["current_score"]
+    return {
+        "monitor": saved["monitor"],
+        "dirpath": saved["dirpath"],
+        "best_model_path": best,
+        "best_model_score": scores.get(best),
+        "best_k_models": scores,
+        "kth_best_model_path": ordered[-1] if ordered else "",
+        "kth_value": scores[ordered[-1]] if ordered else torch.tensor(-math.inf if is_max else math.inf),
+        "last_model_path": path_of(saved["last"]) if saved["last"] else "",
+        "current_score": None if current is None else torch.tensor(current),
+    }
 
 
 def _by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,46 +146,3 @@ def _others(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _validates(described: Mapping[str, Any]) -> bool:
     return not described.get("progress", {}).get("is_validation_due", False)
-
-
-def _place(progress: Mapping[str, Any], is_validated: bool) -> dict[str, Any]:
-    """Return the state of Lightning's loops at the end of an epoch, as after a fit, or after a batch within an
-    epoch."""
-    epoch, step = progress.get("epoch", 0), progress.get("global_step", 0)
-    num_done, num_batches = progress.get("batch_idx", 0), progress.get("num_batches", 0)
-    is_in_epoch = num_done > 0
-    begun = epoch + (1 if is_in_epoch else 0)
-    in_epoch = num_done if is_in_epoch else (num_batches // epoch if epoch else 0)
-    batches = {**_counts(in_epoch, num_batches), "is_last_batch": not is_in_epoch and epoch > 0}
-    steps_in_epoch = min(step, in_epoch)
-    epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
-    fit_loop = {
-        "state_dict": {},
-        "epoch_loop.state_dict": {"_batches_that_stepped": step},
-        "epoch_loop.batch_progress": batches,
-        "epoch_loop.scheduler_progress": _progress(0, 0, "ready", "completed"),
-        "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": {
-            "optimizer": {
-                "step": _progress(steps_in_epoch, step, "ready", "completed"),
-                "zero_grad": _progress(steps_in_epoch, step, "ready", "started", "completed"),
-            }
-        },
-        "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _progress(steps_in_epoch, step, "ready", "completed"),
-        "epoch_loop.val_loop.state_dict": {},
-        "epoch_loop.val_loop.batch_progress": {**_counts(0, 0), "is_last_batch": is_validated and not is_in_epoch},
-        "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
-    }
-    idle = {"state_dict": {}, "batch_progress": {**_counts(0, 0), "is_last_batch": False}}
-    loops = {"fit_loop": fit_loop, **{name: dict(idle) for name in ("validate_loop", "test_loop", "predict_loop")}}
-    loops["predict_loop"] = {"state_dict": {}, "batch_progress": _counts(0, 0)}
-    return {"epoch": epoch, "global_step": step, "loops": loops}
-
-
-def _counts(current: int, total: int) -> dict[str, Any]:
-    return _progress(current, total, "ready", "started", "processed", "completed")
-
-
-def _progress(current: int, total: int, *names: str) -> dict[str, Any]:
-    return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}

@@ -68,6 +68,8 @@ class Machine:
         disk_read, disk_write: links between the host and its disk, shared by all devices of the node.
         host_memory_bytes: host memory of one node.
         source: origin of the values: ``"data sheets"``, or time and method of the measurement.
+        disk_both: total of reads and writes if both run at the same time; None if not known separately.
+        disk_free_bytes: free space on the disk of one node; None if it is not known.
         in_node_reduce: link like ``in_node``, but for a reduce-scatter including the sum; None if this link is not
             known separately.
     """
@@ -83,8 +85,23 @@ class Machine:
     host_memory_bytes: int
     source: str
     in_node_reduce: Link | None = None
+    disk_free_bytes: int | None = None
+    disk_both: Link | None = None
 
     @property
     def num_ranks(self) -> int:
         """Number of devices in all nodes."""
         return self.devices_per_node * self.num_nodes
+
+    def disk_time_s(self, read_bytes: float, written_bytes: float) -> float:
+        """Return the seconds to read and write the disk of a node, with reads and writes at the same time.
+
+        If the total rate of both is not known, reads and writes use the disk one after the other.
+        """
+        both_bytes = 0.0 if self.disk_both is None else min(read_bytes, written_bytes)
+        parts = (
+            (self.disk_both, 2 * both_bytes),
+            (self.disk_read, read_bytes - both_bytes),
+            (self.disk_write, written_bytes - both_bytes),
+        )
+        return sum(link.time_s(num_bytes) for link, num_bytes in parts if link is not None and num_bytes)

@@ -1,4 +1,4 @@
-"""Measurements of this machine in one process: matrix products, memory, copies, disk, operations, updates.
+"""Measurements of this machine in one process: matrix products, memory, copies, operations, updates.
 
 Each measurement takes about the given number of seconds and returns the second best of its repetitions. Other programs
 slow down some repetitions, and a clock change can make a repetition appear too fast.
@@ -6,19 +6,13 @@ slow down some repetitions, and a clock change can make a repetition appear too 
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
-import psutil
 import torch
 
-from roomier.core.errors import RoomierError
 from roomier.device.capability import capabilities_of
 from roomier.device.memory import available_bytes
 from roomier.device.streams import synchronize
@@ -32,7 +26,6 @@ DTYPES = {
 }
 _SMALLEST, _LARGEST = 128, 8192  # rows of a product
 _IS_LONG_S = 0.02  # a product that takes this long hides the cost of its launch
-_DISK_CHUNK_BYTES = 2**24
 
 
 def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
@@ -115,50 +108,6 @@ def _fitting(num_bytes: int, device: torch.device) -> int:
     """Return ``num_bytes``, or less if the memory of ``device`` is almost full, as after an out-of-memory error."""
     available = available_bytes(device)
     return num_bytes if available is None else max(2**20, min(num_bytes, available // 4))
-
-
-def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[float, float]:
-    """Return the bytes per second written to and read from a temporary file in ``folder``.
-
-    Written data is flushed to the disk (``fsync``) before the clock stops. The data is then dropped from the page cache
-    (``posix_fadvise``, if the system supports it), so that it is read from the disk, not from memory. A folder in
-    memory (tmpfs) has the rate of memory, as in a run.
-
-    Raises:
-        RoomierError: the folder is not writable.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        num_bytes = min(num_bytes, psutil.disk_usage(str(folder)).free // 4 // _DISK_CHUNK_BYTES * _DISK_CHUNK_BYTES)
-        if num_bytes == 0:
-            raise OSError("the disk is full")
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return _write_rate(file.fileno(), num_bytes, seconds / 2), _read_rate(file.fileno(), seconds / 2)
-    except OSError as error:
-        action = "Choose a writable folder"
-        raise RoomierError("folder", str(folder), f"is not writable: {error}", action) from error
-
-
-def _write_rate(file: int, num_bytes: int, seconds: float) -> float:
-    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # zeros would be too fast on drives that compress data
-    start, written = time.perf_counter(), 0
-    while written < num_bytes and (written == 0 or time.perf_counter() - start < seconds):
-        written += os.write(file, chunk)
-    os.fsync(file)
-    return written / (time.perf_counter() - start)
-
-
-def _read_rate(file: int, seconds: float) -> float:
-    if sys.platform == "linux":
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.lseek(file, 0, os.SEEK_SET)
-    start, num_read = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds or num_read == 0:
-        part = os.read(file, _DISK_CHUNK_BYTES)
-        if not part:
-            break
-        num_read += len(part)
-    return num_read / (time.perf_counter() - start)
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:

@@ -55,7 +55,8 @@ class Measured:
             None if not measured.
         gather, reduce: bandwidth of the collective, in bytes per second that one rank sends, and its latency in
             seconds; None for one rank.
-        disk_read, disk_write: bytes per second; None if not measured.
+        disk_read, disk_write: bytes per second of the folder for offloading; None if not measured.
+        disk_both: bytes per second, read plus written, if both run at the same time; None if not measured.
     """
 
     circumstances: Circumstances
@@ -70,6 +71,7 @@ class Measured:
     reduce: tuple[float, float] | None = None
     disk_read: float | None = None
     disk_write: float | None = None
+    disk_both: float | None = None
 
 
 def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
@@ -122,9 +124,10 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
     for name in ("gather", "reduce"):
         rest[name] = None if entry[name] is None else (float(entry[name][0]), float(entry[name][1]))
     measured = Measured(**rest)
-    optional = (measured.update_bytes_per_s, measured.host_bytes_per_s, measured.disk_read, measured.disk_write)
+    optional = (measured.update_bytes_per_s, measured.host_bytes_per_s)
+    disk = (measured.disk_read, measured.disk_write, measured.disk_both)
     exchanges = (*(measured.gather or ()), *(measured.reduce or ()))
-    given = [rate for rate in (*optional, *exchanges) if rate is not None]
+    given = [rate for rate in (*optional, *disk, *exchanges) if rate is not None]
     rates = [*measured.flops_per_s.values(), measured.memory_bytes_per_s, measured.operation_s, *given]
     if "fp32" not in measured.flops_per_s or not all(0 < rate < float("inf") for rate in rates):
         raise ValueError("a rate that is not positive")

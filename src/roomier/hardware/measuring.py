@@ -17,8 +17,9 @@ import torch
 
 from roomier.core.errors import RoomierError
 from roomier.core.loopback import keep_on_loopback
+from roomier.hardware.disk import disk_rates
 from roomier.hardware.host import num_cores
-from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate, update_rate
+from roomier.hardware.measure import DTYPES, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.hardware.measured import Measured, circumstances_of, now
 
 _PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine, the ranks need one twentieth of this time
@@ -39,7 +40,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
     started = circumstances_of(device, num_ranks)
     with tempfile.TemporaryDirectory(prefix="roomier-hardware-") as scratch:
         ranks = _run_ranks(device.type, num_ranks, started.num_threads, seconds, Path(scratch))
-    disk_write, disk_read = (None, None) if folder is None else disk_rates(folder, 2 * seconds)
+    disk = None if folder is None else disk_rates(folder, 2 * seconds)
     return Measured(
         circumstances=started,
         measured_at=now(),
@@ -53,8 +54,9 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
         host_bytes_per_s=_median([rank["host_bytes_per_s"] for rank in ranks]),
         gather=_link("gather", ranks),
         reduce=_link("reduce", ranks),
-        disk_read=disk_read,
-        disk_write=disk_write,
+        disk_read=None if disk is None else disk.read,
+        disk_write=None if disk is None else disk.write,
+        disk_both=None if disk is None else disk.both,
     )
 
 

@@ -163,7 +163,7 @@ def _field(field: Field[Any], given: Mapping[str, Any], prefix: str = "") -> Any
         return str(value)
     if field.name.endswith("_bytes") and isinstance(value, str):
         return parse_bytes(name, value)
-    if kind == "int":
+    if kind.startswith("int"):
         number = _number(name, value)
         if number != int(number):
             raise RoomierError(name, value, "must be an integer", "Pass an integer")

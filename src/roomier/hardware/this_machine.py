@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, TierError
 from roomier.device.memory import total_bytes
 from roomier.device.resolve import device_name, resolve_device
 from roomier.hardware import measured as measurements
@@ -16,6 +17,7 @@ from roomier.hardware.host import available_memory_bytes, total_memory_bytes
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.measured import Circumstances, Measured, circumstances_of
 from roomier.hardware.measuring import measure_quickly
+from roomier.tiers.folder import default_folder, free_bytes
 
 # Values that are assumed without a measurement: loopback between processes of one host, and one drive of a typical
 # server.
@@ -24,7 +26,7 @@ _NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; links between machines are never mea
 _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 
 
-def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto") -> Machine:
+def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto", folder: str | None = None) -> Machine:
     """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
     The rates come from stored measurements of ``roomier hardware`` for this host, if the processor, the torch version,
@@ -37,12 +39,14 @@ def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto"
         devices: ranks per node.
         num_nodes: number of nodes.
         accelerator: as in the Trainer.
+        folder: folder for offloading, whose free space is reported. None means the default folder.
 
     Raises:
         RoomierError: the machine does not have the requested accelerator.
     """
     device = resolve_device(accelerator)
-    return machine_from(device, found_or_measured(device, devices), devices, num_nodes)
+    machine = machine_from(device, found_or_measured(device, devices), devices, num_nodes)
+    return replace(machine, disk_free_bytes=_disk_free_bytes(folder))
 
 
 def machine_from(device: torch.device, measured: Measured | None, devices: int, num_nodes: int) -> Machine:
@@ -70,6 +74,7 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
         host_memory_bytes=total_memory_bytes(),
         source=_source(measured),
         in_node_reduce=reduce,
+        disk_both=None if measured.disk_both is None else Link(measured.disk_both, _DISK_READ.latency_s),
     )
 
 
@@ -103,6 +108,7 @@ def _with_links_of_others(quick: Measured, kept: list[Measured]) -> Measured:
         quick,
         disk_read=disk.disk_read,
         disk_write=disk.disk_write,
+        disk_both=disk.disk_both,
         gather=together.gather,
         reduce=together.reduce,
     )
@@ -155,6 +161,13 @@ def _memory_bytes(device: torch.device, devices: int) -> int:
         action = "Pass memory_budget, or describe the machine in a file: see `roomier hardware --json`"
         raise RoomierError("accelerator", device.type, "does not report its memory", action)
     return found
+
+
+def _disk_free_bytes(folder: str | None) -> int | None:
+    try:
+        return free_bytes(default_folder() if folder is None else Path(folder))
+    except (TierError, OSError):  # the run reports a folder that cannot be used
+        return None
 
 
 def _link(measured: tuple[float, float] | None) -> Link | None:

@@ -41,8 +41,11 @@ class Command:
     folder: str | None
 
 
-def command_again() -> Command:
+def command_again(devices: int = 2) -> Command:
     """Return the command that started this process.
+
+    Args:
+        devices: number of ranks on this machine, for the error.
 
     Raises:
         RoomierError: the command cannot run again.
@@ -62,7 +65,7 @@ def command_again() -> Command:
         action = (
             "Move the run to a script, and start it with `python script.py` or `torchrun --nproc-per-node=N script.py`"
         )
-        raise RoomierError("devices", "several", problem, action)
+        raise RoomierError("devices", devices, problem, action)
     words = [sys.executable, *sys.orig_argv[1:]]
     hydra = _hydra_config()
     if hydra is None:

@@ -63,7 +63,7 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
         RoomierError: the command cannot be run again, the address of rank 0 is unknown, or there are too many ranks.
     """
     _check_number(world.local_size)
-    command = command_again()
+    command = command_again(world.local_size)
     store = None
     if world.local_size == world.size:
         # The store starts before the other ranks, so no other process can take the port of the store.

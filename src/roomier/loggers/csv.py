@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from roomier.api.logger import STEP_COLUMN
 from roomier.core.log import notice
 from roomier.loggers.files import FileLogger, replacing
 
@@ -76,10 +77,14 @@ class CSVLogger(FileLogger):
         kept = [row for row in rows if len(row) == len(self._columns) and _step_of(row) is not None]
         num_torn = len(rows) - len(kept) + len(lines) - len(complete)
         if resumed_step is not None:
-            kept = [row for row in kept if (_step_of(row) or 0) <= resumed_step]
+            kept = [row for row in kept if (self._step_of_run(row) or 0) <= resumed_step]
         self._rewrite(kept)
         if num_torn:
             notice(f"{self._path}: dropped {num_torn} incomplete row(s) of an interrupted run")
+
+    def _step_of_run(self, row: list[str]) -> int | None:
+        marked = [cell for name, cell in zip(self._columns, row, strict=True) if name.endswith(STEP_COLUMN) and cell]
+        return int(float(marked[0])) if marked else _step_of(row)
 
     def _add_columns(self, names: list[str]) -> None:
         assert self._file is not None

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roomier.api.logger import Logger
+from roomier.api.logger import STEP_COLUMN, Logger
 from roomier.loggers.foreign import ForeignLogger
 from roomier.loggers.guarded import mute
 
@@ -56,13 +56,29 @@ class LoggerGroup:
         """Log one row of metrics with all loggers. Each logger receives a copy."""
         self._each("log_metrics", lambda logger: logger.log_metrics(dict(metrics), step))
 
+    def log_evaluated_batch(self, metrics: Mapping[str, float], index: int, step: int) -> None:
+        """Log the row of one evaluation batch with all loggers.
+
+        Args:
+            metrics: values by column.
+            index: index of the batch, which is the step of the row.
+            step: number of completed optimizer steps. Loggers of roomier receive it in the column ``trainer/step``,
+                because a resumed run removes later rows.
+        """
+
+        def log(logger: Logger) -> None:
+            added = {} if isinstance(logger, ForeignLogger) else {STEP_COLUMN: step}
+            logger.log_metrics({**metrics, **added}, index)
+
+        self._each("log_metrics", log)
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Log the hyperparameters with all loggers. Each logger receives a copy."""
         self._each("log_hyperparams", lambda logger: logger.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
         """Finalize all loggers, including loggers that failed."""
-        for logger in self.muted:
+        for logger in [each for each in self.loggers if each.is_muted]:
             with suppress(Exception):  # the first failure was already printed
                 logger.finalize(status)
         self._each("finalize", lambda logger: logger.finalize(status))
@@ -75,6 +91,11 @@ class LoggerGroup:
                 call(logger)
             except Exception as error:
                 mute(logger, name, error)
+
+
+def choosing_their_folders(loggers: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the loggers written for Lightning. They also log evaluations without a run folder."""
+    return tuple(each for each in loggers if not isinstance(each, Logger))
 
 
 def set_run_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roomier.api.logger import STEP_COLUMN
 from roomier.core.log import notice
 from roomier.loggers.files import FileLogger, replacing
 
@@ -75,9 +76,11 @@ def drop_rows(path: Path, after_step: int | None) -> None:
 
 def _judge(row: bytes, after_step: int | None) -> str:
     try:
-        step = json.loads(row)["step"]
-    except (ValueError, KeyError, TypeError):
+        cells = json.loads(row)
+        step = cells["step"]
+        done = next((int(cells[name]) for name in cells if name.endswith(STEP_COLUMN)), step)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return "torn"
     if not row.endswith(b"\n") or not isinstance(step, int):
         return "torn"
-    return "dropped" if after_step is not None and step > after_step else "kept"
+    return "dropped" if after_step is not None and done > after_step else "kept"

@@ -85,7 +85,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
         units: result of :func:`roomier.memory.weights.units_with_weights`, with the root first and the other units in
             the order of the forward.
         layout: the settings of the Plan that determine the bytes.
-        state_bytes: bytes of the optimizer's states, see :mod:`roomier.memory.optimizer_states`.
+        state_bytes: bytes of the optimizer's states, see :mod:`roomier.optim.state_bytes`.
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)

@@ -14,14 +14,15 @@ from roomier.api.blocks import find_blocks
 from roomier.api.engine import Engine
 from roomier.core.errors import PlanError
 from roomier.memory.model_states import ModelStates, StateBytes, model_states
-from roomier.memory.optimizer_states import onebit_adam_bytes, state_bytes
 from roomier.memory.walk import Layout
 from roomier.memory.weights import Weight, buffer_bytes, units_with_weights, with_adapters
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.onebit_adam import OneBitAdam
+from roomier.optim.state_bytes import onebit_adam_bytes, state_bytes
 from roomier.plan import Plan
 from roomier.plan.lever_rules import has_two_backwards, rounding_in_force
 from roomier.plan.levers import lever_that_frees_gradients
+from roomier.plan.offload_rules import update_mode
 from roomier.precision.policy import precision_of
 
 
@@ -79,8 +80,13 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
         wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
         on_gloo=device.type == "cpu",
         steps_in_backward=steps_in_backward,
+        reads_in_backward=_is_speculative(plan) and num_micro_batches == 1,
         num_backwards=2 if has_two_backwards(plan) else 1,
     )
+
+
+def _is_speculative(plan: Plan) -> bool:
+    return plan.offload.optimizer_states != "none" and update_mode(plan) == "speculative"
 
 
 def _model_states(

@@ -6,6 +6,7 @@ operations of backward and of optimizers. Each storage of an argument or a resul
 number of tensors that share it. A result is counted from the operation that returns it onward. An argument that was not
 recorded before is counted from the start, because the argument already existed. A storage is counted until Python
 destroys it. Sizes are read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
+On a CPU, the memory of a tier is counted from the start, and storages in this memory are not counted again.
 
 The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
 becomes a gradient. Therefore, kinds are assigned to storages instead of moments, and sums by kind are computed at the
@@ -36,6 +37,7 @@ from roomier.core.tree import tensors
 from roomier.device import memory
 from roomier.device.capability import capabilities_of
 from roomier.memory.kinds import Kind, total_bytes
+from roomier.tiers.buffers import memory_of_a_tier
 
 _COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors are sent
 _PACKS_GRADIENTS = ("fsdp::chunk_cat", "aten::_chunk_cat")
@@ -77,10 +79,11 @@ class Snapshot:
 
 @dataclass(eq=False, slots=True)
 class _Storage:
-    reference: weakref.ref[torch.UntypedStorage]
+    reference: Callable[[], torch.UntypedStorage | None]
     num_bytes: int
     phase: str  # phase in which the storage was first seen
     kind: Kind = Kind.TEMPORARY
+    is_counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +291,25 @@ class MemoryTracker:
             self._note_size(known)
 
     def _begin(self, storage: torch.UntypedStorage, existed: bool) -> _Storage:
-        key, num_bytes = id(storage), storage.nbytes()
-        known = _Storage(weakref.ref(storage, lambda _: self._end(key)), num_bytes, "rest" if existed else self.phase)
+        may_be_in_tier = self._device.type == "cpu" and not torch_fake.makes_fake_tensors()
+        buffer = memory_of_a_tier(_address_of(storage)) if may_be_in_tier else None
+        if buffer is not None:
+            self._begin_buffer(*buffer)
+        key, num_bytes = id(storage), storage.nbytes() if buffer is None else 0
+        reference = weakref.ref(storage, lambda _: self._end(key))
+        known = _Storage(reference, num_bytes, "rest" if existed else self.phase, is_counted=buffer is None)
         if existed:
             known.kind = Kind.ACTIVATION
         self._storages[key] = known
         (self._at_start if existed else self._changes).append(_Change(known, num_bytes, self.phase, self.place))
         return known
+
+    def _begin_buffer(self, address: int, num_bytes: int) -> None:
+        key = -address  # not the identity of an object
+        if key not in self._storages:
+            buffer = _Storage(lambda: None, num_bytes, "rest", Kind.OPTIMIZER_STATE)
+            self._storages[key] = buffer
+            self._at_start.append(_Change(buffer, num_bytes, "rest", ""))
 
     def _end(self, key: int) -> None:
         self._resizing.pop(key, None)
@@ -307,7 +322,7 @@ class MemoryTracker:
             self._note_size(known)
 
     def _note_size(self, known: _Storage) -> None:
-        storage = known.reference()
+        storage = known.reference() if known.is_counted else None
         if storage is not None and (num_bytes := storage.nbytes()) != known.num_bytes:
             self._changes.append(_Change(known, num_bytes - known.num_bytes, self.phase, self.place))
             known.num_bytes = num_bytes
@@ -380,6 +395,14 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
             yield tracker
     finally:
         hooks.before_backward, hooks.after_backward = before, after
+
+
+def _address_of(storage: torch.UntypedStorage) -> int:
+    """Return the address of ``storage``, or 0 for tensors that wait for a collective and have no memory yet."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 @cache

@@ -56,6 +56,7 @@ class Layout:
         wire_dtype: dtype in which gradients are sent; None uses the dtype of the gradients.
         on_gloo: True if the ranks exchange their shards point to point.
         steps_in_backward: True if gradients are used and freed during backward.
+        reads_in_backward: True if gradients are read during backward, but not freed, as in a speculative update.
         num_backwards: number of backwards per micro-batch; with 2, the first backward pass computes the norm.
         holds_all_batches: True if all batches of a step are on the device. This is the case on the CPU. On other
             devices, batches are moved to the device one by one.
@@ -68,6 +69,7 @@ class Layout:
     wire_dtype: torch.dtype | None = None
     on_gloo: bool = True
     steps_in_backward: bool = False
+    reads_in_backward: bool = False
     num_backwards: int = 1
     holds_all_batches: bool = True
 
@@ -147,7 +149,8 @@ def _unit_bytes(
     own = num_sent // layout.num_shards
     result_dtype = sum_dtype if layout.on_gloo else wire_dtype
     # A reduction must complete if its result is reduced over replicas, or if an update in backward uses it.
-    may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not layout.steps_in_backward
+    is_used = layout.steps_in_backward or layout.reads_in_backward
+    may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not is_used
     return UnitBytes(
         stored=sum(num // layout.num_shards * each.dtype.itemsize for each, num in zip(shapes, padded, strict=True))
         + sum(each.dtype.itemsize for each in whole),

@@ -29,10 +29,11 @@ from torch.optim import Optimizer
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.core.sharded import is_sharded
 from roomier.device.capability import capabilities_of
 from roomier.optim import block_codes
 from roomier.optim.block_codes import Region
-from roomier.optim.local import first_element, is_sharded, local
+from roomier.optim.local import first_element, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
 SEED = 0  # seed for stochastic rounding; all runs can use the same noise
@@ -41,7 +42,7 @@ _ROUNDINGS = ("split", "stochastic", "nearest")
 _CHUNK = 2**16  # elements, so that temporaries fit in the cache
 _CHUNK_COMPILED = 2**19  # compiled code has two temporaries per element, and fewer calls are faster
 _CHUNK_ON_DEVICE = 2**24
-_WORTH_COMPILING = 2**22  # quantized elements: with fewer, 1,000 steps save less time than the compilation takes
+WORTH_COMPILING = 2**22  # quantized elements: with fewer, 1,000 steps save less time than the compilation takes
 
 UpdateBlocks = Callable[..., None]
 
@@ -146,7 +147,7 @@ class BlockwiseAdamW(Optimizer):
 
     def _choose_update(self) -> UpdateBlocks:
         # Unsharded sizes are used, so the decision does not depend on the number of ranks.
-        pays = sum(parameter.numel() for parameter in self._coded) >= _WORTH_COMPILING
+        pays = sum(parameter.numel() for parameter in self._coded) >= WORTH_COMPILING
         self._update_codes = update_blocks
         if self._coded and (pays if self.compiled is None else self.compiled):
             found, problem = _update_of(self._coded[0].device)
@@ -341,6 +342,10 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     missing = torch_private.missing_compiler(device)
     if missing is not None:
         return update_blocks, f"torch.compile requires {missing} for {device.type}, which was not found"
+    notice(
+        "the update of 8-bit and 4-bit states is compiled now, which takes seconds, or minutes on a busy machine; "
+        "torch caches the result on disk (TORCHINDUCTOR_CACHE_DIR), so later runs start faster"
+    )
     compiled = torch.compile(update_blocks, dynamic=True)
 
     def update(*arguments: Any) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from roomier.core import torch_private
-from roomier.optim.local import is_sharded, local
+from roomier.core.sharded import is_sharded
+from roomier.optim.local import local
 
 AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function that computes the new average from ``(average, weight, number of averaged weights)``, as ``avg_fn`` of

@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.core.sharded import is_sharded
 from roomier.device.capability import capabilities_of
+from roomier.optim.adafactor import Adafactor
 from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.groups import Trait, trained_parameters
 from roomier.optim.lion import Lion
-from roomier.optim.local import is_sharded
 from roomier.optim.muon import Muon
 from roomier.optim.onebit_adam import OneBitAdam
 
@@ -76,6 +77,8 @@ def make_optimizer(
     if weight_rounding is None and any(parameter.dtype is torch.bfloat16 for parameter, _ in trained):
         weight_rounding = "split"  # the model has bfloat16 weights
     kind = _class_of(name, weight_rounding)
+    if kind is torch.optim.Adafactor and any(is_sharded(parameter) for parameter, _ in trained):
+        kind = Adafactor
     if not trained:
         raise PlanError("optimizer", name, "no parameter requires a gradient", "Unfreeze at least one parameter")
     options = dict(options or {})

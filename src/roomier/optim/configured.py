@@ -10,11 +10,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roomier.core.errors import RoomierError, did_you_mean
-from roomier.optim.local import is_sharded
+from roomier.core.sharded import is_sharded
 
 FIELD = "configure_optimizers"
 # torch 2.13 lacks the DTensor operations that these optimizers require, so their first step would fail.
-_OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
+_OF_WHOLE_TENSORS: dict[type[Optimizer], str] = {
+    torch.optim.Adafactor: "Use roomier.optim.adafactor.Adafactor, which has the same arguments",
+    torch.optim.Rprop: "Use torch.optim.AdamW, which shards its states",
+}
 _FUSED_OF_WHOLE_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -142,7 +145,7 @@ def check_sharded_parameters(optimizers: Iterable[Optimizer]) -> None:
             action = "Use Trainer(optimizer='adamw8bit'), which shards its states"
         elif type(optimizer) in _OF_WHOLE_TENSORS:
             problem = "of torch requires unsharded tensors"
-            action = "Use torch.optim.AdamW, which shards its states"
+            action = _OF_WHOLE_TENSORS[type(optimizer)]
         elif type(optimizer) in _FUSED_OF_WHOLE_TENSORS and any(group.get("fused") for group in cut_groups):
             problem = "with fused=True requires unsharded tensors"
             action = "Remove fused=True"

@@ -7,24 +7,11 @@ sharding.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from roomier.core import torch_private
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from typing_extensions import TypeIs
-
-
-def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
-    """Return True if ``tensor`` is a DTensor."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor  # slow import; a sharded tensor already loaded it
-
-    return isinstance(tensor, DTensor)
+from roomier.core.sharded import is_sharded
 
 
 def local(tensor: Tensor) -> Tensor:

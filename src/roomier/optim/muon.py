@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from roomier.core import torch_private
+from roomier.core.sharded import is_sharded
 from roomier.device.capability import capabilities_of
-from roomier.optim.local import is_sharded, local
+from roomier.optim.local import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -19,33 +19,49 @@ SCHEDULES = ("constant", "linear", "cosine")
 class Factor:
     """Factor of the learning rate at a step (the first step is 0).
 
-    Linear warm-up over ``warmup_steps``, followed by the schedule ``name`` over the remaining steps of ``num_steps`` to
-    ``min_lr_ratio``. The cosine schedule is SGDR (Loshchilov and Hutter 2017, equation 5) without restarts.
+    Warm-up over ``warmup_steps``, followed by the schedule ``name`` over the remaining steps of ``decay_steps`` or
+    ``num_steps`` to ``min_lr_ratio``. The cosine schedule is SGDR (Loshchilov and Hutter 2017, equation 5) without
+    restarts.
 
     Attributes:
         name: one of ``SCHEDULES``.
         num_steps: optimizer steps of the run.
         warmup_steps: steps of the warm-up.
         min_lr_ratio: final rate divided by the peak rate.
+        log_warmup: the rate increases with the logarithm of the step, from 0 at the first step. Otherwise, the rate
+            increases linearly.
+        decay_steps: step at which the schedule ends; None means ``num_steps``.
     """
 
     name: str
     num_steps: int
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0
+    log_warmup: bool = False
+    decay_steps: int | None = None
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
+            if self.log_warmup:
+                return math.log(step + 1) / math.log(max(2, self.warmup_steps))
             return (step + 1) / self.warmup_steps
         if self.name == "constant":
             return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps))
+        end = self.num_steps if self.decay_steps is None else self.decay_steps
+        done = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
         shape = 1.0 - done if self.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape
 
 
 def make_schedule(
-    name: str, optimizer: Optimizer, num_steps: float, *, warmup_steps: int = 0, min_lr_ratio: float = 0.0
+    name: str,
+    optimizer: Optimizer,
+    num_steps: float,
+    *,
+    warmup_steps: int = 0,
+    log_warmup: bool = False,
+    min_lr_ratio: float = 0.0,
+    decay_steps: int | None = None,
 ) -> LambdaLR:
     """Create a scheduler that steps after each optimizer step.
 
@@ -54,20 +70,22 @@ def make_schedule(
         optimizer: optimizer to schedule.
         num_steps: optimizer steps of the run.
         warmup_steps: steps of the warm-up.
+        log_warmup: increase the rate with the logarithm of the step in the warm-up.
         min_lr_ratio: final rate divided by the peak rate.
+        decay_steps: step at which the schedule ends; None means ``num_steps``.
 
     Raises:
         PlanError: the schedule requires the length of the run but the length is unknown, or the warm-up is longer than
             the run.
     """
-    if name != "constant" and not math.isfinite(num_steps):
+    if name != "constant" and decay_steps is None and not math.isfinite(num_steps):
         raise PlanError("lr_schedule", name, "requires the number of steps of the run", "Set max_steps on the Trainer")
     if warmup_steps > num_steps:
         raise PlanError(
             "lr_schedule.warmup_steps", warmup_steps, f"the run has only {num_steps} steps", "Use fewer warm-up steps"
         )
     length = int(num_steps) if math.isfinite(num_steps) else 0
-    return LambdaLR(optimizer, Factor(name, length, warmup_steps, min_lr_ratio))
+    return LambdaLR(optimizer, Factor(name, length, warmup_steps, min_lr_ratio, log_warmup, decay_steps))
 
 
 def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
@@ -96,7 +114,7 @@ def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: f
     for group, highest in zip(groups, schedule.base_lrs, strict=True):
         group["lr"] = highest * factor(schedule.last_epoch)
     schedule._last_lr = [group["lr"] for group in groups]
-    if factor.name != "constant" and factor.num_steps != before.num_steps:
+    if factor.name != "constant" and factor.decay_steps is None and factor.num_steps != before.num_steps:
         notice(
             f"the schedule now ends at step {factor.num_steps} instead of {before.num_steps} as in the checkpoint. "
             f"From step {schedule.last_epoch} on, the learning rate follows the new schedule"

@@ -20,6 +20,7 @@ from roomier.core.forms import (
     count,
     fields,
     finite,
+    flag,
     integer,
     item_of,
     like,
@@ -30,7 +31,10 @@ from roomier.core.forms import (
 )
 from roomier.optim.schedule import SCHEDULES, Factor
 
-_FACTOR = fields({"name": one_of(*SCHEDULES), "num_steps": count, "warmup_steps": count, "min_lr_ratio": finite})
+_FACTOR = fields(
+    {"name": one_of(*SCHEDULES), "num_steps": count, "warmup_steps": count, "min_lr_ratio": finite},
+    others={"log_warmup": flag, "decay_steps": optional(count)},
+)
 _PARTS = "_schedulers"  # of SequentialLR and ChainedScheduler
 _FUNCTIONS = "lr_lambdas"  # objects with a state, or functions without a state
 

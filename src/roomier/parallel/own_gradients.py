@@ -32,12 +32,16 @@ class OwnGradients:
         trace: constant, because each rank may run different parts of the model.
         late_parameters: empty, because no parameter is reduced separately.
         root_parameters: empty, because parameters are not sharded.
+        units: empty, because parameters are not sharded.
+        gathers_ahead: False, because parameters are not sharded.
     """
 
     allows_inference_mode = True
     trace = 0
     late_parameters: Sequence[nn.Parameter] = ()
     root_parameters: Sequence[nn.Parameter] = ()
+    units: Sequence[nn.Module] = ()
+    gathers_ahead = False
 
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
         take_values_of_rank_zero(network, ranks)

@@ -27,6 +27,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roomier.core import torch_private
 from roomier.core.host_memory import give_back_freed
+from roomier.core.sharded import is_sharded
+from roomier.tiers.scratch import Scratch
 
 _aten = torch.ops.aten
 _OVERWRITING = {
@@ -135,6 +137,10 @@ class Page:
         self._whole = None
         return True
 
+    def stored(self) -> Tensor | None:
+        """Return the rows of this rank; None before the first write."""
+        return self.part
+
     def holds(self, tensor: object) -> bool:
         """Return whether ``tensor`` is the full tensor of this page."""
         return tensor is self._whole
@@ -167,6 +173,55 @@ class Page:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+class StoredPage(Page):
+    """A page whose values are in a file while the page is closed. The parameter is not sharded.
+
+    Args:
+        scratch: the file.
+        shape: shape of the parameter.
+        dtype: dtype of the parameter.
+    """
+
+    def __init__(self, scratch: Scratch, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__(Cut(), shape, dtype, torch.device("cpu"), discards=False)
+        self._scratch = scratch
+        self._position = scratch.reserve(max(1, self.num_bytes))
+
+    def open(self, *, is_overwritten: bool) -> Tensor:
+        """Return the tensor, mapped to the file."""
+        if self._whole is None:
+            self._whole = self._mapped()
+            if not self._was_closed and not is_overwritten and self.dtype in _CHECKED_BY_NAN:
+                self._whole.fill_(torch.nan)
+        return self._whole
+
+    def adopt(self, whole: Tensor) -> None:
+        """Move ``whole`` to the file when the page is closed."""
+        raise AssertionError("parameters on a device are not stored in pages")
+
+    def close(self, *, is_final: bool = False) -> bool:
+        """End the mapping. Return False if other code has a reference to the tensor."""
+        assert self._whole is not None
+        self._was_closed = True
+        if torch_private.is_shared(self._whole) and not is_final:
+            return False
+        self._whole = None
+        return True
+
+    def is_written(self) -> bool:
+        """Return whether all elements were written."""
+        part = self.stored()
+        return part is not None and (self.dtype not in _CHECKED_BY_NAN or not bool(part.isnan().any()))
+
+    def stored(self) -> Tensor | None:
+        """Return the values, mapped to the file; None before the first write."""
+        return self._mapped() if self._was_closed else None
+
+    def _mapped(self) -> Tensor:
+        content, _ = self._scratch.mapped(self._position, self.num_bytes)
+        return content.view(self.dtype).view(self.shape)
 
 
 class PagedTensor(torch.Tensor):
@@ -228,10 +283,12 @@ class Pages:
         cut: shard of each parameter that this rank stores. Parameters without a dimension are stored in full.
         discards: skip initialization, because the parameters will be loaded later. Initialization code then writes no
             values and samples no random numbers.
+        scratch: file that stores the values of parameters on the meta device; None to store them in host memory.
     """
 
-    def __init__(self, cut: Cut, *, discards: bool = False) -> None:
+    def __init__(self, cut: Cut, *, discards: bool = False, scratch: Scratch | None = None) -> None:
         self.cut, self.discards = cut, discards
+        self._scratch = scratch
         self._made: WeakSet[Page] = WeakSet()
         self._open: list[Page] = []
         self._in_use: list[Page] = []  # pages that are closed while other code has a view of the full tensor
@@ -245,7 +302,10 @@ class Pages:
         is_meta = parameter.is_meta
         device = torch.device("cpu") if is_meta else parameter.device
         cut = self.cut if parameter.dim() else Cut()
-        page = Page(cut, parameter.shape, parameter.dtype, device, discards=self.discards)
+        if self._scratch is not None and is_meta and cut.num_parts == 1 and not self.discards:
+            page: Page = StoredPage(self._scratch, parameter.shape, parameter.dtype)
+        else:
+            page = Page(cut, parameter.shape, parameter.dtype, device, discards=self.discards)
         self._made.add(page)
         if not is_meta and not self.discards:
             self._close_others([page])
@@ -330,43 +390,12 @@ def is_pageable(parameter: object) -> bool:
     return type(parameter) is nn.Parameter and not isinstance(parameter, PagedTensor)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the shard of ``tensor`` on this rank, or ``tensor`` if it is not sharded."""
-    if not _may_be_sharded(tensor):
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return ``part`` as the local shard of a tensor that is sharded like ``tensor``."""
-    if not _may_be_sharded(tensor):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return part
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 def local_rows(tensor: Tensor) -> slice:
     """Return the rows of ``tensor`` on this rank. The tensor must be unsharded, or sharded along its first
     dimension."""
-    if not _may_be_sharded(tensor):
-        return slice(0, tensor.shape[0])
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         for dimension, placement in enumerate(tensor.placements):
             if placement.is_shard():
                 cut = Cut(tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension))
                 return cut.rows(tensor.shape[0])
     return slice(0, tensor.shape[0])
-
-
-def _may_be_sharded(tensor: Tensor) -> bool:
-    # The import of DTensor takes half a second. Runs on a single rank avoid this import.
-    return type(tensor) not in (Tensor, nn.Parameter)

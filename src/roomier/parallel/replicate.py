@@ -51,6 +51,8 @@ class Replicas:
         trace: constant, because each rank may run different parts of the model.
         late_parameters: empty, because no parameter is reduced separately.
         root_parameters: empty, because parameters are not sharded.
+        units: empty, because parameters are not sharded.
+        gathers_ahead: False, because parameters are not sharded.
 
     Raises:
         RoomierError: ``compression`` is used with manual optimization.
@@ -60,6 +62,8 @@ class Replicas:
     trace = 0
     late_parameters: Sequence[nn.Parameter] = ()
     root_parameters: Sequence[nn.Parameter] = ()
+    units: Sequence[nn.Module] = ()
+    gathers_ahead = False
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ from roomier.core.log import notice
 from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
+from roomier.parallel.read_weights import layers_read_by_others
 from roomier.parallel.runner import StepRunner
 from roomier.parallel.whole import WholeParameters, is_whole, sharded_parameters
 
@@ -114,6 +115,8 @@ class Shards:
             detect such a mismatch.
         late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
         root_parameters: parameters inside units that belong to the root; see :func:`root_parameters_of`.
+        units: the modules that are units, without the root, in the order of the network.
+        gathers_ahead: whether the forward of a unit starts the all-gather of the next unit.
     """
 
     loss_factor = 1.0
@@ -144,6 +147,8 @@ class Shards:
             unit.register_forward_pre_hook(partial(self._note, number))
         if sharding.is_pairwise:
             _gather_ahead([[root], *parts])
+        self.units: Sequence[nn.Module] = units
+        self.gathers_ahead = sharding.is_pairwise
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
 
     def begin_run(self) -> None:
@@ -328,6 +333,7 @@ def units_of(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]
     in_blocks = {part for block in closed for part in block.modules()}
     readers = [each for each in network.modules() if isinstance(each, READING_PARTS)]
     read = {part for reader in readers for part in reader.modules() if part is not reader}
+    read |= layers_read_by_others(network)
     num_elements = num_elements_of(network)
     alone = [
         each

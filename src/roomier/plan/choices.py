@@ -148,9 +148,27 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "selective": _exact("blocks save results of matmuls and attention; the rest is recomputed"),
         "budget": _exact("activations are recomputed or moved as the budget requires"),
     },
-    "offload.optimizer_states": {"none": _exact("everything stays on the device")},
-    "offload.parameters": {"none": _exact()},
-    "offload.activations": {"none": _exact(), "cpu": _exact("saved activations wait in host memory")},
+    "offload.optimizer_states": {
+        "none": _exact("everything stays on the device"),
+        "cpu": _exact("optimizer states are in host memory between updates"),
+        "disk": _exact("optimizer states are on disk between updates"),
+    },
+    "offload.parameters": {
+        "none": _exact(),
+        "cpu": _exact("the parameters of a block are on the device while it computes"),
+        "disk": _exact("the parameters of a block are read from disk when it computes"),
+    },
+    "offload.activations": {
+        "none": _exact(),
+        "cpu": _exact("saved activations wait in host memory"),
+        "disk": _exact("saved activations wait on disk"),
+    },
+    "offload.update": {
+        "auto": _exact("roomier selects when blocks are updated"),
+        "plain": _exact("blocks are updated in turn after backward"),
+        "deferred": _exact("each block is updated before its next forward"),
+        "speculative": _exact("blocks are updated in backward, and again if the norm is clipped"),
+    },
     "attention.kernel": {
         "auto": _exact("torch selects"),
         "flash": _near("FlashAttention"),
@@ -178,7 +196,10 @@ label exact."""
 
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return another optimizer from configure_optimizers"
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or 'adafactor'"
-_NOT_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or offload={'activations': 'cpu'}"
+_IN_BACKWARD = "with step_in_backward=True, which frees each gradient in backward"
+_PAGED = "with offload={'optimizer_states': 'cpu'}, which stores the states in host memory"
+_SCHEDULE_FREE = "Use optimizer='adamw' with lr_schedule='cosine', or return it from configure_optimizers"
+_LOW_RANK = "Use lora={'rank': 8}, which trains low-rank weights, or optimizer='adamw8bit'"
 _OWN_SCHEDULE = "Use lr_schedule='cosine', or return another scheduler from configure_optimizers"
 _NOT_REGISTERED = "is not an accelerator of this installation of torch"
 _KNOWN_DEVICES = "Use accelerator='cuda', 'mps', 'xpu', 'npu', 'tpu' or 'cpu'"
@@ -189,7 +210,20 @@ REFUSED: dict[str, dict[str, Refusal]] = {
     "parallel.strategy": {
         "ddp_notebook": Refusal("Use strategy='ddp' in a script, because a notebook has one process"),
         "dp": Refusal("Use strategy='ddp'", problem="is not supported, because PyTorch advises against DataParallel"),
-        "deepspeed": Refusal("Use strategy='zero2' or 'zero3', which do not require DeepSpeed"),
+        "horovod": Refusal("Use strategy='ddp', and start the ranks with mpirun, torchrun or devices=N"),
+        "xla": Refusal("Use accelerator='tpu' and strategy='ddp'"),
+        "xla_fsdp": Refusal("Use accelerator='tpu' and strategy='zero3'"),
+        "xla_debug": Refusal("Use accelerator='tpu' and strategy='ddp'"),
+        "tpu_spawn": Refusal("Use accelerator='tpu' and strategy='ddp'"),
+        "single_tpu": Refusal("Use accelerator='tpu' and strategy='single'"),
+        "single_xla": Refusal("Use accelerator='tpu' and strategy='single'"),
+        "single_hpu": Refusal(_KNOWN_DEVICES),
+        "hpu_parallel": Refusal(_KNOWN_DEVICES),
+        "hpu_single": Refusal(_KNOWN_DEVICES),
+        "ipu_strategy": Refusal(_KNOWN_DEVICES),
+        "bagua": Refusal("Use strategy={'name': 'ddp', 'reduce_dtype': 'bf16'}"),
+        "colossalai": Refusal("Use strategy='zero3', with offload={'optimizer_states': 'cpu', 'parameters': 'cpu'}"),
+        "hivemind": Refusal("Use strategy='ddp'. A run resumes with another number of ranks"),
         "model_parallel": Refusal("Use strategy='zero3'"),
         "tensor_parallel": Refusal("Use strategy='zero3'"),
         "pipeline_parallel": Refusal("Use strategy='zero3'"),
@@ -219,6 +253,28 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "asgd": Refusal(_OWN_OPTIMIZER),
         "rprop": Refusal(_OWN_OPTIMIZER),
         "sparseadam": Refusal(_OWN_OPTIMIZER),
+        # names in transformers' TrainingArguments
+        **dict.fromkeys(("ademamix", "grokadamw", "stable_adamw"), Refusal(_OWN_OPTIMIZER)),
+        **dict.fromkeys(("ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"), Refusal(_OWN_OPTIMIZER)),
+        **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), Refusal(_SCHEDULE_FREE)),
+        **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw"), Refusal(_LOW_RANK)),
+        **{
+            name: Refusal(f"{_LOW_RANK}, {_IN_BACKWARD}")
+            for kind in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+            for name in [f"{kind}_layerwise"]
+        },
+        "adamw_anyprecision": Refusal(
+            "Use optimizer='adamw' with precision='bf16-true', which loses no bits of updates"
+        ),
+        "paged_adamw_32bit": Refusal(f"Use optimizer='adamw' {_PAGED}"),
+        "paged_adamw_8bit": Refusal(f"Use optimizer='adamw8bit' {_PAGED}"),
+        "paged_lion_32bit": Refusal(f"Use optimizer='lion' {_PAGED}"),
+        "paged_lion_8bit": Refusal(f"Use optimizer='lion' {_PAGED}"),
+        "lion_8bit": Refusal("Use optimizer='lion', or 'adamw8bit', whose states have 8 bits"),
+        "rmsprop_bnb": Refusal("Use optimizer='rmsprop'"),
+        "rmsprop_bnb_8bit": Refusal("Use optimizer='rmsprop', or 'adamw8bit', whose states have 8 bits"),
+        "lomo": Refusal(f"Use optimizer='sgd' {_IN_BACKWARD}"),
+        "adalomo": Refusal(f"Use optimizer='adafactor' {_IN_BACKWARD}"),
         "lbfgs": Refusal(
             "Use optimizer='adamw', or manual optimization (automatic_optimization=False)",
             problem="computes the loss several times per step, which automatic optimization does not support",
@@ -233,18 +289,14 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "one_cycle": Refusal(_OWN_SCHEDULE),
         "plateau": Refusal(_OWN_SCHEDULE),
     },
-    "offload.optimizer_states": {"cpu": Refusal(_NOT_STATES), "disk": Refusal(_NOT_STATES)},
-    "offload.parameters": {
-        "cpu": Refusal("Use precision='bf16-true', which halves the memory of the weights"),
-        "disk": Refusal("Use precision='bf16-true', which halves the memory of the weights"),
-    },
-    "offload.activations": {"disk": Refusal("Use offload={'activations': 'cpu'}, or activation_checkpointing='full'")},
     "attention.kernel": {"flex": Refusal("Use 'auto', or call torch.nn.attention.flex_attention in the model")},
     "adapter.frozen_base": {
         "fp4": Refusal("Use 'nf4', which has a smaller error at the same size"),
         "int4": Refusal("Use 'nf4'"),
     },
 }
+
+_TIERS = {"host": "cpu", "nvme": "disk"}
 
 ALIASES: dict[str, dict[str, str]] = {
     "parallel.strategy": {
@@ -256,6 +308,15 @@ ALIASES: dict[str, dict[str, str]] = {
         "hybrid_shard": "hsdp",
         "ddp_spawn": "ddp",
         "ddp_fork": "ddp",
+        "ddp2": "ddp",
+        "ddp_cpu": "ddp",
+        "ddp_sharded_spawn": "zero2",
+        "ddp_fully_sharded": "zero3",
+        "fsdp_native": "zero3",
+        "full_shard": "zero3",
+        "shard_grad_op": "zero2",
+        "no_shard": "ddp",
+        "deepspeed": "zero2",
         "deepspeed_stage_1": "zero1",
         "deepspeed_stage_2": "zero2",
         "deepspeed_stage_3": "zero3",
@@ -283,12 +344,33 @@ ALIASES: dict[str, dict[str, str]] = {
         "onebitadam": "onebit_adam",
         "1bit_adam": "onebit_adam",
         "one_bit_adam": "onebit_adam",
+        **{f"adamw_torch{kernel}": "adamw" for kernel in ("", "_fused", "_xla", "_npu_fused")},
+        "adamw_torch_8bit": "adamw8bit",
+        "adamw_bnb_8bit": "adamw8bit",
+        "adamw_torch_4bit": "adamw4bit",
+        "lion_32bit": "lion",
+        "rmsprop_bnb_32bit": "rmsprop",
     },
     "optimizer.schedule": {"onecycle": "one_cycle"},
     "optimizer.weight_rounding": {"split_master": "split"},
+    "offload.optimizer_states": _TIERS,
+    "offload.parameters": _TIERS,
+    "offload.activations": _TIERS,
     "attention.kernel": {"flash_attention": "flash", "mem_efficient": "efficient", "efficient_attention": "efficient"},
     "adapter.frozen_base": {"8bit": "int8", "4bit": "nf4"},
 }
+
+OFFLOADING_STRATEGIES: dict[str, tuple[str, dict[str, str]]] = {
+    "deepspeed_stage_1_offload": ("zero1", {"optimizer_states": "cpu"}),
+    "deepspeed_stage_2_offload": ("zero2", {"optimizer_states": "cpu"}),
+    "deepspeed_stage_3_offload": ("zero3", {"optimizer_states": "cpu", "parameters": "cpu"}),
+    "deepspeed_stage_3_offload_nvme": ("zero3", {"optimizer_states": "disk", "parameters": "disk"}),
+    "fsdp_cpu_offload": ("zero3", {"optimizer_states": "cpu", "parameters": "cpu"}),
+}
+"""Names of strategies in Lightning that include offloading, each with the strategy and the tiers of the Plan."""
+
+STRATEGY_SUFFIXES = {"offload": "cpu", "disk": "disk"}
+"""Suffix of a strategy, such as ``"zero2+disk"`` -> tier of the optimizer states."""
 
 
 def canonical(field: str, value: object) -> object:

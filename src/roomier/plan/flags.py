@@ -4,9 +4,11 @@ import math
 import re
 from collections.abc import Mapping
 from numbers import Real
+from os import PathLike, fspath
 
 from roomier.core.errors import PlanError, RoomierError, did_you_mean
 from roomier.core.units import format_bytes, parse_bytes
+from roomier.plan.choices import OFFLOADING_STRATEGIES, STRATEGY_SUFFIXES
 from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES
 from roomier.plan.plan import Plan
@@ -15,7 +17,7 @@ from roomier.plan.rules import each_error, refuse
 
 def plan_from_flags(
     *,
-    strategy: str | Mapping[str, object] = "single",
+    strategy: str | Mapping[str, object] | None = None,
     accelerator: str = "auto",
     devices: int | str = "auto",
     num_nodes: int = 1,
@@ -33,7 +35,7 @@ def plan_from_flags(
     chunked_loss: bool | int = False,
     attention: str = "auto",
     lora: int | Mapping[str, object] | None = None,
-    compile: bool = False,
+    compile: bool | Mapping[str, object] = False,
     memory_budget: int | str | None = None,
 ) -> Plan:
     """Return the Plan for arguments of the Trainer. :class:`roomier.Trainer` documents the arguments.
@@ -49,7 +51,10 @@ def plan_from_flags(
     """
     given = locals()
     draft = _Draft()
-    _set_strategy(draft, strategy)
+    if strategy is None:
+        draft.ask("parallel.strategy", None, "strategy", meaning=default_strategy(devices, num_nodes))
+    else:
+        _set_strategy(draft, strategy)
     draft.ask("parallel.accelerator", accelerator, "accelerator")
     draft.ask("parallel.devices", devices, "devices", meaning=_num_devices(devices))
     draft.ask("parallel.num_nodes", num_nodes, "num_nodes")
@@ -71,10 +76,20 @@ def plan_from_flags(
         _set_lever(draft, lever, given[lever.keyword])
     draft.ask("attention.kernel", attention, "attention")
     _set_adapter(draft, lora)
-    draft.ask("compile.enabled", compile, "compile")
+    if isinstance(compile, Mapping):
+        _set_compile(draft, compile)
+    else:
+        draft.ask("compile.enabled", compile, "compile")
     if memory_budget is not None:
         _set_memory(draft, memory_budget)
     return draft.plan()
+
+
+def default_strategy(devices: object, num_nodes: object) -> str:
+    """Return ``"ddp"`` for several ranks, otherwise ``"single"``."""
+    devices = _num_devices(devices)
+    is_single = devices == 1 or not isinstance(devices, int)
+    return "single" if is_single and num_nodes in (1, "auto") else "ddp"
 
 
 _AS_GIVEN = object()
@@ -135,17 +150,18 @@ def _set_strategy(draft: _Draft, strategy: object) -> None:
     if not isinstance(strategy, str):
         draft.ask("parallel.strategy", strategy, "strategy")
         return
-    spelled = _WITH_OFFLOAD.get(strategy.lower(), strategy)
+    spelled, tiers = OFFLOADING_STRATEGIES.get(strategy.lower(), (strategy, {}))
     spelled, finds_unused = _with_unused(spelled)
     if finds_unused is not None:
         draft.ask("parallel.find_unused_parameters", strategy, "strategy", meaning=finds_unused)
     base, plus, suffix = spelled.partition("+")
-    place = {"offload": "cpu", "disk": "disk"}.get(suffix.lower())
-    if place is not None:
-        draft.ask("offload.optimizer_states", strategy, "strategy", meaning=place)
+    if suffix.lower() in STRATEGY_SUFFIXES:
+        tiers = {"optimizer_states": STRATEGY_SUFFIXES[suffix.lower()]}
     elif plus:
-        action = did_you_mean(suffix, ["offload", "disk"])
+        action = did_you_mean(suffix, STRATEGY_SUFFIXES)
         draft.errors.append(PlanError("strategy", strategy, f"'+{suffix}' is an unknown suffix", action))
+    for name, tier in tiers.items():
+        draft.ask(f"offload.{name}", strategy, "strategy", meaning=tier)
     draft.ask("parallel.strategy", strategy, "strategy", meaning=base)
 
 
@@ -155,12 +171,6 @@ def _with_unused(name: str) -> tuple[str, bool | None]:
         if name.lower().endswith(suffix):
             return name[: -len(suffix)], finds
     return name, None
-
-
-_WITH_OFFLOAD = {
-    "deepspeed_stage_2_offload": "deepspeed_stage_2+offload",
-    "deepspeed_stage_3_offload": "deepspeed_stage_3+offload",
-}
 
 
 def _num_devices(devices: object) -> object:
@@ -204,7 +214,8 @@ def _set_schedule(draft: _Draft, schedule: object) -> None:
     if not isinstance(schedule, Mapping):
         draft.ask("optimizer.schedule", schedule, "lr_schedule")
         return
-    fields = {"name": "schedule", "warmup_steps": "warmup_steps", "min_lr_ratio": "min_lr_ratio"}
+    own = ("warmup_steps", "log_warmup", "min_lr_ratio", "decay_steps")
+    fields = {"name": "schedule", **{name: name for name in own}}
     for name, value in schedule.items():
         if name in fields:
             draft.ask(f"optimizer.{fields[name]}", value, f"lr_schedule.{name}")
@@ -216,7 +227,8 @@ def _set_schedule(draft: _Draft, schedule: object) -> None:
 def _set_offload(draft: _Draft, offload: object) -> None:
     if isinstance(offload, Mapping):
         for name, value in offload.items():
-            draft.ask(f"offload.{name}", value, f"offload.{name}")
+            meaning = fspath(value) if name == "folder" and isinstance(value, PathLike) else value
+            draft.ask(f"offload.{name}", value, f"offload.{name}", meaning=meaning)
     elif offload is not None and offload is not False:
         draft.ask("offload.optimizer_states", offload, "offload", meaning=_word(offload, "cpu"))
 
@@ -272,6 +284,16 @@ def _share(text: str) -> float | None:
         return None
     share = float(number) / (100 if percent else 1)
     return share if percent or share <= 1 else None
+
+
+def _set_compile(draft: _Draft, given: Mapping[str, object]) -> None:
+    draft.ask("compile.enabled", given, "compile", meaning=True)
+    for name, value in given.items():
+        if name in ("backend", "mode"):
+            draft.ask(f"compile.{name}", value, f"compile.{name}")
+        else:
+            action = did_you_mean(str(name), ["backend", "mode"])
+            draft.errors.append(PlanError("compile", name, "is an unknown setting of compilation", action))
 
 
 def _set_lever(draft: _Draft, lever: Lever, given: object) -> None:

@@ -62,8 +62,16 @@ def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(field, "budget", problem, "Use 'full', or remove one of the two settings")
 
 
-def chunks_have_a_chunked_loss(plan: Plan) -> Iterator[PlanError]:
-    """Reject a chunk size without a chunked loss."""
+def settings_have_their_lever(plan: Plan) -> Iterator[PlanError]:
+    """Reject settings of the compiler or the chunked loss that have no effect."""
+    compile = plan.compile
+    for name in ("backend", "mode"):
+        if getattr(compile, name) is not None and not compile.enabled:
+            problem = "has no effect if compile.enabled is False"
+            yield PlanError(f"compile.{name}", getattr(compile, name), problem, "Set compile.enabled to True")
+    if compile.mode is not None and compile.backend not in (None, "inductor"):
+        problem = f"is a setting of the backend 'inductor', not of {compile.backend!r}"
+        yield PlanError("compile.mode", compile.mode, problem, "Remove the mode or the backend")
     if plan.loss.chunk_tokens is not None and not plan.loss.chunked:
         problem = "has no effect if loss.chunked is False"
         yield PlanError("loss.chunk_tokens", plan.loss.chunk_tokens, problem, "Set loss.chunked to True, or remove it")
@@ -176,7 +184,7 @@ def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
 LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
     budget_can_be_measured,
-    chunks_have_a_chunked_loss,
+    settings_have_their_lever,
     adapter_settings_have_adapters,
     rounding_is_of_bf16_weights,
     low_bit_states_have_supported_weights,

@@ -79,7 +79,7 @@ class ParallelPlan(Part):
         strategy: ``"single"`` (one rank), ``"ddp"`` (each rank stores a full replica), ``"zero1"`` (optimizer states
             are sharded), ``"zero2"`` (gradients are also sharded), ``"zero3"`` (parameters are also sharded),
             ``"hsdp"`` (zero3 within groups of ranks), or ``"auto"`` (the fastest plan that fits). In the Trainer's
-            argument, ``"zero2+offload"`` and ``"zero2+disk"`` also set ``offload.optimizer_states``.
+            argument, ``"zero2+offload"`` (host memory) and ``"zero2+disk"`` also set ``offload.optimizer_states``.
         accelerator: ``"auto"`` (the accelerator of this machine if it has one, otherwise the CPU), ``"gpu"`` (the
             accelerator of this machine), ``"cpu"``, ``"cuda"`` (also ROCm), ``"mps"``, ``"xpu"``, ``"npu"`` (requires
             the package torch-npu), ``"tpu"`` (requires the package torch-tpu), or a different accelerator that a
@@ -181,6 +181,9 @@ class OptimizerPlan(Part):
         warmup_steps: number of optimizer steps in which the learning rate increases linearly to ``lr``. Requires a
             schedule.
         min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
+        log_warmup: increase the learning rate with the logarithm of the step in the warm-up, as DeepSpeed does.
+        decay_steps: number of optimizer steps, including the warm-up, after which ``"linear"`` and ``"cosine"`` end.
+            None selects the number of steps of the run.
         weight_rounding: storage of updated weights with ``"bf16-true"``. ``"split"`` stores the 16 bits that bfloat16
             lacks in a second tensor, so updates are the same as with float32 weights. The other values are
             ``"stochastic"`` and ``"nearest"`` (loses small updates). None means ``"split"``.
@@ -198,6 +201,8 @@ class OptimizerPlan(Part):
     schedule: str | None = None
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0
+    log_warmup: bool = False
+    decay_steps: int | None = None
     weight_rounding: str | None = None
     step_in_backward: str = "none"
 
@@ -227,20 +232,42 @@ class ActivationPlan(Part):
 
 @dataclass(frozen=True)
 class OffloadPlan(Part):
-    """Tensors that are moved from the device to other storage between their uses. ``"none"`` keeps them on the device.
+    """Tensors that are stored in a lower tier between their uses: host memory (``"cpu"``, pinned if the device is an
+    accelerator) or ``"disk"``. ``"none"`` keeps them on the device.
+
+    Tensors move in units. A unit consists of the parameters of one block. On a CPU, parameters and optimizer states
+    are already in host memory, so ``optimizer_states`` and ``parameters`` support only ``"disk"`` there. The argument
+    of the Trainer also accepts the tier of the optimizer states as a string. True means ``"cpu"``.
 
     Attributes:
-        optimizer_states: storage of the optimizer states.
-        parameters: place of the parameters.
-        activations: ``"cpu"`` moves activations that blocks save for backward to host memory (pinned if the device is a
-            GPU). With the policy ``"budget"``, only the activations of selected blocks are moved, and the device must
-            be a GPU.
+        optimizer_states: tier of the optimizer states. The optimizer updates one unit at a time on the device.
+        parameters: tier of the parameters and their gradients, with the strategies ``"single"``, ``"zero3"`` and
+            ``"hsdp"``. A block has its parameters on the device while it computes.
+        activations: tier of the activations that blocks save for backward. With the policy ``"budget"``, only the
+            activations of selected blocks are moved.
+        folder: folder for the files of the disk tier, on a local disk of each machine. None selects a folder for
+            temporary files.
+        share: fraction in [0, 1] of each rank's optimizer states, in bytes, that is stored in the lower tier. The
+            fraction is rounded to full units. The other states stay on the device.
+        update: time at which blocks are updated. All modes compute the same bits. ``"plain"`` updates one block after
+            the other after backward. ``"deferred"`` updates each block immediately before its next forward, while
+            earlier blocks compute. ``"speculative"`` updates each block in the last backward, before the norm of the
+            gradients is known. If the norm requires clipping, the update is repeated from the old states.
+            ``"auto"`` selects one of these modes.
     """
 
     SECTION: ClassVar[str] = "offload"
     optimizer_states: str = "none"
     parameters: str = "none"
     activations: str = "none"
+    folder: str | None = None
+    share: float = 1.0
+    update: str = "auto"
+
+    @property
+    def uses_disk(self) -> bool:
+        """True if tensors are stored on disk."""
+        return "disk" in (self.optimizer_states, self.parameters, self.activations)
 
 
 @dataclass(frozen=True)
@@ -300,10 +327,14 @@ class CompilePlan(Part):
 
     Attributes:
         enabled: compile each block with ``torch.compile``. Identical blocks are compiled one time.
+        backend: backend of ``torch.compile``, such as ``"aot_eager"``. None selects ``"inductor"``.
+        mode: mode of the backend ``"inductor"``, such as ``"max-autotune"``. None selects ``"default"``.
     """
 
     SECTION: ClassVar[str] = "compile"
     enabled: bool = False
+    backend: str | None = None
+    mode: str | None = None
 
 
 @dataclass(frozen=True)

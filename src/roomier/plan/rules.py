@@ -16,6 +16,7 @@ from roomier.device.names import accelerator_of_torch
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
 from roomier.plan.levers import BY_PERMISSION
+from roomier.plan.offload_rules import offloading_is_supported
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options
 
 if TYPE_CHECKING:
@@ -112,12 +113,14 @@ RANGES: dict[str, _Range] = {
     "optimizer.lr": _Range(0, "Use a learning rate such as 3e-4", low_is_allowed=False),
     "optimizer.weight_decay": _Range(0, "Use 0.0 for no weight decay"),
     "optimizer.warmup_steps": _Range(0, "Use 0 for no warm-up"),
+    "optimizer.decay_steps": _Range(1, "Use None for the length of the run, or the last step of the decay"),
     "optimizer.min_lr_ratio": _Range(0, "Set it to the final learning rate divided by the peak learning rate", high=1),
     "activation.every_n": _Range(1, "Use 2 for every second block"),
     "activation.budget_bytes": _Range(
         MIN_BUDGET_BYTES, "Use a size such as '6GiB', or a fraction up to 1", is_in_bytes=True
     ),
     "activation.budget_fraction": _Range(0, "Use 0 for the least memory, or 1 for the least computation", high=1),
+    "offload.share": _Range(0, "Use 1.0 for all optimizer states, or a fraction such as 0.5", high=1),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
     "choice.memory_budget_bytes": _Range(MIN_BUDGET_BYTES, "Use a size such as '22GiB', or None", is_in_bytes=True),
     "adapter.lora_rank": _Range(1, "Use a rank such as 8, or None for no adapters"),
@@ -309,15 +312,6 @@ def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("precision.mode", "16-mixed", problem, "Use precision='bf16-mixed'")
 
 
-def adafactor_is_unsharded(plan: "Plan") -> Iterator[PlanError]:
-    """Reject Adafactor with sharded parameters, because torch computes norms of full rows and columns."""
-    parallel = plan.parallel
-    if plan.optimizer.name == "adafactor" and parallel.strategy not in ("single", "ddp", "auto"):
-        problem = f"does not support sharded parameters (strategy {parallel.strategy!r})"
-        action = "Use optimizer='adamw', which shards its states, or use strategy='ddp'"
-        yield PlanError("optimizer.name", "adafactor", problem, action)
-
-
 def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
     """Reject float64 on mps, because mps does not support float64."""
     if plan.precision.mode == "64-true" and plan.parallel.accelerator == "mps":
@@ -353,10 +347,17 @@ def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
     if optimizer.warmup_steps > 0 and optimizer.schedule is None:
         action = "Set a schedule: 'constant', 'linear' or 'cosine'"
         yield PlanError("optimizer.warmup_steps", optimizer.warmup_steps, "has no effect without a schedule", action)
-    if optimizer.min_lr_ratio > 0 and optimizer.schedule in (None, "constant"):
-        action = "Use the schedule 'linear' or 'cosine'"
-        problem = f"has no effect with schedule {optimizer.schedule!r}"
-        yield PlanError("optimizer.min_lr_ratio", optimizer.min_lr_ratio, problem, action)
+    if optimizer.log_warmup and optimizer.warmup_steps == 0:
+        yield PlanError("optimizer.log_warmup", True, "has no effect without a warm-up", "Set warmup_steps")
+    for name, default in (("min_lr_ratio", 0), ("decay_steps", None)):
+        value = getattr(optimizer, name)
+        if value != default and optimizer.schedule in (None, "constant"):
+            action = "Use the schedule 'linear' or 'cosine'"
+            yield PlanError(f"optimizer.{name}", value, f"has no effect with schedule {optimizer.schedule!r}", action)
+    if optimizer.decay_steps is not None and optimizer.decay_steps < optimizer.warmup_steps:
+        problem = f"must be at least the number of warm-up steps ({optimizer.warmup_steps})"
+        action = "decay_steps includes the warm-up. Increase decay_steps, or decrease warmup_steps"
+        yield PlanError("optimizer.decay_steps", optimizer.decay_steps, problem, action)
 
 
 def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
@@ -380,7 +381,6 @@ RULES: list[Rule] = [
     shards_fill_the_ranks,
     mps_is_one_device,
     compression_is_of_ddp,
-    adafactor_is_unsharded,
     compression_settings_are_complete,
     onebit_adam_sends_for_itself,
     float64_needs_hardware,
@@ -389,4 +389,5 @@ RULES: list[Rule] = [
     schedule_settings_have_a_schedule,
     allowances_are_of_auto,
     *LEVER_RULES,
+    offloading_is_supported,
 ]

@@ -8,12 +8,12 @@ from roomier.core.units import format_bytes
 from roomier.plan.choices import SWITCHES, Kind, kind_of, note_of
 from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.levers import used_levers
-from roomier.plan.parts import FIELDS
+from roomier.plan.offload_rules import update_mode
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.plan.parts import ActivationPlan, CompilePlan, OffloadPlan, ParallelPlan
+    from roomier.plan.parts import ActivationPlan, CompilePlan, ParallelPlan
     from roomier.plan.plan import Plan
 
 _NUM_COLUMNS = 100
@@ -51,7 +51,7 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
         *_batch_rows(plan),
         *_optimizer_rows(plan),
         *_activation_rows(plan.activation),
-        *_offload_rows(plan.offload),
+        *_offload_rows(plan),
         *_lever_rows(plan),
         _compile_row(plan.compile),
         *_choice_rows(plan),
@@ -168,7 +168,8 @@ def _activation_rows(activation: "ActivationPlan") -> Iterator[Row]:
 def _compile_row(compile: "CompilePlan") -> Row:
     if not compile.enabled:
         return Row("compile", "off", Kind.EXACT)
-    return Row("compile", "on", *_switch_label("compile.enabled"))
+    settings = ", ".join(each for each in (compile.backend, compile.mode) if each is not None)
+    return Row("compile", settings or "on", *_switch_label("compile.enabled"))
 
 
 def _choice_rows(plan: "Plan") -> Iterator[Row]:
@@ -197,13 +198,21 @@ def _lever_rows(plan: "Plan") -> Iterator[Row]:
         yield Row("frozen base", adapter.frozen_base, *_label("adapter.frozen_base", adapter.frozen_base))
 
 
-def _offload_rows(offload: "OffloadPlan") -> Iterator[Row]:
-    places = {name: getattr(offload, name) for name in FIELDS["offload"]}
-    moved = {name: place for name, place in places.items() if place != "none"}
-    for name, place in moved.items():
-        yield Row("offload", f"{name} to {place}", *_label(f"offload.{name}", place))
+def _offload_rows(plan: "Plan") -> Iterator[Row]:
+    offload = plan.offload
+    tiers = {name: getattr(offload, name) for name in ("optimizer_states", "parameters", "activations")}
+    moved = {name: tier for name, tier in tiers.items() if tier != "none"}
+    for name, tier in moved.items():
+        part = f", {100 * offload.share:g} %" if name == "optimizer_states" and offload.share != 1 else ""
+        yield Row("offload", f"{name} to {tier}{part}", *_label(f"offload.{name}", tier))
     if not moved:
         yield Row("offload", "none", *_label("offload.optimizer_states", "none"))
+    if offload.optimizer_states != "none" or offload.parameters != "none":
+        mode = offload.update if plan.parallel.strategy == "auto" else update_mode(plan)
+        words = mode if mode == offload.update else f"{mode} (auto)"
+        yield Row("update", words, *_label("offload.update", mode))
+    if offload.folder is not None:
+        yield Row("folder", offload.folder, None, "files of the disk tier")
 
 
 def _optimizer_rows(plan: "Plan") -> Iterator[Row]:
@@ -220,6 +229,8 @@ def _optimizer_rows(plan: "Plan") -> Iterator[Row]:
     left_out = [name for name, value in settings.items() if value is None]
     yield Row("optimizer", words, kind, f"{note}; default {', '.join(left_out)}" if left_out else note)
     if optimizer.schedule is not None:
-        warmup = f", warm-up {optimizer.warmup_steps} steps" if optimizer.warmup_steps else ""
+        shape = " (logarithmic)" if optimizer.log_warmup else ""
+        warmup = f", warm-up {optimizer.warmup_steps} steps{shape}" if optimizer.warmup_steps else ""
         end = f", to {optimizer.min_lr_ratio!r} of lr" if optimizer.schedule != "constant" else ""
+        end += f" at step {optimizer.decay_steps}" if optimizer.decay_steps is not None else ""
         yield Row("schedule", optimizer.schedule + warmup + end, *_label("optimizer.schedule", optimizer.schedule))

@@ -98,7 +98,21 @@ class Choice:
                 rank = f"the only plan that fits, of {self.num_plans} plans"
         else:
             rank = "the only plan for these settings"
-        return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}"
+        return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}{self._why_tiers(chosen)}"
+
+    def _why_tiers(self, chosen: Forecast) -> str:
+        """Return the use of lower tiers by the chosen plan, and the reason for it; empty without tiers."""
+        used = tiers_text(chosen)
+        if not moves_states(chosen.plan):
+            return f"; {used}" if used else ""
+        others = [each for each in self.considered[1:] if not moves_states(each.plan)]
+        if self.num_plans == 1:
+            reason = ""
+        elif any(each.fits for each in others):
+            reason = ", which is faster than all plans that keep model states on the device"
+        else:
+            reason = ", because no plan that keeps model states on the device fits"
+        return f"; {used}{reason}"
 
     def _repr_html_(self) -> str:
         """Return the result as HTML, for a notebook."""
@@ -127,6 +141,25 @@ def _is_faster(one: Forecast | None, other: Forecast) -> bool:
     return one is not None and one.time is not None and other.time is not None and one.time.total_s < other.time.total_s
 
 
+def moves_states(plan: Plan) -> bool:
+    """Return whether ``plan`` offloads optimizer states or parameters."""
+    return plan.offload.optimizer_states != "none" or plan.offload.parameters != "none"
+
+
+def tiers_text(forecast: Forecast) -> str:
+    """Return the use of host memory and disk by one rank, such as ``"3.1 GiB on disk, 1.2 TiB written per day"``; empty
+    if the plan offloads nothing."""
+    parts = []
+    if forecast.host_bytes:
+        pinned = " (pinned)" if forecast.pinned_bytes == forecast.host_bytes else ""
+        parts.append(f"{format_bytes(forecast.host_bytes)} of host memory{pinned}")
+    if forecast.disk_bytes:
+        parts.append(f"{format_bytes(forecast.disk_bytes)} on disk")
+    if forecast.traffic.disk_written_bytes and forecast.written_bytes_per_day is not None:
+        parts.append(f"{format_bytes(forecast.written_bytes_per_day)} written per day")
+    return f"each rank uses {', '.join(parts)}" if parts else ""
+
+
 def words_of(plan: Plan, micro_batch: int) -> str:
     """Return the settings of ``plan`` that the planner can choose, such as ``"zero2, full recompute, 2 x 4
     samples"``."""
@@ -146,8 +179,11 @@ def levers_of(plan: Plan) -> list[str]:
     words: list[str] = []
     if activation.policy != "none":
         words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
-    if plan.offload.activations != "none":
-        words.append("activations in host memory")
+    tiers = {"cpu": "in host memory", "disk": "on disk"}
+    for name in ("activations", "optimizer_states", "parameters"):
+        tier = getattr(plan.offload, name)
+        if tier != "none":
+            words.append(f"{name.replace('_', ' ')} {tiers[tier]}")
     words += (lever.words for lever in used_levers(plan))
     if plan.precision.mode != "32-true":
         words.append(plan.precision.mode)

@@ -13,6 +13,8 @@ from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import Stretch
 
 _SHARE_OF_HOST = 0.8  # the remaining memory is for data, its workers and the system
+_SHARE_OF_DISK = 0.95
+_DAY_S = 24 * 60 * 60
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class StepTime:
         recompute_s: part of ``compute_s`` that is spent on recomputation.
         communication_s: duration of all collectives, including collectives that overlap with computation.
         exposed_s: part of ``communication_s`` that does not overlap with computation.
-        offload_s: time that offloading of activations to the host adds to the step, including the transfers back.
+        offload_s: time that offloading adds to the step, which is the part of the transfers in both directions that
+            does not overlap with computation.
         update_s: clipping and the optimizer.
     """
 
@@ -42,6 +45,27 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank transfers in one optimizer step between its device and the lower tiers. Activations count
+    only if they are on disk.
+
+    Attributes:
+        to_device_bytes: bytes copied from host memory to the device; 0 if the device is the host.
+        to_host_bytes: bytes copied from the device to host memory; 0 if the device is the host.
+        disk_read_bytes: bytes read from disk.
+        disk_written_bytes: bytes written to disk.
+    """
+
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: count + getattr(other, name) for name, count in asdict(self).items()})
+
+
+@dataclass(frozen=True)
 class Forecast:
     """Cost of one plan on one machine, for the rank that requires the most memory.
 
@@ -52,8 +76,12 @@ class Forecast:
         method: ``"dry run"`` or ``"closed form"``.
         timeline: stretches of one optimizer step after the first step, in their order.
         fixed_bytes: device memory in addition to tensors, by purpose (``"context"``, ``"allocator"``, ...).
-        host_bytes: bytes that one rank uses in host memory; 0 if the device is the host.
+        host_bytes: bytes that one rank uses in host memory: offloaded data, which is 0 if the device is the host, and
+            the compiler of low-bit updates.
         time: duration of one step; None if it was not requested.
+        pinned_bytes: part of ``host_bytes`` that is pinned.
+        disk_bytes: bytes that one rank stores on disk.
+        traffic: transfers in one step.
     """
 
     plan: Plan
@@ -64,6 +92,9 @@ class Forecast:
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
     host_bytes: int = 0
     time: StepTime | None = None
+    pinned_bytes: int = 0
+    disk_bytes: int = 0
+    traffic: Traffic = Traffic()
 
     @cached_property
     def peak(self) -> Stretch:
@@ -90,11 +121,28 @@ class Forecast:
         """Samples of one optimizer step."""
         return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_ranks
 
+    @property
+    def written_bytes_per_day(self) -> int | None:
+        """Bytes that one rank writes to disk in 24 hours of training; None without a step time."""
+        if self.time is None or not self.time.total_s:
+            return None
+        return round(self.traffic.disk_written_bytes * _DAY_S / self.time.total_s)
+
     def fits(self, budget_bytes: int) -> bool:
-        """Return whether the device requires at most ``budget_bytes`` and the offloaded data of a node fits in its host
-        memory."""
-        on_host = self.host_bytes * self.machine.devices_per_node
-        return self.peak_bytes <= budget_bytes and on_host <= _SHARE_OF_HOST * self.machine.host_memory_bytes
+        """Return whether the device requires at most ``budget_bytes``, and the offloaded data of a node fits in its
+        host memory and on its disk."""
+        return self.peak_bytes <= budget_bytes and not self.full_tier
+
+    @property
+    def full_tier(self) -> str:
+        """``"host memory"`` or ``"disk"`` if the offloaded data of a node does not fit in it, otherwise empty."""
+        machine = self.machine
+        if self.host_bytes * machine.devices_per_node > _SHARE_OF_HOST * machine.host_memory_bytes:
+            return "host memory"
+        free = machine.disk_free_bytes
+        if free is not None and self.disk_bytes * machine.devices_per_node > _SHARE_OF_DISK * free:
+            return "disk"
+        return ""
 
     def _repr_html_(self) -> str:
         """Return one step of the plan as HTML, for a notebook."""
@@ -114,6 +162,10 @@ class Forecast:
             "bytes_by_kind": {kind.value: count for kind, count in self.bytes_by_kind.items()},
             "fixed_bytes": dict(self.fixed_bytes),
             "host_bytes": self.host_bytes,
+            "pinned_bytes": self.pinned_bytes,
+            "disk_bytes": self.disk_bytes,
+            "traffic": asdict(self.traffic),
+            "written_bytes_per_day": self.written_bytes_per_day,
             "step_s": None if self.time is None else self.time.total_s,
             "time": None if self.time is None else asdict(self.time),
         }

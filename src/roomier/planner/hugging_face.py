@@ -3,10 +3,11 @@ its class."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(), object_hook=_special_float)
     except OSError as error:
         action = "Pass the path of a config.json, or a model folder that contains one"
         raise RoomierError("hf", str(path), f"cannot be read: {error.strerror}", action) from None
@@ -63,6 +64,11 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     except Exception as error:
         problem = f"is not a valid configuration of {kind}: {' '.join(str(error).split())}"
         raise RoomierError("hf", str(path), problem, "Correct config.json") from error
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as ``{"__float__": "Infinity"}``, which JSON cannot represent."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
@@ -99,6 +105,13 @@ def model_class(config: PreTrainedConfig) -> type[nn.Module]:
     import transformers
 
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    for each in named:
+        if each is not None and each.__name__.endswith("ForPreTraining") and "labels" not in _inputs(each):
+            if _inputs(each)[:2] != ["pixel_values", "noise"]:
+                problem = f"computes its loss from {', '.join(_inputs(each)[:3])}, so its batch format is unknown"
+                action = f"Pass --model transformers.{each.__name__} and --input for each of its inputs"
+                raise RoomierError("hf", each.__name__, problem, action)
+            return cast(type[nn.Module], each)  # masked autoencoders, which sample their mask
     of_kind = [getattr(transformers, auto)._model_mapping.get(type(config), None) for auto in _AUTO_CLASSES]
     for found in (*named, *of_kind):
         kind = found[0] if isinstance(found, (list, tuple)) else found
@@ -108,6 +121,10 @@ def model_class(config: PreTrainedConfig) -> type[nn.Module]:
             return kind  # type: ignore[no-any-return]
     action = 'Set "architectures" in config.json to a class that computes a loss, or pass --model and --input'
     raise RoomierError("hf", config.model_type, "transformers has no known class that computes a loss for it", action)
+
+
+def _inputs(kind: type[nn.Module]) -> list[str]:
+    return [name for name in inspect.signature(kind.forward).parameters if name not in ("self", "kwargs")]
 
 
 # Functions that convert (configuration, samples, length) to the keyword arguments of forward. Tensors are created on
@@ -131,6 +148,7 @@ def _batch_of(kind: type[nn.Module]) -> _MakeBatch:
     else:
         found = {
             "ForImageClassification": _classified_images,
+            "ForPreTraining": _images,
             "ForConditionalGeneration": _transcribed_speech,
         }
     for ending, make in found.items():
@@ -159,6 +177,10 @@ def _classified_images(config: Any, batch_size: int, num_tokens: int | None) -> 
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
     return {"pixel_values": torch.empty(batch_size, channels, height, width), "labels": _ids(batch_size)}
+
+
+def _images(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
+    return {"pixel_values": _classified_images(config, batch_size, num_tokens)["pixel_values"]}
 
 
 def _transcribed_speech(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:

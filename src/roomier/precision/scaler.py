@@ -43,6 +43,13 @@ class LossScaler:
         for flag in torch_private.found_inf(self._scaler, optimizer):
             self.num_skipped += flag
 
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Return whether the unscaled gradients of ``optimizer`` are not finite, so that :meth:`step` skips the update.
+
+        The host reads one flag of the device.
+        """
+        return any(bool(flag) for flag in torch_private.found_inf(self._scaler, optimizer))
+
     def update(self) -> None:
         """Adapt the factor, one time per step and after all optimizers."""
         self._scaler.update()
@@ -94,6 +101,10 @@ class NoScale:
             optimizer.step()
         else:
             optimizer.step(closure)
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Return False."""
+        return False
 
     def update(self) -> None:
         """Do nothing, because the factor is constant."""

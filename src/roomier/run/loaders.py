@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
 from roomier.data.lengths import check_counts
+from roomier.data.sets import list_of_set
 from roomier.data.source import Source
 from roomier.run.options import LoopOptions
 
@@ -54,6 +55,7 @@ class RunLoaders:
         self._ranks = ranks
         self._loaders = loaders
         self._train_loader: Any = None
+        self._set_batch_size: int | None = None
         self._train: Source | None = None
         self._sources: list[Source] = []
         self._num_training_batches: float | None = None
@@ -72,7 +74,22 @@ class RunLoaders:
             if loader is None:
                 raise DataError(name, None, "training requires data", "Pass it to fit, or define train_dataloader")
             self._train_loader = training_loader(loader, name)
+            if self._set_batch_size is not None:
+                self._train_loader = with_batch_size(self._train_loader, self._set_batch_size)
         return self._train_loader
+
+    def reload(self) -> bool:
+        """Forget the loaders that methods of the module or the DataModule created, so that they are created again.
+
+        Returns:
+            False if all loaders were passed as arguments, so that their objects do not change.
+        """
+        if all(self._loaders.get(name) is not None for name in ("train", "val")):
+            return False
+        self.end()
+        self._train_loader = self._train = self._num_training_batches = None
+        self._sources.clear()
+        return True
 
     @property
     def batch_size(self) -> int | None:
@@ -93,6 +110,7 @@ class RunLoaders:
         """Set the number of samples in a training micro-batch. Call this method before ``train_source`` is used."""
         assert self._train is None
         self._train_loader = with_batch_size(self.train_loader, batch_size)
+        self._set_batch_size = batch_size
 
     @property
     def train_source(self) -> Source:
@@ -163,7 +181,7 @@ class RunLoaders:
             elif overrides(data, f"{name}_dataloader", DataModule):  # Lightning's default raises an error
                 found = getattr(data, f"{name}_dataloader")()
         self.found[name] = found
-        return found
+        return list_of_set(found, f"{name}_dataloaders", self._ranks) if isinstance(found, Set) else found
 
 
 def _check_is_predicted(loader: Any, name: str) -> None:

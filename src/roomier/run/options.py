@@ -10,11 +10,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import torch
-
 from roomier.core.errors import RoomierError
 from roomier.core.paths import check_path
 from roomier.core.units import parse_duration_s
+from roomier.run.profilers import profiler_of
 
 DEFAULT_MAX_EPOCHS = 1000
 DEFAULT_HANG_TIMEOUT = "00:00:10:00"
@@ -35,12 +34,14 @@ class LoopOptions:
         check_val_every_n_epoch: number of epochs between two validations. None counts batches across epochs.
         num_sanity_val_steps: number of validation batches before training. -1 means all.
         log_every_n_steps: number of optimizer steps between two logged rows.
+        reload_dataloaders_every_n_epochs: number of epochs after which the loaders are created again. 0 means never.
         inference_mode: run evaluations in ``torch.inference_mode`` instead of ``torch.no_grad``.
         deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no deterministic
             algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``; None leaves the current value unchanged.
         detect_anomaly: find the forward operation that causes NaN in backward.
-        profiler: ``"torch"`` or a ``torch.profiler.profile``.
+        enable_plan_table: print the Plan at the start of a fit. None means True.
+        profiler: name of a profiler, a ``torch.profiler.profile``, or an object with a method ``profile(name)``.
         hang_timeout: time without progress after which the ranks print a report and exit. None disables the check.
         default_root_dir: folder that contains the run folders.
 
@@ -63,10 +64,12 @@ class LoopOptions:
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
     log_every_n_steps: int = 50
+    reload_dataloaders_every_n_epochs: int = 0
     inference_mode: bool = True
     deterministic: bool | str | None = None
     benchmark: bool | None = None
     detect_anomaly: bool = False
+    enable_plan_table: bool | None = None
     profiler: Any = None
     hang_timeout: str | timedelta | dict[str, int] | None = DEFAULT_HANG_TIMEOUT
     default_root_dir: str | Path | None = None
@@ -77,6 +80,7 @@ class LoopOptions:
         _check_count("max_steps", self.max_steps, minimum=-1)
         _check_count("num_sanity_val_steps", self.num_sanity_val_steps, minimum=-1)
         _check_count("log_every_n_steps", self.log_every_n_steps, minimum=1)
+        _check_count("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, minimum=0)
         self._check_flags()
         for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
             _check_order(least, getattr(self, least), most, getattr(self, most))
@@ -112,6 +116,7 @@ class LoopOptions:
             check_path("default_root_dir", self.default_root_dir)
 
     def _check_flags(self) -> None:
+        check_flag("enable_plan_table", self.enable_plan_table, optional=True)
         for name in ("detect_anomaly", "inference_mode"):
             check_flag(name, getattr(self, name))
         check_flag("benchmark", self.benchmark, optional=True)
@@ -119,11 +124,8 @@ class LoopOptions:
             raise RoomierError(
                 "deterministic", self.deterministic, "must be a bool or 'warn'", "Use True, False or 'warn'"
             )
-        is_profiler = self.profiler is None or isinstance(self.profiler, torch.profiler.profile)
-        if not is_profiler and self.profiler != "torch":
-            raise RoomierError(
-                "profiler", self.profiler, "is not a known profiler", "Use 'torch' or a torch.profiler.profile object"
-            )
+        if self.profiler is not None:
+            object.__setattr__(self, "profiler", profiler_of(self.profiler))
 
     @property
     def num_dev_batches(self) -> int:

@@ -75,7 +75,7 @@ class Now:
         is_in_step: True if the run is between two save points, so that its state cannot be resumed exactly.
         is_finishing: True at the last save point.
         is_interrupted: True if a signal ended training at a save point. A resumed run completes the training.
-        is_stop_agreed: with several ranks, True if all ranks have received a request from one rank to stop training.
+        is_stop_agreed: True if training was requested to stop. With several ranks, all ranks have received the request.
         random_state: random state from the checkpoint, which is restored when the loop begins.
         renamed: columns of the loop that were renamed to ``trainer/NAME``, because the module logs their names.
         started_s: start time on the monotonic clock.

@@ -150,10 +150,18 @@ class Run:
         progress, settled = self.progress, self.settled
         if progress.global_step >= settled.step_limit or progress.epoch >= settled.epoch_limit:
             return True
-        is_asked = self._wants_to_stop() if settled.ranks.is_alone else self.now.is_stop_agreed
-        options = settled.request.options
-        has_minimum = progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
-        return is_asked and has_minimum
+        return self.now.is_stop_agreed and self.has_minimum
+
+    @property
+    def has_minimum(self) -> bool:
+        """True if the minimum numbers of epochs and steps are reached, so that a request ends training."""
+        progress, options = self.progress, self.settled.request.options
+        return progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
+
+    @property
+    def log_step(self) -> int:
+        """Step number in the log: optimizer steps, or batches with manual optimization, as in Lightning."""
+        return self.progress.global_step if self.module.automatic_optimization else self.progress.num_batches
 
     def _wants_to_stop(self) -> bool:
         request = self.settled.request
@@ -173,6 +181,7 @@ class Run:
             TrainingError: the ranks ran different units of a sharded model.
         """
         if self.settled.ranks.is_alone:
+            self.now.is_stop_agreed = self._wants_to_stop()
             return
         num_ended = 0 if self.saves.background is None else self.saves.background.num_ended
         wishes = [int(self.stop.noted or 0), int(self._wants_to_stop()), -num_ended]
@@ -231,7 +240,11 @@ class Run:
         if (row or own) and self.loggers.loggers:
             epoch = self._own_column("epoch", row)
             rest = {self._own_column(name, row): _number(name, value) for name, value in own.items()}
-            self.loggers.log_metrics({epoch: self.progress.epoch, **row, **rest}, self.progress.global_step)
+            self.loggers.log_metrics({epoch: self.progress.epoch, **row, **rest}, self.log_step)
+
+    def log_evaluated_batch(self, values: Mapping[str, Any], index: int) -> None:
+        """Write the row of one evaluation batch. As in Lightning, the step of the row is the index of the batch."""
+        self.loggers.log_evaluated_batch({name: _number(name, v) for name, v in values.items()}, index, self.log_step)
 
     def _own_column(self, name: str, row: Mapping[str, float]) -> str:
         if name not in row and name not in self.results.columns:

@@ -18,6 +18,7 @@ from roomier.data.source import Source
 from roomier.device.rng import rng_state, set_rng_state
 from roomier.loss.lazy_logits import computed
 from roomier.run.logged.muted import muted
+from roomier.run.logged.step_rows import StepRows
 from roomier.run.run import Run, call
 from roomier.run.states import RunningStage
 from roomier.train.batch_notes import note_text
@@ -51,7 +52,7 @@ def evaluate(
     """
     module, hooks, results = run.module, run.hooks, run.results
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
-    kept: list[list[Any]] = []
+    kept, rows = list[list[Any]](), StepRows(results.num_evaluated)
     run.engine.settle()
     take_statistics_of_rank_zero(run)
     try:
@@ -60,11 +61,13 @@ def evaluate(
             call(getattr(hooks, f"on_{stage}_epoch_start"))
             for index, (source, limit) in enumerate(zip(sources, limits, strict=True)):
                 results.dataloader_idx = index if len(sources) > 1 else None
-                kept.append(_evaluate_source(run, stage, source, limit, results.dataloader_idx, keeps_predictions))
+                kept.append(_evaluate_source(run, stage, source, limit, rows, keeps_predictions))
             results.dataloader_idx, results.is_in_batch = None, False
             results.call(getattr(hooks, f"on_{stage}_epoch_end"))
             metrics = results.end_epoch(stage)
             if run.settled.request.state.stage is not RunningStage.SANITY_CHECKING:
+                for index, row in rows.take():
+                    run.log_evaluated_batch(row, index)
                 run.log_metrics(metrics)
             call(getattr(hooks, f"on_{stage}_end"))
         run.vote(waits=True)  # callbacks have processed the metrics and may have requested to stop
@@ -92,8 +95,9 @@ def take_statistics_of_rank_zero(run: Run) -> None:
 
 
 def _evaluate_source(
-    run: Run, stage: str, source: Source, limit: float, dataloader_idx: int | None, keeps_predictions: bool
+    run: Run, stage: str, source: Source, limit: float, rows: StepRows, keeps_predictions: bool
 ) -> list[Any]:
+    dataloader_idx = run.results.dataloader_idx
     is_kept = stage == "predict" and keeps_predictions
     engine, run_batch = run.engine, batch_runner(run, stage, dataloader_idx)
     outer_transfer, engine.hooks.transfer = engine.hooks.transfer, transfer_of(run, dataloader_idx or 0)
@@ -105,6 +109,8 @@ def _evaluate_source(
                 kept[run.now.batch_number] = on_host(run, run_batch(host_batch, batch_idx, counts))
             else:
                 run_batch(host_batch, batch_idx, counts)
+            if counts:
+                rows.add(dataloader_idx or 0, run.results.step_values())
     finally:
         engine.hooks.transfer = outer_transfer
     if run.ranks.is_alone:

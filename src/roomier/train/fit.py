@@ -9,16 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from roomier.api.go_back import GoBackError
-from roomier.core.errors import TrainingError
-from roomier.core.log import notice
 from roomier.device.rng import set_rng_state
 from roomier.run.checks import check_finite, check_trains
 from roomier.run.progress import Window
 from roomier.run.run import Run, call
 from roomier.train.batch_notes import note_batches
 from roomier.train.evaluate import validate_within_fit
-from roomier.train.saving.restore import restore
-from roomier.train.saving.save import report_nothing_to_do, save_point, settle_background_save
+from roomier.train.reload import reload_loaders
+from roomier.train.saving.go_back import go_back
+from roomier.train.saving.save import report_nothing_to_do, save_point
 from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
 
@@ -59,13 +58,16 @@ def fit(run: Run) -> None:
                 finish(run)
             is_training = False
         except GoBackError as error:
-            is_over = go_back(run, error)
+            go_back(run, error)
+            is_over = catch_up(run)
     run.vote(waits=True)
 
 
 def start_epoch(run: Run) -> Iterator[Any]:
     """Return the remaining batches of the current epoch."""
     progress = run.progress
+    if run.settled.request.options.reload_dataloaders_every_n_epochs:
+        reload_loaders(run)
     batches = run.source.start(progress.epoch)
     if progress.batch_idx == 0:
         call(run.hooks.on_train_epoch_start)
@@ -87,13 +89,14 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
         run.engine.free_gradients()
     if run.profiler is not None:
         run.profiler.step()
-    if progress.global_step // log_interval > step.first_step // log_interval:
+    run.vote()
+    done = progress.num_batches if step.counts_batches else progress.global_step
+    if done // log_interval > step.first_step // log_interval or run.now.is_stop_agreed:
         log_step(run)
     if is_validation_due(run, first_batch):
         validate_within_fit(run)
     if schedulers.watch_each_step and has_stepped:
         step_watching(run)
-    run.vote()
     return save_point(run)
 
 
@@ -109,31 +112,6 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
         return True
     run.now.leaves_out_step, run.now.last_loss = False, before
     return False
-
-
-def go_back(run: Run, error: GoBackError) -> bool:
-    """Restore the newest checkpoint of the run as a resumed run does. Return True if training ends there.
-
-    Raises:
-        TrainingError: the run has no checkpoint.
-    """
-    settle_background_save(run)
-    path, step = run.saves.path, run.saves.step
-    if path is None:
-        problem = f"{error.reason}, but the run has no checkpoint to return to"
-        action = "Add ModelCheckpoint(every_n_train_steps=...), or skip bad steps before the update"
-        raise TrainingError("loss", None, problem, action) from error
-    run.results.is_in_batch, run.results.batch = False, None
-    run.source.close()
-    restore(run, path)
-    run.saves.deferred.clear()
-    run.now.is_finishing, run.now.is_in_step = False, True
-    run.saves.state_at_end = run.now.last_loss = None
-    if run.now.random_state is not None:
-        set_rng_state(run.now.random_state)
-    if run.ranks.is_zero:
-        notice(f"the run returns to step {step}: {path}")
-    return catch_up(run)
 
 
 def begin(run: Run) -> bool:
@@ -231,16 +209,16 @@ def log_step(run: Run) -> None:
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
-    """Return True if the batches since ``first_batch`` have crossed a multiple of the validation interval."""
+    """Return True if batches since ``first_batch`` crossed a multiple of the interval, or if training stops here."""
     if not run.batches.evaluated:
         return False
-    progress, every_n_epoch = run.progress, run.options.check_val_every_n_epoch
-    if every_n_epoch is None:
-        done = progress.num_batches
-        return done // run.batches.val_interval > (done - progress.batch_idx + first_batch) // run.batches.val_interval
-    if (progress.epoch + 1) % every_n_epoch:
+    progress, every_n_epoch, interval = run.progress, run.options.check_val_every_n_epoch, run.batches.val_interval
+    if every_n_epoch is not None and (progress.epoch + 1) % every_n_epoch:
         return False
-    return progress.batch_idx // run.batches.val_interval > first_batch // run.batches.val_interval
+    if run.now.is_stop_agreed and run.has_minimum:
+        return True
+    done = progress.num_batches if every_n_epoch is None else progress.batch_idx
+    return done // interval > (done - progress.batch_idx + first_batch) // interval
 
 
 def end_epoch(run: Run, *, is_left: bool) -> None:

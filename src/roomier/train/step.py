@@ -34,7 +34,8 @@ class TrainingStep:
 
     Attributes:
         batch_idx: index of the current micro-batch in the epoch, starting with 0.
-        first_step: value of ``global_step`` before this window. A manual optimization window can have several steps.
+        counts_batches: True if rows of the log count batches, see ``Run.log_step``.
+        first_step: value of ``Run.log_step`` before this window.
         skips_epoch: True if a hook requested to skip the remaining epoch, including this micro-batch and its step.
         frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.
     """
@@ -46,6 +47,9 @@ class TrainingStep:
         self._ends = run.hooks.on_train_batch_end
         self._module = run.module
         self._training_step = run.module.training_step
+        self.counts_batches = not run.module.automatic_optimization
+        is_share = run.module.loss_reduction == "mean"  # of the mean over all ranks
+        self._num_shares = run.ranks.world.size if is_share else 1
         self._num_arguments = num_step_arguments(run.module, "training_step", 2)
         self.batch_idx, self.first_step, self._first_batch = -1, 0, 0
         self._batch: Any = None
@@ -65,7 +69,8 @@ class TrainingStep:
     def start_window(self) -> None:
         """Prepare for a window. Call this method before the first micro-batch of the window."""
         progress = self._run.progress
-        self._first_batch, self.first_step = progress.batch_idx, progress.global_step
+        self._first_batch = progress.batch_idx
+        self.first_step = progress.num_batches if self.counts_batches else progress.global_step
         self.batch_idx = self._first_batch - 1
 
     def start(self, batch: Any, index: int) -> None:
@@ -97,7 +102,7 @@ class TrainingStep:
         self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
-        """Return the outputs that hooks receive. As in Lightning, a dict that contains the loss given to backward."""
+        """Return the outputs that hooks receive. As in Lightning, a dict with the loss of this rank's micro-batch."""
         output = self._output
         if output is None:
             return {}
@@ -105,7 +110,7 @@ class TrainingStep:
         if not self._module.automatic_optimization:
             loss = outputs.get("loss")
             return {**outputs, "loss": loss.detach()} if isinstance(loss, Tensor) else outputs
-        return {**outputs, "loss": self._loss} if self._loss is not None else outputs
+        return {**outputs, "loss": self._loss * self._num_shares} if self._loss is not None else outputs
 
 
 def install_step_hooks(run: Run, step: TrainingStep) -> None:
@@ -133,6 +138,7 @@ def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
         return None
 
     def zero_grad(optimizer: Optimizer) -> None:
+        run.engine.complete_updates()
         call(run.hooks.on_before_zero_grad, optimizer)
         module.optimizer_zero_grad(run.progress.epoch, run.progress.batch_idx, optimizer)
 
@@ -277,7 +283,7 @@ def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
         configured = partial(
             module.configure_gradient_clipping, gradient_clip_val=limit, gradient_clip_algorithm=algorithm
         )
-        return (*before, configured)
+        return (*before, lambda _: run.engine.complete_updates(), configured)
     return before if limit is None else (*before, lambda _: run.engine.clip())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
@@ -17,8 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.api.adapt import seen_by_user
+from roomier.api.datamodule import DataModule
 from roomier.api.engine import Engine
 from roomier.api.module import Module
+from roomier.api.overrides import replace_none
+from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.run.accumulation import Accumulation
@@ -30,6 +34,7 @@ from roomier.run.settled import Request
 from roomier.run.states import TrainerFn, TrainerStatus
 from roomier.train.manual import ManualOptimizer
 from roomier.trainer.lightning.batches import BatchHooks
+from roomier.trainer.lightning.loops import FitLoop, PrecisionView, accelerator_of, init_module
 from roomier.trainer.lightning.predicted import PredictLoop
 from roomier.trainer.lightning.strategy import Strategy
 from roomier.trainer.settings import Settings
@@ -134,6 +139,9 @@ class LastCall(Settings):
         """Record ``request`` as the last call, and mark the call as running."""
         self.request, self._module, self.datamodule = request, request.module, request.datamodule
         self.should_stop = self.was_interrupted = False
+        replace_none(seen_by_user(request.module), Module)
+        if request.datamodule is not None:
+            replace_none(request.datamodule, DataModule)
         self.state.fn, self.state.status = TrainerFn(request.stage), TrainerStatus.RUNNING
         for given in self.given_metrics.values():
             given.clear()
@@ -232,13 +240,13 @@ class LastCall(Settings):
 
     @property
     def model(self) -> Any:
-        """The module of the last run. A LightningModule is returned in the form in which it was passed."""
-        return None if self._module is None else seen_by_user(self._module)
+        """The model of the last run, in the form in which it was passed."""
+        return None if self._module is None else network_of(self._module)
 
     @property
     def lightning_module(self) -> Any:
-        """The same as :attr:`model`."""
-        return self.model
+        """The module of the last run. For a plain ``nn.Module``, this is the Module that wraps it."""
+        return None if self._module is None else seen_by_user(self._module)
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -318,6 +326,29 @@ class LastCall(Settings):
     def strategy(self) -> Strategy:
         """View of the ranks and the device, with Lightning's names. ``strategy.name`` is the name of the strategy."""
         return Strategy(self)
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """View of a fit, with the names of Lightning's loop."""
+        return FitLoop(self)
+
+    @property
+    def precision_plugin(self) -> PrecisionView:
+        """View of the precision, with the names of Lightning's plugin."""
+        return PrecisionView(self)
+
+    @property
+    def accelerator(self) -> Any:
+        """Object for the type of device. If Lightning is imported, an object of its class."""
+        return accelerator_of(self)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Return a context in which tensors are created on the device and in the dtype of the Trainer.
+
+        Args:
+            empty_init: do not initialize the weights, for example because a checkpoint is loaded next.
+        """
+        return init_module(self, empty_init)
 
     @property
     def _results(self) -> Never:

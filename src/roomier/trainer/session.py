@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import OutOfMemoryError
 
 from roomier.api.adapt import as_module, seen_by_user
-from roomier.api.callback import Callback
+from roomier.api.callback import LOG_METHODS, Callback
 from roomier.api.lightning import with_methods_of_module
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
@@ -39,12 +39,13 @@ from roomier.train.opening.open_run import (
     LOADER_NAMES,
     close_run,
     make_model,
-    num_batches_of_loaders,
     open_run,
     restore_run,
 )
+from roomier.train.opening.profiled import profiled
 from roomier.train.opening.run_folder import is_run_folder
-from roomier.train.opening.settings import process_settings, profiled
+from roomier.train.opening.settings import process_settings
+from roomier.train.opening.shown_values import num_batches_of_loaders
 from roomier.train.position import watch_for_hangs
 from roomier.train.settling.checks import check_call
 from roomier.train.settling.job import global_batch_of
@@ -78,7 +79,7 @@ def request_of(
     is_sharded = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
         stage=stage,
-        module=as_module(model),
+        module=as_module(model) if trainer.own_optimizer is None else trainer.module_of(model),
         loaders=loaders,
         datamodule=datamodule,
         ckpt_path=trainer.set_path if ckpt_path is None else ckpt_path,
@@ -137,7 +138,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
             _show(trainer, run)
             path = restore_run(run)
             trainer.read_path = None if path is None else str(path)
-            run.profiler = stack.enter_context(profiled(request.options.profiler, run.folder))
+            stack.enter_context(profiled(run))
             yield run
         status = "success" if stop.received is None else "interrupted"
     except EvaluationCutError:
@@ -243,6 +244,8 @@ def _teardown(trainer: Trainer, request: Request) -> None:
         request.datamodule.teardown(request.stage)
     for callback in trainer.callbacks:
         callback.teardown(trainer, seen_by_user(request.module), request.stage)
+        for name in LOG_METHODS:
+            vars(callback).pop(name, None)
     request.module.teardown(request.stage)
 
 

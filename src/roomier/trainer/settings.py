@@ -6,13 +6,19 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
-from roomier.api.callback import Callback
+import torch
+
+from roomier.api.adapt import as_module, seen_by_user
+from roomier.api.callback import LOG_METHODS, Callback
+from roomier.api.forward import ForwardModule
 from roomier.api.lightning_callbacks import is_builtin
 from roomier.api.logger import Logger
 from roomier.api.module import Module
-from roomier.api.overrides import is_one
+from roomier.api.overrides import is_one, replace_none
+from roomier.api.own_optimizer import OwnOptimizer, own_optimizer_of
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.checkpoint.commit import at_home
 from roomier.core.errors import RoomierError
@@ -35,13 +41,9 @@ _WITHIN_A_RUN = {
     "max_epochs": "Set it before fit, or end the run with should_stop = True",
 }
 _INSTEAD = {
-    "fit_loop": "Read current_epoch, global_step, num_training_batches, is_last_batch; set max_epochs between two fits",
     "validate_loop": "Read num_val_batches, val_dataloaders and callback_metrics",
     "test_loop": "Read num_test_batches, test_dataloaders and callback_metrics",
-    "accelerator": "Read strategy.root_device",
-    "precision_plugin": "Read precision",
     "tuner": "Use Trainer(auto_lr_find=True)",
-    "init_module": "Create large layers in configure_model of the module",
 }
 """Attributes of Lightning's Trainer that roomier's Trainer does not have, with their replacements."""
 
@@ -54,6 +56,7 @@ class Settings:
         logger_is_on: whether a fit writes logs.
         enable_checkpointing: whether a fit writes checkpoints by default.
         auto_lr_find, auto_scale_batch_size: searches of the tuner before a fit.
+        own_optimizer: the argument ``optimizer``, which can be an optimizer or a function that creates an optimizer.
 
     Attributes:
         plan: the plan of the last run; before the first run, the requested plan.
@@ -67,7 +70,6 @@ class Settings:
     """
 
     barebones = False
-    reload_dataloaders_every_n_epochs = 0
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class Settings:
         enable_checkpointing: bool,
         auto_lr_find: bool | str,
         auto_scale_batch_size: bool | str,
+        own_optimizer: Any = None,
     ) -> None:
         self.plan = self.requested_plan = plan
         self.options = options
@@ -95,6 +98,23 @@ class Settings:
         self.num_micro_batches: int | None = None
         self.state = TrainerState()
         self.should_stop = False
+        self.own_optimizer = None if own_optimizer is None else own_optimizer_of(own_optimizer)
+
+    def module_of(self, model: Any) -> Module:
+        """Return ``model`` as a Module, with the optimizer that was passed to the Trainer.
+
+        Raises:
+            RoomierError: the model is not supported, or it has ``configure_optimizers`` and an optimizer was passed.
+        """
+        module = as_module(model)
+        if self.own_optimizer is not None:
+            if not isinstance(module, ForwardModule):
+                problem = "is only supported for a model without configure_optimizers"
+                action = "Return it from configure_optimizers, or pass a name such as 'adamw'"
+                raise RoomierError("optimizer", self.own_optimizer, problem, action)
+            own = OwnOptimizer(module.network, self.own_optimizer)
+            vars(module)["configure_optimizers"] = partial(own.configure, module.network)
+        return module
 
     @property
     def logger(self) -> Logger | None:
@@ -102,14 +122,14 @@ class Settings:
         return self.loggers[0] if self.loggers else None
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint, or None."""
+    def checkpoint_callback(self) -> Any:
+        """The first ModelCheckpoint, or None. A ModelCheckpoint of Lightning is returned as the object of the user."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """All ModelCheckpoint callbacks."""
-        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+    def checkpoint_callbacks(self) -> list[Any]:
+        """All ModelCheckpoint callbacks, as objects of the user."""
+        return [vars(each).get("seen_as", each) for each in self.callbacks if isinstance(each, ModelCheckpoint)]
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -223,9 +243,10 @@ class Settings:
         return list(range(self.num_devices))
 
     @property
-    def profiler(self) -> NamedSpans:
-        """Object that has Lightning's ``profile(name)``, which names a span in a torch profile."""
-        return NamedSpans()
+    def profiler(self) -> Any:
+        """Object that has Lightning's ``profile(name)``: the profiler of actions, or spans in a torch profile."""
+        own = self.options.profiler
+        return NamedSpans() if own is None or isinstance(own, (str, torch.profiler.profile)) else own
 
     @property
     def training(self) -> bool:
@@ -274,6 +295,10 @@ class Settings:
         others = [each for each in adopted_callbacks if kind_of(each) not in types]
         self.callbacks = ordered(others + own)
         check_callbacks(self.callbacks)
+        for each in self.callbacks:  # as in Lightning, callbacks log like the module
+            replace_none(each, Callback)
+            lent = {name: getattr(seen_by_user(module), name) for name in LOG_METHODS if not hasattr(type(each), name)}
+            vars(each).update(lent)
 
     def hooked_callbacks(self, stage: str) -> list[Any]:
         """Return the callbacks whose hooks ``stage`` calls, including the callback that prediction writers require."""

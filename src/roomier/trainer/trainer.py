@@ -33,6 +33,7 @@ from roomier.train.opening.open_run import LOADER_NAMES, end_fit, start_fit
 from roomier.train.predicting.stream import opened_stream
 from roomier.train.saving.save import save_checkpoint
 from roomier.train.settling.checks import check_callbacks
+from roomier.trainer.keywords.argument_types import OptimizerArgument
 from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
     FORMER_KEYWORDS,
@@ -43,8 +44,9 @@ from roomier.trainer.keywords.arguments import (
     plan_of,
     with_defaults,
 )
-from roomier.trainer.keywords.former_flags import refuse_former_flags
+from roomier.trainer.keywords.other_libraries import of_roomier
 from roomier.trainer.last_call import LastCall
+from roomier.trainer.lightning.file_checkpoint import save_lightning_file
 from roomier.trainer.measured import by_loader, metrics_table
 from roomier.trainer.session import request_of, session
 from roomier.trainer.trial_copy import copied_for_trial
@@ -70,40 +72,37 @@ class Trainer(LastCall):
             that refer to a class in ``roomier.plan``.
         strategy: how the model is distributed across ranks. The value is a name such as ``"single"``, ``"ddp"``,
             ``"zero2"`` or ``"auto"``, or a dict with ``name`` and further settings: ``{"name": "hsdp", "shard_size":
-            4}``. The dict ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact
-            (``ParallelPlan``, ``ChoicePlan``).
+            4}``. The dict ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact. None means
+            ``"single"`` for one rank and ``"ddp"`` for several ranks (``ParallelPlan``, ``ChoicePlan``).
         accelerator: type of device (``ParallelPlan``).
         devices: number of ranks on each machine. ``"auto"`` uses the number of ranks that torchrun, SLURM or MPI
             started. Without a launcher, a strategy for several ranks uses all CUDA devices (``ParallelPlan``).
         num_nodes: number of machines. ``"auto"`` uses the machines that the launcher provides (``ParallelPlan``).
         precision: number format of weights and matmuls, such as ``"bf16-mixed"`` (``PrecisionPlan``).
         matmul_precision: precision of float32 matmuls (``PrecisionPlan``).
-        optimizer: name of the optimizer, or a dict with ``name`` and its options: ``{"name": "adamw", "betas": [0.9,
-            0.95]}``. None uses ``configure_optimizers`` of the module (``OptimizerPlan``).
+        optimizer: name of the optimizer, or a dict with ``name`` and options: ``{"name": "adamw", "eps": 1e-6}``. None
+            uses ``configure_optimizers`` (``OptimizerPlan``). A model without this method also accepts an
+            optimizer of its parameters, or a function that receives the list of parameters.
         learning_rate: learning rate of the named optimizer (``OptimizerPlan``).
-        lr_schedule: name of a schedule, or a dict with ``name``, ``warmup_steps`` and ``min_lr_ratio``
+        lr_schedule: name of a schedule, or a dict with ``name`` and its settings, such as ``warmup_steps``
             (``OptimizerPlan``).
-        step_in_backward: update each parameter in backward and free its gradient. True means ``"exact"``
-            (``OptimizerPlan``).
+        step_in_backward: update each parameter in backward. True means ``"exact"`` (``OptimizerPlan``).
         activation_checkpointing: activations to recompute in backward. The value is a policy such as ``"full"``, a
             budget for the peak of a step in bytes (``"6GiB"``) or as a fraction (0.5), or a dict such as ``{"every_n":
             3}``. True means ``"full"`` (``ActivationPlan``).
-        offload: tensors to store in host memory, such as ``{"activations": "cpu"}`` (``OffloadPlan``).
+        offload: tensors to store in host memory or on disk, such as ``{"optimizer_states": "disk"}`` (``OffloadPlan``).
         chunked_loss: compute the loss of a language model in chunks of this many tokens (``LossPlan``).
         attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
-        lora: rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``, ``targets``,
-            ``trained`` and ``base`` (``AdapterPlan``).
-        compile: compile each block with ``torch.compile`` (``CompilePlan``).
+        lora: rank of low-rank adapters on a frozen model, or a dict such as ``{"rank": 8}`` (``AdapterPlan``).
+        compile: compile each block with ``torch.compile``. A dict sets ``backend`` and ``mode`` (``CompilePlan``).
         memory_budget: upper limit for a device's peak memory (``"22GiB"``). None uses all memory (``ChoicePlan``).
         accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: upper limit for the norm or the values of gradients. None and 0 disable clipping
-            (``BatchPlan``).
+        gradient_clip_val: upper limit for gradients. None and 0 disable clipping (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
         auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
             module's attribute that contains the learning rate.
         auto_scale_batch_size: before a fit, search for the largest micro-batch that fits in memory. The number of
-            samples per optimizer step stays the same. True means ``"power"``, which doubles the size as long as the
-            micro-batch fits. ``"binsearch"`` then refines the size.
+            samples per step is unchanged. ``"power"`` (True) doubles the size; ``"binsearch"`` then refines it.
         max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if no other limit is set.
         min_epochs: minimum number of epochs.
         max_steps: maximum number of optimizer steps. -1 means no limit.
@@ -121,16 +120,19 @@ class Trainer(LastCall):
         check_val_every_n_epoch: epochs between two validations. With None, ``val_check_interval`` spans epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
+        reload_dataloaders_every_n_epochs: call ``train_dataloader`` and ``val_dataloader`` again after this number of
+            epochs. 0 creates the loaders one time per fit.
         callbacks: one callback or a list of callbacks.
         logger: loggers, or names of loggers. True writes ``metrics.jsonl`` and ``metrics.csv``; False writes no logs.
         enable_checkpointing: add a ModelCheckpoint callback if the callbacks contain none.
         enable_progress_bar: add a ProgressBar callback if the callbacks contain none.
         enable_model_summary: add a ModelSummary callback if the callbacks contain none.
+        enable_plan_table: print the Plan. None prints it unless ``enable_progress_bar=enable_model_summary=False``.
         deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no such algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
         detect_anomaly: raise an error that identifies the forward operation of a NaN in backward. This is slow.
         inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
-        profiler: ``"torch"``, or a ``torch.profiler.profile`` object.
+        profiler: ``"simple"`` (actions), ``"advanced"`` (functions), ``"pytorch"`` (operations), or a profiler object.
         hang_timeout: time after which the run ends if ranks wait for a rank that hangs in a step, in the same formats
             as ``max_time``. None disables the check.
         default_root_dir: folder that contains the run folders ``version_N``. The default is ``"runs"``.
@@ -139,18 +141,18 @@ class Trainer(LastCall):
         RoomierError: an argument is unknown or invalid, or arguments are incompatible with each other.
     """
 
-    @explain_unknown_keywords("Trainer", FORMER_KEYWORDS, harmless=HARMLESS_KEYWORDS, check=refuse_former_flags)
+    @explain_unknown_keywords("Trainer", FORMER_KEYWORDS, harmless=HARMLESS_KEYWORDS, translate=of_roomier)
     def __init__(
         self,
         *,
         plan: Plan | dict[str, Any] | str | Path | None = None,
-        strategy: dict[str, Any] | str = "single",
+        strategy: dict[str, Any] | str | None = None,
         accelerator: str = "auto",
         devices: int | str = "auto",
         num_nodes: int | str = "auto",
         precision: str | int | None = "32-true",
         matmul_precision: str = "highest",
-        optimizer: dict[str, Any] | str | None = None,
+        optimizer: OptimizerArgument = None,
         learning_rate: float | None = None,
         lr_schedule: dict[str, Any] | str | None = None,
         step_in_backward: bool | str = False,
@@ -159,7 +161,7 @@ class Trainer(LastCall):
         chunked_loss: bool | int = False,
         attention: str = "auto",
         lora: int | dict[str, Any] | None = None,
-        compile: bool = False,
+        compile: bool | dict[str, Any] = False,
         memory_budget: int | str | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -181,11 +183,13 @@ class Trainer(LastCall):
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = 2,
         log_every_n_steps: int | None = 50,
+        reload_dataloaders_every_n_epochs: int = 0,
         callbacks: Sequence[Callback | LightningCallback] | Callback | LightningCallback | None = None,
         logger: bool | str | Logger | LightningLogger | Sequence[str | Logger | LightningLogger] | None = True,
         enable_checkpointing: bool | None = True,
         enable_progress_bar: bool | None = True,
         enable_model_summary: bool | None = True,
+        enable_plan_table: bool | None = None,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
@@ -213,6 +217,7 @@ class Trainer(LastCall):
             enable_checkpointing=keeps_checkpoints,
             auto_lr_find=given["auto_lr_find"],
             auto_scale_batch_size=given["auto_scale_batch_size"],
+            own_optimizer=given["optimizer"],
         )
         check_callbacks(self.callbacks)
 
@@ -333,15 +338,15 @@ class Trainer(LastCall):
 
         Returns:
             One item per batch. With several loaders, one list per loader. Every rank receives the predictions of all
-            ranks in host memory, in the order of the batches. None if ``return_predictions`` is False.
+            ranks in host memory, in the order of the batches. None without batches, or if discarded.
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
         is_returned = self.predict_loop.return_predictions = return_predictions is not False
         with self._evaluation("predict", model, dataloaders, ckpt_path, datamodule) as run:
             sources, limits = run.batches.evaluated, run.batches.limits
-            outputs = evaluate(run, "predict", sources, limits, keeps_predictions=is_returned)
-        if not is_returned:
+            outputs = evaluate(run, "predict", sources, limits, keeps_predictions=is_returned) if sources else []
+        if not (is_returned and outputs):
             return None
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -383,6 +388,7 @@ class Trainer(LastCall):
         *,
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
+        format: str = "folder",
     ) -> None:
         """Save the state of the last fit in the folder ``filepath``. Every rank must call this method.
 
@@ -397,6 +403,7 @@ class Trainer(LastCall):
                 continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is
                 written. If writing the checkpoint fails, the fit raises the error at its next save point.
             when_committed: function without arguments that is called in this thread when the checkpoint is complete.
+            format: ``"folder"``, or ``"lightning"`` for one file that ``torch.load`` reads.
 
         Raises:
             CheckpointError: this checkpoint, or the previous asynchronous checkpoint, could not be written.
@@ -410,9 +417,8 @@ class Trainer(LastCall):
             action = "Omit storage_options, and copy the folder in when_committed"
             problem = "is not supported, because a checkpoint is a folder of the file system"
             raise RoomierError("storage_options", storage_options, problem, action)
-        save_checkpoint(
-            self.fitted, filepath, bool(weights_only), asynchronous=asynchronous, when_committed=when_committed
-        )
+        save = save_lightning_file if format == "lightning" else save_checkpoint
+        save(self.fitted, filepath, bool(weights_only), asynchronous=asynchronous, when_committed=when_committed)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write ``metrics`` to the loggers as a row for the current step."""
@@ -450,6 +456,8 @@ class Trainer(LastCall):
         refuse_keywords(getattr(Trainer, stage), unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
         with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
+            if not run.batches.evaluated:  # the limit on batches is 0
+                return []
             evaluate(run, step, run.batches.evaluated, run.batches.limits)
             metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
             of_loaders = by_loader(metrics, run.results.loader_of, len(run.batches.evaluated))

@@ -69,7 +69,9 @@ void free_device_memory(void* context) {
 // A caching allocator gives freed memory to the next allocation on the stream where the memory was allocated, without
 // waiting for the device. Here, the next allocation on this stream may reuse all freed blocks, so a task overwrites
 // them. A task of a different stream that still uses a block is a race, unless the program called record_stream. A
-// block with recorded streams is not reused until their tasks have run, and no task waits for them.
+// block with recorded streams is not reused until their tasks have run, and no task waits for them. A new block may have
+// the memory of all blocks that were reused before, so a task of a different stream that uses the new block must be
+// ordered after the task that overwrites them.
 void reuse_freed_blocks(Stream* stream) {
   std::vector<BlockPointer> reused;
   {
@@ -99,6 +101,11 @@ void reuse_freed_blocks(Stream* stream) {
     const Use use{block, 0, static_cast<int64_t>(block->num_bytes), true};
     enqueue(stream, "reuse of freed memory", overwrite, {use});
   }
+  if (!reused.empty()) {
+    const uint64_t position = record_event(stream).position;
+    Lock lock(state().mutex);
+    stream->last_reuse = position;
+  }
   if (state().unused_bytes > kMaxUnusedBytes) {
     ++state().num_runs_for_memory;
     run_all();
@@ -121,6 +128,9 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     block->device = device;
     block->counted_bytes = counted;
     block->home = stream;
+    if (stream->last_reuse > 0)
+      block->accesses.push_back({stream, stream->last_reuse, 0, static_cast<int64_t>(block->num_bytes), true,
+                                 "reuse of freed memory"});
     count_bytes(*block, true);
     void* data = num_bytes == 0 ? nullptr : block->data;
     return {data, new BlockPointer(block), &free_device_memory, c10::Device(kDevice, device)};

@@ -85,6 +85,7 @@ struct Stream {
   bool is_running = false;                                         // a thread runs a task of this stream
   Clock clock;                                                     // tasks ordered before the next task of this stream
   std::vector<std::pair<BlockPointer, std::vector<Event>>> freed;  // blocks that the next allocation may reuse
+  uint64_t last_reuse = 0;                                         // position of the last task that reuses blocks
 };
 
 enum class Schedule { late = 0, others_first = 1, immediate = 2 };

@@ -47,7 +47,7 @@ class Candidate:
 
 
 def candidates(
-    workload: Workload, plan: Plan, machine: Machine, *, keeps_micro_batch: str = ""
+    workload: Workload, plan: Plan, machine: Machine, *, keeps_micro_batch: str = "", is_last_resort: bool = False
 ) -> tuple[Candidate, ...]:
     """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and rule.
 
@@ -59,12 +59,15 @@ def candidates(
         plan: requested plan.
         machine: machine to plan for.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
+        is_last_resort: return only plans that offload model states in the ways that are slow in most cases: parameters,
+            and optimizer states on disk.
     """
     if plan.parallel.strategy != "auto":
-        return (Candidate(plan, workload.batch_size),)
+        return () if is_last_resort else (Candidate(plan, workload.batch_size),)
     axes = [
         _strategies(plan),
         _kept_activations(plan, workload, machine),
+        _tiers(plan, workload, machine, is_last_resort=is_last_resort),
         *(_lever_positions(lever, plan, workload) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
@@ -74,11 +77,15 @@ def candidates(
     refused: dict[tuple[str, str], Candidate] = {}
     for combined in itertools.product(*axes):
         changes = {field: value for change in combined for field, value in change.items()}
+        if not _goes_with_tiers(plan, changes):
+            continue
         candidate = _candidate(plan, changes, workload)
         if candidate.refusal:
             refused.setdefault((candidate.plan.parallel.strategy, candidate.refusal), candidate)
         else:
             found.append(candidate)
+    if is_last_resort:
+        return tuple(found)
     return (*found, *refused.values(), *_never_open(plan, workload, keeps_micro_batch))
 
 
@@ -150,6 +157,39 @@ def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[
     if machine.device.has_own_memory and plan.offload.activations == "none":
         found.append({"offload.activations": "cpu"})
     return found
+
+
+def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: bool) -> list[Changes]:
+    """Return tiers of model states, from the fastest to the slowest.
+
+    On a device with separate memory, states in host memory can be faster than other techniques. All other tiers are
+    used only if no other plan fits, because disks are slow and wear out.
+    """
+    states, parameters = "offload.optimizer_states", "offload.parameters"
+    offload = plan.offload
+    if offload.optimizer_states != "none" or offload.parameters != "none" or plan.optimizer.name == "onebit_adam":
+        return [] if is_last_resort else [{}]
+    has_host = machine.device.has_own_memory
+    if not is_last_resort:
+        return [{}, {states: "cpu"}] if has_host else [{}]
+    places = ("cpu", "disk") if has_host else ("disk",)
+    found: list[Changes] = [{states: "disk"}]
+    if workload.blocks and not plan.compile.enabled and plan.adapter.frozen_base == "as_is":
+        found += [{states: one, parameters: other} for one, other in itertools.product(places, repeat=2)]
+    return found
+
+
+def _goes_with_tiers(plan: Plan, changes: Mapping[str, Any]) -> bool:
+    """Return whether the tiers in ``changes`` support its other options. Unsupported combinations are omitted
+    without a reason, because the request contains no tiers."""
+    if "offload.optimizer_states" not in changes:
+        return True
+    frees = [lever for lever in LEVERS if lever.frees_gradients]
+    if any(lever.is_used(plan) or lever.field in changes for lever in frees):
+        return False
+    mode = changes.get("precision.mode", plan.precision.mode)
+    can_move = changes["parallel.strategy"] in ("single", "zero3", "hsdp") and mode != "16-mixed"
+    return can_move or "offload.parameters" not in changes
 
 
 def _lever_positions(lever: Lever, plan: Plan, workload: Workload) -> list[Changes]:

@@ -47,6 +47,8 @@ def choose(
 ) -> Choice:
     """Return the fastest plan that fits, among all plans for the settings that ``plan`` leaves open.
 
+    Plans that offload parameters, or optimizer states to disk, are evaluated only if no other plan fits.
+
     If several plans are equally fast (within :data:`TIE`), the simplest plan is chosen. Exact plans precede near plans,
     and near plans precede approximate plans. Among plans with the same label, the plan with fewer memory techniques is
     simpler, and then the plan whose strategy shards less. :mod:`roomier.planner.choosing.candidates` describes the
@@ -83,6 +85,9 @@ def choose(
     )
     search = _Search(budget, pricing, DryRuns(workload, machine))
     chosen = search.run()
+    if chosen is None:
+        pricing.add(candidates(workload, plan, machine, keeps_micro_batch=keeps_micro_batch, is_last_resort=True))
+        chosen = search.run()
     if not pricing.priced.priced:
         raise _no_plan_priced(plan, pricing.priced)
     considered = _considered(chosen, search, pricing.priced)
@@ -149,6 +154,7 @@ class _Search:
         return None
 
     def _divide(self, picked: Forecast | None) -> None:
+        self.fitting, self.too_large = [], []
         for each in self._pricing.priced.priced:
             if each is picked:
                 continue
@@ -197,7 +203,9 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]
     if plan.optimizer.name is not None:
         kinds.append(kind_of("optimizer.name", plan.optimizer.name))
-    num_levers = len(used) + (plan.activation.policy != "none") + (plan.offload.activations != "none")
+    offload = plan.offload
+    tiers = (offload.optimizer_states, offload.parameters, offload.activations)
+    num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)
     order = list(Kind)
     worst = max(order.index(kind) for kind in kinds if kind is not None)
     return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
@@ -248,5 +256,7 @@ def _slower(forecast: Forecast, chosen: Forecast) -> str:
 
 
 def _too_large(forecast: Forecast, search: _Search) -> str:
+    if forecast.full_tier:
+        return f"offloads more than fits in the {forecast.full_tier} of a node"
     over = forecast.peak_bytes - search.budget_bytes
     return f"needs {format_bytes(forecast.peak_bytes)}, {format_bytes(over)} over the budget"

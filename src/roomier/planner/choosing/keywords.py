@@ -23,14 +23,16 @@ def trainer_keywords(plan: Plan) -> dict[str, Any]:
     found |= _given(batch, {name: name for name in vars(batch)})
     found |= _optimizer(plan)
     if optimizer.schedule is not None:
-        settings = _given(optimizer, {"warmup_steps": "warmup_steps", "min_lr_ratio": "min_lr_ratio"})
+        settings = _given(optimizer, {name: name for name in _OF_SCHEDULE})
         found["lr_schedule"] = {"name": optimizer.schedule, **settings} if settings else optimizer.schedule
     if activation.policy != "none":
         found["activation_checkpointing"] = _recompute(plan)
     if (offload := _given(plan.offload, {name: name for name in vars(plan.offload)})) != {}:
         found["offload"] = offload
     found |= {lever.keyword: lever.as_keyword(plan) for lever in used_levers(plan)}
-    found |= _given(plan.attention, {"kernel": "attention"}) | _given(plan.compile, {"enabled": "compile"})
+    found |= _given(plan.attention, {"kernel": "attention"})
+    if plan.compile.enabled:
+        found["compile"] = _given(plan.compile, {"backend": "backend", "mode": "mode"}) or True
     if plan.adapter.lora_rank is not None:
         found["lora"] = as_keyword(plan.adapter)
     if plan.choice.memory_budget_bytes is not None:
@@ -58,6 +60,7 @@ def _strategy(plan: Plan) -> Any:
     return {"name": plan.parallel.strategy, **settings} if settings else plan.parallel.strategy
 
 
+_OF_SCHEDULE = ("warmup_steps", "log_warmup", "min_lr_ratio", "decay_steps")
 _KEYWORDS = ("strategy", "accelerator", "devices", "num_nodes")
 
 

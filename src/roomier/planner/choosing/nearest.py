@@ -53,7 +53,7 @@ def no_plan_fits(
             error reports this. None sets the deadline after :data:`ADVICE_S`.
     """
     deadline = deadline or Deadline.after(ADVICE_S)
-    smallest = min((each.forecast for each in choice.considered if each.forecast), key=lambda each: each.peak_bytes)
+    smallest = _smallest(choice)
     needs, budget = format_bytes(smallest.peak_bytes), format_bytes(choice.budget_bytes)
     how = words_of(smallest.plan, smallest.micro_batch)
     is_auto = plan.parallel.strategy == "auto"
@@ -100,7 +100,7 @@ def _ways(
         if found.chosen is not None:
             yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
             return
-        smallest = min((each.forecast for each in found.considered if each.forecast), key=lambda each: each.peak_bytes)
+        smallest = _smallest(found)
     allowed = _allowing(peaks, plan, smallest, budget, workload)
     if allowed is not None:
         yield allowed
@@ -113,6 +113,12 @@ def _ways(
     device = _larger_device(peaks, plan, smallest, budget)
     if device is not None:
         yield device
+
+
+def _smallest(choice: Choice) -> Forecast:
+    """Return the forecast with the smallest peak, of the plans whose offloaded data fits if such plans exist."""
+    found = (each.forecast for each in choice.considered if each.forecast)
+    return min(found, key=lambda each: (bool(each.full_tier), each.peak_bytes))
 
 
 def _with_batch(chosen: Forecast, workload: Workload) -> str:

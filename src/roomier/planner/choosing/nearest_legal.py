@@ -26,8 +26,9 @@ from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.plan import Plan, plan_from_flags
-from roomier.plan.choices import CHOICES
+from roomier.plan.choices import CHOICES, OFFLOADING_STRATEGIES, STRATEGY_SUFFIXES, canonical
 from roomier.plan.levers import LEVERS
+from roomier.plan.offload_rules import check_offload
 from roomier.plan.rules import CombinedPlanError, each_error
 from roomier.planner.choosing.keywords import as_call
 from roomier.planner.fake.fake_world import fake_world
@@ -60,10 +61,12 @@ def with_nearest(
     Args:
         error: error of the request.
         asked: given keywords of the Trainer that differ from their defaults.
-        works: function that returns whether a valid plan can be built; None checks only the device of the plan.
+        works: function that returns whether a valid plan can be built; None checks only the device of the plan. The
+            device is not checked if this machine lacks the accelerator in ``asked``, because the run is planned for
+            another machine.
         fixed: keywords that cannot change anymore.
     """
-    found = nearest_legal(error, asked, works or has_its_device, fixed=fixed)
+    found = nearest_legal(error, asked, works or _works_here(asked), fixed=fixed)
     if not found:  # either None, or a Trainer without keywords, which is no useful advice
         return error
     advice = f"The nearest plan that works: {as_call(found)}"
@@ -99,12 +102,21 @@ def nearest_legal(
 
 
 def has_its_device(plan: Plan) -> bool:
-    """Return whether this machine has the device of the plan."""
+    """Return whether this machine has the device of the plan, and whether the device supports the tiers of the
+    plan."""
     try:
-        resolve_device(plan.parallel.accelerator)
+        check_offload(plan, resolve_device(plan.parallel.accelerator).type)
     except RoomierError:
         return False
     return True
+
+
+def _works_here(asked: Keywords) -> Works:
+    try:
+        resolve_device(asked.get("accelerator", "auto"))
+    except RoomierError:
+        return lambda plan: True
+    return has_its_device
 
 
 def can_build(plan: Plan, module: Module) -> bool:
@@ -159,7 +171,8 @@ def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
     fields = {each.field.partition(".")[0] for each in _singles(error)}
     is_alone = asked.get("devices", 1) == 1 and asked.get("num_nodes", 1) == 1
     misspelled = _of_misspelled(asked, error)
-    for edit in (*misspelled, *_of_strategy(asked), *_of_levers(asked), *_of_arithmetic(asked), *_of_hardware(asked)):
+    of_computation = (*_of_strategy(asked), *_of_levers(asked), *_of_offload(asked))
+    for edit in (*misspelled, *of_computation, *_of_arithmetic(asked), *_of_hardware(asked)):
         [*values] = edit.changes.values()
         is_named = any(isinstance(value, str) and f"'{value}'" in named for value in values)
         near = 0.9 if is_named else 0.0
@@ -183,16 +196,16 @@ def _of_misspelled(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
 
 
 def _of_strategy(asked: Keywords) -> Iterator[_Edit]:
-    given = asked.get("strategy", "single")
-    settings = dict(given) if isinstance(given, Mapping) else {"name": given}
-    name = str(settings.pop("name", "single"))
+    name, settings = _strategy_of(asked)
+    base, in_name = _split(name)
+    tiers = {"offload": {**in_name, **_offload_of(asked)}} if in_name else {}
     for index, other in enumerate(_STRATEGIES):
-        alike = difflib.SequenceMatcher(None, name, other).ratio() if name not in CHOICES["parallel.strategy"] else 0.0
+        alike = difflib.SequenceMatcher(None, base, other).ratio() if base not in CHOICES["parallel.strategy"] else 0.0
         cost = 1 + 0.05 * index - 0.5 * alike
-        if other != name:
-            yield _Edit({"strategy": _named(other, settings)}, cost)
+        if other != base:
+            yield _Edit({"strategy": _named(other, settings), **tiers}, cost)
             if settings:
-                yield _Edit({"strategy": other}, cost + 2)
+                yield _Edit({"strategy": other, **tiers}, cost + 2)
     for left_out in settings:
         rest = {key: value for key, value in settings.items() if key != left_out}
         yield _Edit({"strategy": _named(name, rest)}, 1.2 if left_out == "shard_size" else 2)
@@ -202,6 +215,29 @@ def _of_strategy(asked: Keywords) -> Iterator[_Edit]:
             if other_size != size:
                 cost = 0.5 + 0.01 * abs(other_size - size) + (0.3 if other_size == 1 else 0)
                 yield _Edit({"strategy": {"name": name, **settings, "shard_size": other_size}}, cost)
+
+
+def _strategy_of(asked: Keywords) -> tuple[str, dict[str, Any]]:
+    """Return the name of the strategy in ``asked``, and its other settings."""
+    given = asked.get("strategy", "single")
+    settings = dict(given) if isinstance(given, Mapping) else {"name": given}
+    return str(settings.pop("name", "single")), settings
+
+
+def _split(name: str) -> tuple[str, Mapping[str, str]]:
+    """Return the strategy in ``name`` without the tiers that ``name`` includes, and these tiers."""
+    base, _, suffix = name.partition("+")
+    if suffix in STRATEGY_SUFFIXES:
+        return base, {"optimizer_states": STRATEGY_SUFFIXES[suffix]}
+    return OFFLOADING_STRATEGIES.get(name.lower(), (name, {}))
+
+
+def _offload_of(asked: Keywords) -> Mapping[str, Any]:
+    """Return the argument ``offload`` in ``asked`` as fields of the Plan."""
+    given = asked.get("offload", {})
+    if isinstance(given, Mapping):
+        return given
+    return {"optimizer_states": "cpu" if given is True else given}
 
 
 def _named(name: str, settings: Keywords) -> Any:
@@ -225,8 +261,6 @@ def _of_levers(asked: Keywords) -> Iterator[_Edit]:
         for left_out in settings.keys() - {"name"}:
             yield _Edit({"lr_schedule": {key: value for key, value in settings.items() if key != left_out}}, 3)
         yield _Edit({"lr_schedule": _DEFAULT}, 4)
-    if "offload" in asked:
-        yield _Edit({"offload": _DEFAULT}, 2)
     lora = asked.get("lora")
     if isinstance(lora, Mapping) and "base" in lora:
         yield _Edit({"lora": {key: value for key, value in lora.items() if key != "base"}}, 2.5)
@@ -236,6 +270,38 @@ def _of_levers(asked: Keywords) -> Iterator[_Edit]:
         yield _Edit({"learning_rate": _DEFAULT}, 3)
     if "memory_budget" in asked:
         yield _Edit({"memory_budget": _DEFAULT}, 3)
+
+
+def _of_offload(asked: Keywords) -> Iterator[_Edit]:
+    """Return changes of the tiers and of the update mode. The strategy and the tiers that its name includes are
+    separate keywords in the changes."""
+    name, settings = _strategy_of(asked)
+    base, in_name = _split(name)
+    tiers = {**in_name, **_offload_of(asked)}
+    if not tiers:
+        return
+    strategy = {"strategy": _named(base, settings)} if in_name else {}
+    yield _Edit({**strategy, "offload": _DEFAULT}, 2)
+    on_disk = {
+        name: "disk" if name != "activations" and canonical(f"offload.{name}", value) == "cpu" else value
+        for name, value in tiers.items()
+    }
+    if on_disk != tiers:
+        yield _Edit({**strategy, "offload": on_disk}, 1)
+    for index, left_out in enumerate(tiers if len(tiers) > 1 else ()):
+        rest = {name: value for name, value in tiers.items() if name != left_out}
+        yield _Edit({**strategy, "offload": rest}, (1.2 if left_out in _SETTINGS_OF_TIERS else 1.5) + 0.05 * index)
+    if "update" in tiers:
+        yield _Edit({**strategy, "offload": {**tiers, "update": "deferred"}}, 1)
+    if "optimizer_states" not in tiers:
+        yield _Edit({**strategy, "offload": {**tiers, "optimizer_states": "disk"}}, 1.8)
+    for lever in LEVERS:
+        if lever.frees_gradients and lever.keyword in asked:
+            together = {lever.keyword: _DEFAULT, "offload": {**tiers, "update": "speculative"}}
+            yield _Edit({**strategy, **together}, 1)
+
+
+_SETTINGS_OF_TIERS = ("folder", "share", "update")
 
 
 def _of_arithmetic(asked: Keywords) -> Iterator[_Edit]:

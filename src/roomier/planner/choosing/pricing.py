@@ -173,6 +173,10 @@ class Pricing:
         self._known: dict[int, Forecast | None] = {}
         self._too_large: set[int] = set()
         self._rows: dict[Hashable, dict[Hashable, list[Candidate]]] = {}
+        self.add(found)
+
+    def add(self, found: Sequence[Candidate]) -> None:
+        """Add candidates, in the order of their techniques."""
         for each in found:
             if each.refusal:
                 self.priced.refused.append(Considered(each.plan, each.micro_batch, None, False, each.refusal))

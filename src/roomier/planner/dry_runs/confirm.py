@@ -1,8 +1,9 @@
 """Forecasts by dry run, which are slower than the closed form but execute the code of the real run.
 
 [Note: limits of a dry run]
-A dry run has only one memory for both host and device. Plans that move data from a GPU to host memory are therefore
-forecast with the closed form.
+A dry run has only one memory for device, host and disk. Plans that move activations out of the memory of the device are
+therefore forecast with the closed form. Plans that offload model states are forecast with the closed form on all
+devices, because a dry run has no tiers.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from roomier.plan import Plan
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
-from roomier.planner.formula.fixed_bytes import fixed_bytes
+from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
+from roomier.planner.formula.moved import leave_device
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 
 
 def is_seen_by_dry_run(plan: Plan, machine: Machine) -> bool:
     """Return whether a dry run can forecast ``plan``; see [Note: limits of a dry run]."""
-    return plan.offload.activations == "none" or machine.device.kind == "cpu"
+    offload = plan.offload
+    if offload.optimizer_states != "none" or offload.parameters != "none":
+        return False
+    return not leave_device(plan, machine)
 
 
 def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
@@ -46,5 +51,6 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
         method="dry run",
         timeline=stretches,
         fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in stretches)),
+        host_bytes=compiler_bytes(plan, workload.num_parameters),
         time=step_time(workload, plan, machine, run.work),
     )

@@ -16,12 +16,13 @@ micro-batches in the middle are equal.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roomier.memory.kinds import Kind
 from roomier.memory.walk import KINDS, Layout, UnitBytes, Walk
 from roomier.memory.weights import Unit
 from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.formula.trace import Passage, Rise, Trace, Visit
 
 _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
@@ -39,6 +40,7 @@ class States:
         kept: bytes between two steps, without gradients.
         gradient_bytes: gradients of the full model, in the dtype of its weights.
         update: temporary bytes of the optimizer.
+        away: model states in lower tiers, which are not in ``kept``.
     """
 
     units: Sequence[Unit]
@@ -46,6 +48,7 @@ class States:
     kept: Mapping[Kind, int]
     gradient_bytes: int
     update: Mapping[Kind, int]
+    away: Offloaded = field(default_factory=Offloaded)
 
 
 def timeline(trace: Trace, states: States, layout: Layout, order: Order | None = None) -> tuple[Stretch, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.activation.offload import MIN_BYTES
@@ -18,23 +19,26 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizers import configure
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
-from roomier.memory.model_states import copied_bytes, kept_bytes
+from roomier.memory.model_states import StateBytes, copied_bytes, kept_bytes
 from roomier.memory.predict import layout_of, state_bytes_of
 from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
-from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
+from roomier.memory.weights import Unit, Weight, buffer_bytes, units_with_weights
+from roomier.offload.regions import large_modules
 from roomier.optim.averaging import tensors_to_average
+from roomier.parallel.shard import closed_blocks, root_parameters_of, units_of
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
 from roomier.plan.levers import LEVERS, without
 from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
-from roomier.planner.forecast import Forecast
+from roomier.planner.forecast import Forecast, Traffic
 from roomier.planner.formula.closed_form import Order, States, timeline
 from roomier.planner.formula.deep_trace import take_deep_trace
-from roomier.planner.formula.fixed_bytes import fixed_bytes
-from roomier.planner.formula.moved import moved_to_host
+from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
+from roomier.planner.formula.moved import leave_device, moved_to_host
+from roomier.planner.formula.offloaded import Group, Offloaded, offloaded
 from roomier.planner.formula.trace import Trace
-from roomier.planner.formula.update_bytes import update_bytes
+from roomier.planner.formula.update_bytes import state_tensors, update_bytes
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
@@ -52,6 +56,7 @@ class _Built:
     saved_buffer_bytes: int  # saved floating-point buffers, in float32 or wider
     optimizers: list[Optimizer]
     names: dict[str, Any]
+    groups: dict[str, list[tuple[str, list[str]]]]  # "whole", "sharded", "regions": module -> names of its weights
 
 
 class Estimator:
@@ -75,6 +80,7 @@ class Estimator:
         self._orders: dict[tuple[int, int], Order] = {}
         self._blends: dict[Hashable, Trace] = {}
         self._moved: dict[int, tuple[Trace, int]] = {}
+        self._bare: dict[int, Trace] = {}
         network = network_of(workload.module)
         blocks = set(workload.blocks)
         self._blocks = frozenset(name for name, module in network.named_modules() if module in blocks)
@@ -90,12 +96,17 @@ class Estimator:
             RoomierError: ``build`` rejects the plan.
         """
         layout = self._layout(plan)
-        trace, host_bytes = self._trace_within_budget(plan, layout, micro_batch)
+        trace, moved_bytes = self._trace_within_budget(plan, layout, micro_batch)
         num_micro_batches = plan.batch.accumulate_grad_batches
         work = {part: each * num_micro_batches for part, each in trace.work.items()}
         states = self._states_of(plan, layout)
         moves = plan.offload.activations != "none"
         stretches = self._workload.calibrated(self._timeline(trace, states, layout), plan)
+        away = states.away
+        moved_bytes = round(moved_bytes * self._workload.activation_factor)
+        is_on_disk = plan.offload.activations == "disk"
+        host_bytes = away.host_bytes + (0 if is_on_disk else moved_bytes)
+        each_way = moved_bytes * num_micro_batches if is_on_disk else 0
         return Forecast(
             plan=plan,
             machine=self._machine,
@@ -103,7 +114,7 @@ class Estimator:
             method="closed form",
             timeline=stretches,
             fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
-            host_bytes=round(host_bytes * self._workload.activation_factor),
+            host_bytes=host_bytes + compiler_bytes(plan, self._workload.num_parameters),
             time=step_time(
                 self._sized(micro_batch),
                 plan,
@@ -111,7 +122,11 @@ class Estimator:
                 work,
                 units=states.units,
                 kept_bytes=trace.moved_bytes(self._blocks, MIN_BYTES) if moves else None,
+                away=away,
             ),
+            pinned_bytes=host_bytes if self._machine.device.has_own_memory else 0,
+            disk_bytes=away.disk_bytes + (moved_bytes if is_on_disk else 0),
+            traffic=away.traffic + Traffic(disk_read_bytes=each_way, disk_written_bytes=each_way),
         )
 
     def memory(self, plan: Plan, micro_batch: int) -> tuple[Stretch, ...]:
@@ -148,20 +163,31 @@ class Estimator:
         return self._blends[key], 0
 
     def _trace_on_device(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
-        if plan.offload.activations == "none" or self._machine.device.kind == "cpu":
+        if not leave_device(plan, self._machine):
             return self._trace_of(plan, layout, micro_batch), 0
-        whole = self._trace_of(replace(plan, offload=OffloadPlan()), layout, micro_batch)
+        whole = self._trace_of(
+            replace(plan, offload=replace(plan.offload, activations="none", folder=None)), layout, micro_batch
+        )
         if id(whole) not in self._moved:
             self._moved[id(whole)] = moved_to_host(whole, self._blocks)
         return self._moved[id(whole)]
 
     def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Stretch, ...]:
+        if states.away.parameters:  # the gradients of a unit leave the device in backward
+            layout = replace(layout, steps_in_backward=True)
         if not layout.is_sharded:
-            return timeline(trace, states, layout)
+            if states.away.parameters:
+                trace = self._without_gradients(trace)
+            return states.away.on_device(timeline(trace, states, layout))
         key = (id(trace), id(states.units))  # both objects live as long as this cache
         if key not in self._orders:
             self._orders[key] = Order(trace, states.units)
-        return timeline(trace, states, layout, self._orders[key])
+        return states.away.on_device(timeline(trace, states, layout, self._orders[key]))
+
+    def _without_gradients(self, trace: Trace) -> Trace:
+        if id(trace) not in self._bare:
+            self._bare[id(trace)] = trace.without_gradients()
+        return self._bare[id(trace)]
 
     def _sized(self, micro_batch: int) -> Workload:
         if micro_batch not in self._workloads:
@@ -169,6 +195,10 @@ class Estimator:
         return self._workloads[micro_batch]
 
     def _trace_of(self, plan: Plan, layout: Layout, micro_batch: int) -> Trace:
+        # Autocast's copies of parameters do not exist while the parameters are in a lower tier.
+        has_autocast = precision_of(plan.precision.mode, _CPU).autocast_dtype is not None
+        has_no_casts = layout.is_sharded or (plan.offload.parameters != "none" and has_autocast)
+        plan = replace(plan, offload=OffloadPlan(activations=plan.offload.activations))
         key = (
             plan.precision,
             plan.activation,
@@ -176,12 +206,12 @@ class Estimator:
             plan.attention,
             plan.adapter,
             plan.offload,
-            layout.is_sharded,
+            has_no_casts,
         )
         known = self._traces.setdefault(key, {})
         if micro_batch not in known:
             known[micro_batch] = self._on_a_line(known, micro_batch) or take_deep_trace(
-                self._sized(micro_batch), plan, is_sharded=layout.is_sharded, like=self._machine.device.kind
+                self._sized(micro_batch), plan, is_sharded=has_no_casts, like=self._machine.device.kind
             )
         return known[micro_batch]
 
@@ -194,7 +224,11 @@ class Estimator:
         return taken[0].at(micro_batch, taken[1])
 
     def _states_of(self, plan: Plan, layout: Layout) -> States:
-        key = (plan.precision, plan.adapter, plan.optimizer, layout, self._is_onebit(plan))
+        clips_elements = plan.batch.gradient_clip_algorithm  # determines the update mode
+        key = (
+            *(plan.precision, plan.adapter, plan.optimizer, layout, self._is_onebit(plan)),
+            *(replace(plan.offload, activations="none", folder=None), clips_elements),
+        )
         if key not in self._states:
             self._states[key] = self._make_states(plan, layout)
         return self._states[key]
@@ -207,10 +241,14 @@ class Estimator:
     def _make_states(self, plan: Plan, layout: Layout) -> States:
         built = self._built_of(plan)
         sizes = state_bytes_of(plan, built.names)
-        at_once = torch_fake.updates_together(self._machine.device.kind)
+        is_offloaded = plan.offload.optimizer_states != "none"
+        at_once = torch_fake.updates_together(self._machine.device.kind) and not is_offloaded
         with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=self._machine.device.kind):
             update = {} if layout.steps_in_backward else update_bytes(built.optimizers, layout, at_once=at_once)
+            away = self._offloaded(plan, built, layout, sizes)
         kept = kept_bytes(built.units, layout, sizes, built.buffer_bytes)
+        for kind, num_bytes in away.kept_less.items():
+            kept[kind] -= num_bytes
         for each in self._workload.copies:
             if each.is_on(self._machine.device.kind):
                 kept[Kind.PARAMETER] += copied_bytes(built.units, layout)
@@ -221,7 +259,33 @@ class Estimator:
             kept=kept,
             gradient_bytes=sum(gradient_bytes(each.weights) for each in built.units),
             update=update,
+            away=away,
         )
+
+    def _offloaded(self, plan: Plan, built: _Built, layout: Layout, sizes: StateBytes) -> Offloaded:
+        on_cpu = self._machine.device.kind == "cpu"
+        if plan.offload.optimizer_states == plan.offload.parameters == "none":
+            return Offloaded(on_cpu=on_cpu)
+        weights = {each.name: each for unit in built.units for each in unit.weights}
+        known: dict[Hashable, list[int]] = {}
+
+        def tensors_of(weight: Weight, own: tuple[int, ...]) -> list[int]:
+            if weight.name not in built.names:  # no optimizer updates it
+                return []
+            optimizer, group = built.names[weight.name]
+            key = (id(group), own, weight.dtype)
+            if key not in known:
+                known[key] = state_tensors(optimizer, group, (own, weight.dtype))
+            return known[key]
+
+        has_regions = plan.offload.parameters != "none"
+        key = "regions" if has_regions and not layout.is_sharded else "sharded" if layout.is_sharded else "whole"
+        groups: list[Group] = [(place, [weights[name] for name in names]) for place, names in built.groups[key]]
+        if has_regions and layout.is_sharded:
+            inside = [(unit.name, unit.weights) for unit in built.units if not unit.is_root]
+            groups = [("", [each for unit in built.units if unit.is_root for each in unit.weights]), *inside]
+        dtype = None if layout.is_sharded else precision_of(plan.precision.mode, _CPU).autocast_dtype
+        return offloaded(plan, groups, layout, sizes, tensors_of, on_cpu=on_cpu, cast_dtype=dtype)
 
     def _built_of(self, plan: Plan) -> _Built:
         key = (plan.precision, plan.adapter, plan.optimizer)
@@ -253,6 +317,10 @@ def _build_on_one(workload: Workload, plan: Plan) -> _Built:
             for parameter in group["params"]
             if parameter in names
         }
+        units = units_of(network, engine.blocks)
+        apart = root_parameters_of(units, precision.autocast_dtype) | {
+            each for each in network.parameters() if not each.dim()
+        }
         saved = engine.weights()
         averaged = tensors_to_average((), ((name, each) for name, each in network.named_buffers() if name in saved))
         engine.close()
@@ -262,4 +330,25 @@ def _build_on_one(workload: Workload, plan: Plan) -> _Built:
             sum(each.numel() * max(each.itemsize, 4) for each in averaged.values()),
             engine.optimizers,
             updated_by,
+            {
+                "whole": _groups(network, closed_blocks(network, engine.blocks), set(), updated_by),
+                "sharded": _groups(network, units, apart, updated_by),
+                "regions": _groups(network, large_modules(network, engine.blocks), set(), updated_by),
+            },
         )
+
+
+def _groups(
+    network: nn.Module, modules: Sequence[nn.Module], apart: Collection[Tensor], updated: Collection[str]
+) -> list[tuple[str, list[str]]]:
+    """Return the names of the weights of each module except the weights in ``apart``, and of all other weights in the
+    order of the updates."""
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    of_modules = {module: name for name, module in network.named_modules()}
+    found: list[tuple[str, list[str]]] = []
+    for module in modules:
+        own = [names.pop(each) for each in module.parameters() if each in names and each not in apart]
+        found.append((of_modules[module], own))
+    rest = set(names.values())
+    outside = [*(name for name in updated if name in rest), *(name for name in names.values() if name not in updated)]
+    return [("", outside), *found]

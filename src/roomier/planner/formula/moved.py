@@ -1,9 +1,9 @@
-"""Traces of models whose blocks store their activations in host memory.
+"""Traces of models whose blocks store their activations in host memory or on disk.
 
 A dry run has only one memory, so the memory on the device and on the host is calculated; see [Note: two blocks at a
 time] in :mod:`roomier.activation.offload`. While a block runs in forward or backward, the device stores the activations
-of this block and the previous block. The host stores the activations of all blocks. Tensors smaller than ``MIN_BYTES``
-remain on the device.
+of this block and the previous block. The host or the disk stores the activations of all blocks. Tensors smaller than
+``MIN_BYTES`` remain on the device.
 """
 
 from __future__ import annotations
@@ -12,16 +12,25 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from roomier.activation.offload import MIN_BYTES
+from roomier.hardware.machine import Machine
+from roomier.plan import Plan
 from roomier.planner.formula.trace import Passage, Rise, Trace
 
 
+def leave_device(plan: Plan, machine: Machine) -> bool:
+    """Return whether the activations of ``plan`` leave the memory of the device. On a CPU, host memory is this
+    memory."""
+    tier = plan.offload.activations
+    return tier == "disk" or (tier == "cpu" and machine.device.kind != "cpu")
+
+
 def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
-    """Return ``trace`` with only the memory that remains on the device, and the bytes in host memory at the end of a
-    forward.
+    """Return ``trace`` with only the memory that remains on the device, and the bytes outside the device at the end
+    of a forward.
 
     Args:
         trace: trace with all activations on the device.
-        blocks: names of the blocks whose activations are moved to the host.
+        blocks: names of the blocks whose activations are moved.
     """
     kept = trace.moved_bytes(blocks, MIN_BYTES)
     order = list(kept)

@@ -215,6 +215,14 @@ class Trace:
         }
         return Trace(self.batch_size, batch_bytes, tuple(passages), work, saved_bytes)
 
+    def without_gradients(self) -> Trace:
+        """Return this trace without the bytes of gradients."""
+        passages = [
+            replace(each, moments=tuple(moment._replace(gradient=0, pending=0) for moment in each.moments))
+            for each in self.passages
+        ]
+        return replace(self, passages=tuple(passages))
+
     def is_like(self, other: Trace) -> bool:
         """Return whether both traces have the same passages."""
         mine, theirs = ([(each.phase, each.place) for each in trace.passages] for trace in (self, other))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker
 from roomier.memory.walk import Layout, own_shape
+from roomier.optim.adafactor import Adafactor
 from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.muon import Muon
 
@@ -39,14 +40,17 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
     """
     peak_bytes = 0
     for optimizer in optimizers:
+        kind = type(optimizer)
+        if kind is torch.optim.Adafactor and layout.is_sharded:
+            kind = Adafactor
         for group in optimizer.param_groups:
             is_whole = isinstance(optimizer, Muon) and bool(group.get("is_hidden"))
             keys = [_key(weight, layout, is_whole=is_whole) for weight in group["params"]]
             keys = [(shape, dtype) for shape, dtype in keys if math.prod(shape)]
             if at_once and "foreach" in group and not group.get("fused") and not layout.is_sharded:
-                needed = sum(_bytes_of(optimizer, group, [key]) * count for key, count in Counter(keys).items())
+                needed = sum(_bytes_of(optimizer, group, [key], kind) * count for key, count in Counter(keys).items())
             else:
-                needed = _bytes_of(optimizer, group, few_alike(keys))
+                needed = _bytes_of(optimizer, group, few_alike(keys), kind)
             peak_bytes = max(peak_bytes, needed)
     return {Kind.TEMPORARY: peak_bytes}
 
@@ -70,24 +74,45 @@ def _key(weight: Tensor, layout: Layout, *, is_whole: bool) -> Key:
     return shape if is_whole else own_shape(shape, layout), weight.dtype
 
 
-def _bytes_of(optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key]) -> int:
+def _bytes_of(optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key], kind: type[Optimizer]) -> int:
     if not keys:
         return 0
-    holder = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in keys)
-    weights = list(holder.parameters())
-    known = {key: value for key, value in group.items() if key not in _SET_ELSEWHERE}
-    arguments = cast(Any, type(optimizer)).__init__.__code__.co_varnames
-    made: Optimizer = cast(Any, type(optimizer))([{"params": weights, **known}], **_options(optimizer, arguments))
-    if isinstance(made, BlockwiseAdamW) and isinstance(optimizer, BlockwiseAdamW):
-        made.update_as(optimizer)
-    for weight in weights:
-        weight.grad = torch.empty_like(weight)
-    made.step()
+    holder, made = _stepped(optimizer, group, keys, kind)
     with MemoryTracker(holder, [made], torch.device("cpu")) as tracker:
         tracker.restart()
         made.step()
         moments = [each.total() for each in tracker.moments()]
     return max(moments) - moments[0]
+
+
+def state_tensors(optimizer: Optimizer, group: Mapping[str, Any], key: Key) -> list[int]:
+    """Return the bytes of each state of a weight that is not a scalar.
+
+    Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`.
+    """
+    if not math.prod(key[0]):
+        return []
+    _, made = _stepped(optimizer, group, [key], type(optimizer))
+    [states] = made.state.values()
+    return [each.numel() * each.itemsize for each in states.values() if isinstance(each, Tensor) and each.dim() > 0]
+
+
+def _stepped(
+    optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key], kind: type[Optimizer]
+) -> tuple[nn.ParameterList, Optimizer]:
+    """Return weights with the shapes and dtypes in ``keys``, and an optimizer of class ``kind`` with the settings of
+    ``optimizer`` that updated them."""
+    holder = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in keys)
+    weights = list(holder.parameters())
+    known = {key: value for key, value in group.items() if key not in _SET_ELSEWHERE}
+    arguments = cast(Any, kind).__init__.__code__.co_varnames
+    made: Optimizer = cast(Any, kind)([{"params": weights, **known}], **_options(optimizer, arguments))
+    if isinstance(made, BlockwiseAdamW) and isinstance(optimizer, BlockwiseAdamW):
+        made.update_as(optimizer)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    made.step()
+    return holder, made
 
 
 def _options(optimizer: Optimizer, arguments: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import Stretch, stretches_of
-from roomier.planner.forecast import Forecast, StepTime
+from roomier.planner.forecast import Forecast, StepTime, Traffic
 
 FILE_NAME = "forecast.json"
 _FORMAT = 1
@@ -206,6 +206,9 @@ def record_from(data: Mapping[str, Any]) -> Record:
         fixed_bytes=stored["fixed_bytes"],
         host_bytes=stored["host_bytes"],
         time=_time_from(stored["time"]),
+        pinned_bytes=stored.get("pinned_bytes", 0),
+        disk_bytes=stored.get("disk_bytes", 0),
+        traffic=Traffic(**stored.get("traffic", {})),
     )
     ranks = tuple(
         Measured(

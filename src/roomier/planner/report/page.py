@@ -10,7 +10,7 @@ from importlib.metadata import version
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
-from roomier.planner.choice import Choice, Considered, words_of
+from roomier.planner.choice import Choice, Considered, tiers_text, words_of
 from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.forecast import Forecast
 from roomier.planner.measured.record import Record, moment_text
@@ -331,8 +331,8 @@ def _method(choice: Choice) -> dict[str, str]:
     if choice.chosen is not None and choice.chosen.fixed_bytes:
         fixed = choice.chosen.fixed_bytes.items()
         found["Fixed memory"] = ", ".join(f"{name} {format_bytes(count)}" for name, count in fixed)
-    if choice.chosen is not None and choice.chosen.host_bytes:
-        found["Host memory"] = f"{format_bytes(choice.chosen.host_bytes)} per rank"
+    if choice.chosen is not None and (used := tiers_text(choice.chosen)):
+        found["Offload"] = used
     return found
 
 

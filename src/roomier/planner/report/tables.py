@@ -71,6 +71,18 @@ def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table
             table.add_row(name, format_bytes(count))
     total = format_bytes(forecast.peak_bytes)
     table.add_row("all", total if budget_bytes is None else f"{total} of {format_bytes(budget_bytes)}", style="bold")
+    lower = {
+        "host memory": forecast.host_bytes,
+        "disk": forecast.disk_bytes,
+        "read from disk per step": forecast.traffic.disk_read_bytes,
+        "written to disk per step": forecast.traffic.disk_written_bytes,
+        "copied to the device per step": forecast.traffic.to_device_bytes,
+        "copied to the host per step": forecast.traffic.to_host_bytes,
+        "written to disk per day": forecast.written_bytes_per_day or 0,
+    }
+    for name, count in lower.items():
+        if count:
+            table.add_row(name, format_bytes(count))
     return table
 
 

@@ -23,9 +23,11 @@ from roomier.memory.walk import Layout
 from roomier.memory.weights import Unit, units_with_weights, with_adapters
 from roomier.plan import Plan
 from roomier.planner.dry_runs.work import Part, Work
-from roomier.planner.forecast import StepTime
+from roomier.planner.forecast import StepTime, Traffic
+from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, repeating, second_forward
+from roomier.planner.timing.tier_time import Durations, added_s, transfer_s
 from roomier.planner.timing.timeline import Segment, Transfer, play
 from roomier.planner.timing.traffic import Exchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
 from roomier.planner.timing.update_time import update_time
@@ -54,6 +56,7 @@ def step_time(
     *,
     units: Sequence[Unit] | None = None,
     kept_bytes: Mapping[str, float] | None = None,
+    away: Offloaded | None = None,
 ) -> StepTime:
     """Return the duration of one optimizer step.
 
@@ -68,6 +71,7 @@ def step_time(
         kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
             half of the bytes that the forward of the block moves outside of matrix products, because each result is
             written one time and read one time.
+        away: model states in lower tiers; None if all model states are on the device.
 
     Raises:
         RoomierError: the rate of the device is not known for a dtype.
@@ -93,12 +97,17 @@ def step_time(
     copying_s = step.seconds(exchanges=bool(traffic), copies_s=copies_s) if copies_s else exchanging_s
     update = update_time(units, plan, machine, layout, blocks=blocks, work=work)
     start_s = _start_exchange_s(workload, plan, machine)
+    waits_s = 0.0
+    if away is not None and away.is_used:
+        forward_s = step.forward_s()
+        durations = Durations(forward_s / step.num_micro_batches, forward_s, alone_s - forward_s, update.compute_s)
+        waits_s = added_s(away, machine, durations)
     return StepTime(
         compute_s=alone_s,
         recompute_s=sum(_duration(each, machine.device, plan).on(machine.device) for each in again.values()),
         communication_s=step.communication_s() + start_s + update.exchange_s,
         exposed_s=exchanging_s - alone_s + start_s + update.exchange_s,
-        offload_s=copying_s - exchanging_s,
+        offload_s=copying_s - exchanging_s + waits_s,
         update_s=update.compute_s,
     )
 
@@ -178,13 +187,21 @@ class _Step:
             bucket_s=link_s / self.num_buckets if is_ddp and exchanges else 0.0,
         )
 
+    def forward_s(self) -> float:
+        """Return the seconds of the forward of all micro-batches, without exchanges and copies."""
+        return sum(
+            _duration(each, self.machine.device, self.plan).on(self.machine.device)
+            for (phase, _), each in self.work.items()
+            if phase == "forward"
+        )
+
     def communication_s(self) -> float:
         """Return the seconds of all collectives in sequence, including packing."""
         counted = exchanges(self.traffic, self.num_micro_batches, self.layout.num_backwards)
         return sum(count * (each.link_s + self._copied_s(each)) for each, count in counted)
 
     def copies_s(self, blocks: Sequence[str], kept_bytes: Mapping[str, float] | None) -> dict[str, float]:
-        """Return the seconds that copying the activations of each block to the host takes, in one micro-batch and one
+        """Return the seconds that copying the activations of each block to its tier takes, in one micro-batch and one
         direction."""
         if self.plan.offload.activations == "none":
             return {}
@@ -193,7 +210,13 @@ class _Step:
             kept_bytes = {
                 place: forward[place].other_bytes / 2 / self.num_micro_batches for place in blocks if place in forward
             }
-        return {place: self.machine.to_host.time_s(kept_bytes[place]) for place in blocks if place in kept_bytes}
+        return {place: self._copy_s(kept_bytes[place]) for place in blocks if place in kept_bytes}
+
+    def _copy_s(self, num_bytes: float) -> float:
+        if self.plan.offload.activations == "cpu":
+            return self.machine.to_host.time_s(num_bytes)
+        on_link = round(num_bytes) if self.machine.device.has_own_memory else 0
+        return transfer_s(Traffic(to_device_bytes=on_link, disk_read_bytes=round(num_bytes)), self.machine)
 
     def _segments(self, copies_s: Mapping[str, float]) -> list[tuple[str, Segment]]:
         share = 1 / self.num_micro_batches

@@ -139,6 +139,11 @@ def update_time(
         num_bytes = [math.prod(each.shape) * each.dtype.itemsize for each in hidden]
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
         sent_bytes += group.share_sent * sum(num_bytes)
+    if plan.optimizer.name == "adafactor" and layout.is_sharded:  # column means, then the norms of the updates
+        num_columns = sum(each.shape[1] for each in trained if len(each.shape) == 2)
+        sizes = [4 * (num_columns + 2 * len(trained)), 4 * len(trained)]
+        exchange_s += sum(all_reduce_s(size, group, machine) for size in sizes)
+        sent_bytes += 2 * group.share_sent * sum(sizes)
     if plan.optimizer.name == "onebit_adam":
         num_bytes_all = _SIGN_BYTES * sum(math.prod(each.shape) for each in trained)
         exchange_s += 2 * gather_s(num_bytes_all, group, machine)

@@ -107,7 +107,7 @@ class Entry:
     def reduced(self) -> Any:
         """Return the value of the epoch so far, or None if no value was added."""
         if self.metric is not None:
-            return self.metric.compute() if self.metric.update_called else None
+            return self.metric.compute() if num_updates(self.metric) else None
         if self.total is None or self.reduce_fx != "mean":
             return self.total
         return self.total / self.weight
@@ -133,16 +133,22 @@ class Entry:
 
     def for_other_ranks(self) -> RankEntry:
         """Return the data that other ranks require for the reduction, as Python numbers. This waits for the device."""
-        is_updated = self.metric is not None and self.metric.update_called
         return RankEntry(
             self.options,
             total=None if self.total is None else float(self.total),
             weight=float(self.weight),
             step_value=None if self.value is None or not self.on_step else float(self.value),
             step_weight=float(self.step_weight),
-            num_updates=self.metric.update_count if is_updated else 0,
+            num_updates=0 if self.metric is None else num_updates(self.metric),
             has_metric=self.metric is not None,
         )
+
+
+def num_updates(metric: Any) -> int:
+    """Return the number of updates of a torchmetrics object since its last reset. A metric that is composed of others,
+    such as ``a + b``, has the updates of its operands."""
+    operands = [getattr(metric, name, None) for name in ("metric_a", "metric_b")]
+    return int(metric.update_count) + sum(num_updates(each) for each in operands if hasattr(each, "update_count"))
 
 
 def as_tensor(value: Any) -> Tensor:

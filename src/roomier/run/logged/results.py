@@ -15,59 +15,19 @@ from copy import copy
 from numbers import Real
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from roomier.core import torch_private
-from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.errors import RoomierError
 from roomier.core.forms import one_of
 from roomier.core.log import notice
 from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
 from roomier.run.logged.entry import OF_LOADER, Entry, as_tensor, is_double
+from roomier.run.logged.log_arguments import reduction_of, weight_of
 from roomier.run.logged.over_ranks import REDUCTIONS, reduce_over_ranks
-
-
-def _weight(batch_size: Any) -> Any:
-    """Return ``batch_size`` as a number or a tensor. A tensor is not checked, because this would synchronize.
-
-    Raises:
-        RoomierError: ``batch_size`` is neither a non-negative number nor a tensor.
-    """
-    is_number = isinstance(batch_size, Real) and float(batch_size) >= 0
-    if not is_number and not isinstance(batch_size, Tensor):
-        action = "Pass the number of samples (or tokens) over which the value is averaged"
-        raise RoomierError("log: batch_size", batch_size, "must be a number of at least 0", action)
-    return batch_size
-
-
-def _reduction(reduce_fx: Any) -> str:
-    """Return the name of the reduction ``reduce_fx``.
-
-    Raises:
-        RoomierError: the reduction is not supported.
-    """
-    if isinstance(reduce_fx, str):
-        name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
-    else:
-        name = next((each for each, fx in _FUNCTIONS.items() if reduce_fx in fx), getattr(reduce_fx, "__name__", "?"))
-        if name in REDUCTIONS and reduce_fx not in _FUNCTIONS[name]:
-            name = f"{getattr(reduce_fx, '__module__', '?')}.{name}"
-    if name not in REDUCTIONS:
-        advice = did_you_mean(name, REDUCTIONS)
-        advice += f"{'' if advice.endswith('?') else '.'} For another reduction, log a torchmetrics object"
-        raise RoomierError("log: reduce_fx", reduce_fx, "is not a known reduction", advice)
-    return name
-
-
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "mean": (torch.mean,),
-    "sum": (torch.sum, sum),
-    "min": (torch.min, min),
-    "max": (torch.max, max),
-}
 
 
 def _show_step(entry: Entry, callback: dict[str, Tensor], logged: dict[str, Tensor], bar: dict[str, Tensor]) -> None:
@@ -106,6 +66,7 @@ class Results:
         is_muted: True if the current forward runs only for other ranks. Its logged values are ignored.
         loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
             several loaders.
+        num_evaluated: for each loader index, the number of batches that completed evaluations processed on this rank.
     """
 
     def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
@@ -124,7 +85,9 @@ class Results:
         self._logged_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
         self._unsaved: set[str] = set()
+        self._not_logged: set[str] = set()
         self.loader_of: dict[str, int | None] = {}
+        self.num_evaluated: dict[str, int] = {}
 
     def log(
         self,
@@ -189,7 +152,7 @@ class Results:
             return
         weight: Any = 1
         if entry.reduce_fx == "mean":
-            weight = batch_size_of(self.batch) if batch_size is None else _weight(batch_size)
+            weight = batch_size_of(self.batch) if batch_size is None else weight_of(batch_size)
         if entry.on_epoch:
             entry.add(value, weight)
         entry.syncs, entry.step_weight, entry.agreed, entry.agreed_step = sync_dist, weight, None, None
@@ -235,9 +198,12 @@ class Results:
         reduce_fx: Any,
     ) -> Entry:
         is_step = self.stage == "train" and self.is_in_batch
-        reduction = _reduction(reduce_fx)
+        reduction = reduction_of(reduce_fx)
         on_step = is_step if on_step is None else on_step
         on_epoch = not is_step if on_epoch is None else on_epoch
+        if not (on_step or on_epoch) and name not in self._not_logged:
+            self._not_logged.add(name)
+            notice(f"log({name!r}): on_step and on_epoch are both False, so the value is not logged")
         return Entry(name, on_step, on_epoch, prog_bar, logger, reduction)
 
     def _log_metric(self, entry: Entry, value: Any) -> None:
@@ -334,25 +300,28 @@ class Results:
         return entry.agreed
 
     def step_values(self) -> dict[str, Any]:
-        """Return the ``on_step`` values of training, which loggers receive at a log step."""
+        """Return the ``on_step`` values of the running stage, which loggers receive."""
         return {
             entry.names_for_step()[-1]: entry.agreed_step if entry.syncs and entry.agreed_step is not None else value
-            for entry in self._entries["train"].values()
-            if entry.on_step and entry.logger and (value := entry.value) is not None
+            for entry in self._entries.get(self.stage or "train", {}).values()
+            if entry.on_step
+            and entry.logger
+            and (value := entry.value) is not None
+            and entry.dataloader_idx in (None, self.dataloader_idx)
         }
 
     def end_epoch(self, stage: str) -> dict[str, Tensor]:
         """Reduce the epoch values of ``stage`` across all ranks, clear them, and return the values for the loggers."""
         self.settle()
         ending = self._entries.get(stage, {}).values()
+        values = [self._reduced(entry) for entry in ending]  # before any reset: metrics can be composed of others
         # An evaluation updates only the names that it logs, so it does not change other names in a checkpoint.
         names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
         self._show_steps(names)
         logged: dict[str, Tensor] = {}
-        for entry in ending:
+        for entry, value in zip(ending, values, strict=True):
             if stage != "train" and entry.on_step and entry.value is not None:
                 _show_step(entry, {}, self._logged_values, self._bar_values)
-            value = self._reduced(entry)
             if value is not None:
                 if entry.logger:
                     logged[entry.names_for_epoch()[-1]] = as_tensor(value)
@@ -467,7 +436,7 @@ class Results:
             "logged": dict(self._logged_values),
             "bar": dict(self._bar_values),
         }
-        return {"running": running, **shown}
+        return {"running": running, **shown, "evaluated": dict(self.num_evaluated)}
 
     def _report_unsaved(self, name: str) -> None:
         if name not in self._unsaved:
@@ -486,6 +455,7 @@ class Results:
         """Restore the values that :meth:`state` returned. ``move`` copies a tensor to the device of the run."""
         self._callback_values, self._bar_values = dict(state["epoch"]), dict(state["bar"])
         self._logged_values = dict(state.get("logged", {}))
+        self.num_evaluated = dict(state.get("evaluated", {}))
         self._entries["train"] = restored = {}
         for saved in state["running"]:
             entry = Entry(saved["name"], *saved["options"])

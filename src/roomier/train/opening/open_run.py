@@ -13,24 +13,21 @@ from typing import Any
 from torch import nn
 
 from roomier.adapters.found import name_adapters
-from roomier.api.datamodule import DataModule
 from roomier.api.engine import Engine, StepHooks
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
-from roomier.api.lightning import LightningAdapter, logged_hparams_of
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.core.errors import DataError, RoomierError
+from roomier.core.errors import DataError
 from roomier.core.log import notice
-from roomier.data.batch_feeds import length_of
-from roomier.data.combined import CombinedLoader
 from roomier.device.rng import separate_rng
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
 from roomier.engine.facts import Facts, facts_of
 from roomier.engine.materialise import built_in_parts
 from roomier.engine.optimizers import ConfigureOptimizers, configure
-from roomier.loggers.group import LoggerGroup
+from roomier.loggers.group import LoggerGroup, choosing_their_folders
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
 from roomier.run.logged.results import Results
@@ -48,6 +45,7 @@ from roomier.train.opening.notices import (
     report_validation_at_unknown_end,
 )
 from roomier.train.opening.run_folder import write_plan
+from roomier.train.opening.shown_values import hyperparameters_to_log
 from roomier.train.saving.first_weights import restore_first_weights
 from roomier.train.saving.restore import restore, restore_last, restore_weights
 from roomier.train.saving.save import end_background_save
@@ -104,16 +102,21 @@ def open_run(
     with _closed_on_error(engine):
         if request.is_fit:
             check_modes(plan, settled.callbacks, module, configured, request.world.size)
-        folder, fitted = settled.start.folder, request.fitted
+        hooks = HookTable(request.trainer, module, settled.callbacks if hooked is None else hooked)
+        if plan.offload.optimizer_states != "none":
+            hooks.complete_updates_before(engine.complete_updates)
+        fitted, called = request.fitted, tuple(loggers) if ranks.is_zero else ()
+        if settled.start.folder is None:
+            called = () if request.is_fit else choosing_their_folders(called)
         return Run(
             settled=settled,
             engine=engine,
-            hooks=HookTable(request.trainer, module, settled.callbacks if hooked is None else hooked),
+            hooks=hooks,
             schedulers=Schedulers(module, configured.schedulers),
             results=Results(ranks, allows_overlaps=isinstance(module, LightningAdapter)),
-            loggers=LoggerGroup(tuple(loggers) if folder is not None and ranks.is_zero else ()),
+            loggers=LoggerGroup(called),
             stop=stop or GracefulStop(),
-            batches=_batches_of_fit(settled, module) if request.is_fit else _batches_of_evaluation(settled),
+            batches=batches_of_fit(settled, module) if request.is_fit else _batches_of_evaluation(settled),
             progress=Progress() if request.is_fit or fitted is None else fitted.progress,
         )
 
@@ -132,12 +135,13 @@ def _batches_of_evaluation(settled: Settled) -> Batches:
     stage = settled.request.stage
     name = LOADER_NAMES[stage]
     sources, limits = settled.data.evaluation(name)
-    if not sources:
+    if not sources and settled.request.options.limit_of(name) != 0:
         raise DataError(f"{name}_dataloaders", None, f"{stage} requires data", f"Pass {name}_dataloaders")
     return Batches(evaluated=sources, limits=limits)
 
 
-def _batches_of_fit(settled: Settled, module: Module) -> Batches:
+def batches_of_fit(settled: Settled, module: Module) -> Batches:
+    """Return the data of a fit."""
     options, data = settled.request.options, settled.data
     num_training = data.num_training_batches
     sources, limits = data.evaluation("val")
@@ -168,16 +172,16 @@ def restore_run(run: Run) -> Path | None:
     if not request.is_fit:
         path = _restored(run, restore_weights)
         if start.folder is not None:
-            run.loggers.start(start.folder, run.progress.global_step)
+            run.loggers.start(start.folder, run.log_step)
         return path
-    hyperparameters = _hyperparameters_to_log(run.module, request.datamodule)
+    hyperparameters = hyperparameters_to_log(run.module, request.datamodule)
     if not (request.options.is_bounded or request.options.num_dev_batches):
         notice(f"max_epochs, max_steps and max_time are not set: training for {DEFAULT_MAX_EPOCHS} epochs")
     path = _restored(run, restore)
     if start.folder is not None:
         folder, text = start.folder, run.plan.to_yaml()
         run.ranks.on_zero(lambda: write_plan(folder, text))
-        run.loggers.start(folder, run.progress.global_step if start.checkpoint is not None else None)
+        run.loggers.start(folder, run.log_step if start.checkpoint is not None else None)
         run.loggers.log_hyperparams(hyperparameters)
     run.results.stage = "train"
     return path
@@ -195,7 +199,7 @@ def _restored(run: Run, restore_one: Callable[[Run, Path], None]) -> Path | None
 
 def start_fit(run: Run) -> None:
     """Print the plan, call ``on_fit_start`` and run the sanity check, before the first step."""
-    if run.ranks.is_zero:
+    if run.ranks.is_zero and run.options.enable_plan_table is not False:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
     report_evaluation_mode(run.module)
     if run.plan.batch.accumulate_grad_batches > 1:
@@ -232,30 +236,3 @@ def close_run(run: Run, status: str) -> None:
     run.engine.close()
     run.engine.hooks = StepHooks()  # the hooks reference the run, and the run references the optimizer states
     run.loggers.finalize(status)
-
-
-def num_batches_of_loaders(batches: Batches, limit: float) -> list[float]:
-    """Return the number of batches of each loader, counting each loader in a CombinedLoader separately."""
-    counts = list[float]()
-    for source, num_batches in zip(batches.evaluated, batches.limits, strict=True):
-        if not isinstance(source.loader, CombinedLoader):
-            counts.append(num_batches)
-            continue
-        for length in map(length_of, source.loader.flattened):
-            is_share = isinstance(limit, float) and limit < 1.0 and math.isfinite(length)
-            limited = int(length * limit) if is_share else length if isinstance(limit, float) else min(limit, length)
-            counts.append(limited)
-    return counts
-
-
-def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dict[str, Any]:
-    of_module, of_data = module.logged_hparams, {} if datamodule is None else logged_hparams_of(datamodule)
-    for name in of_module.keys() & of_data.keys():
-        if repr(of_module[name]) != repr(of_data[name]):  # compare repr, because some types do not support ==
-            raise RoomierError(
-                "hparams",
-                {name: (of_module[name], of_data[name])},
-                "the module and the DataModule set this hyperparameter to different values",
-                f"Rename one of them, or exclude one: save_hyperparameters(ignore={name!r})",
-            )
-    return {**of_data, **of_module}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
@@ -17,7 +18,8 @@ from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.engine.weights_file import WeightsFile
+from roomier.engine.weights_file import WeightsFile, prepare_nothing
+from roomier.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.plan import Plan
 from roomier.run.run import Run
 from roomier.run.settled import FirstWeights
@@ -45,8 +47,11 @@ class PlainCheckpoint:
         tensors = {**network.state_dict(), **dict(network.named_parameters(remove_duplicate=False))}
         return {name for name in tensors if not is_adapter(name)}
 
-    def read_into(self, network: nn.Module) -> None:
+    def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
         """Read the weights into the tensors of ``network``.
+
+        Args:
+            prepare: not called, because the tensors are written one after the other.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match the model.
@@ -86,6 +91,8 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
     if is_lightning_file(path):
         return FirstWeights(file=LightningWeights(path, ranks))
     _check_is_no_folder_of_checkpoints(path)
+    if not any(path.glob("model.safetensors*")):
+        refuse_deepspeed_checkpoint("weights", path)
     return FirstWeights(file=WeightsFile(path))
 
 

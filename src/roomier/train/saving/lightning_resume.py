@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
@@ -30,9 +30,11 @@ from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.forms import FormError, anything, fields, item_of
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.core.sharded import local_part
 from roomier.engine.optimizer_state import parameter_names, shard_like
+from roomier.engine.weights_file import prepare_nothing
 from roomier.optim.scheduler_form import check_scheduler
-from roomier.parallel.pages import local_part, local_rows
+from roomier.parallel.pages import local_rows
 from roomier.run.run import Run
 from roomier.train.saving.group_values import report_kept_values
 
@@ -76,12 +78,17 @@ class LightningWeights:
         return wanted.keys() - set(lacking)
 
     @torch.no_grad()
-    def read_into(self, network: nn.Module) -> None:
-        """Copy this rank's shards of the weights into the tensors of ``network``."""
+    def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
+        """Copy this rank's shards of the weights into the tensors of ``network``.
+
+        Args:
+            prepare: function that is called with each tensor before it is written.
+        """
         for name, target in _tensors_of(network).items():
             if name not in self._tensors:
                 continue
             source = self._tensors[name]
+            prepare(target)
             local_part(target).copy_(source[local_rows(target)] if target.dim() else source)
 
 

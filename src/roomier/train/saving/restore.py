@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,11 +18,10 @@ from roomier.adapters.found import as_keyword
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import ChecksState, PlacesTensors
-from roomier.api.engine import Engine
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home
-from roomier.checkpoint.lightning import is_lightning_file
+from roomier.checkpoint.lightning import SUFFIX, is_lightning_file
 from roomier.checkpoint.record import DamagedCheckpointError, malformed
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
@@ -31,7 +31,7 @@ from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.data.position import check_generators
 from roomier.device.rng import check_rng_state, rng_state, seed_everything, set_rng_state
-from roomier.engine.optimizer_state import parameter_names, state_places
+from roomier.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
@@ -61,6 +61,7 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
             with suppress(OSError):  # removal is optional, and another user may own the folder
                 checkpoint.clear_stale(folder)
         found = checkpoint.find_last(root, check_run_state) if root.exists() else None
+        found = found or max(root.glob(f"{PREFIX}*/checkpoints/*{SUFFIX}"), key=os.path.getmtime, default=None)
         if found is None:
             notice(f"ckpt_path='last': no complete checkpoint under {root}; starting from step 0")
         return found
@@ -73,7 +74,9 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     if not isinstance(ckpt_path, (str, Path)):
         raise CheckpointError("ckpt_path", ckpt_path, "must be a path", "Pass a checkpoint, 'last' or 'best'")
     check_path("ckpt_path", ckpt_path, CheckpointError)
-    return at_home(ckpt_path)
+    path = at_home(ckpt_path)
+    refuse_deepspeed_checkpoint("ckpt_path", path)
+    return path
 
 
 def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None]) -> Path:
@@ -160,7 +163,7 @@ def restore(run: Run, path: Path) -> None:
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
             run.engine.check(stored)
-            into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
+            into["optimizers"] = run.engine.places(stored["optimizers"], is_spec=_is_spec, unneeded=checkpoint.UNREAD)
             run.schedulers.check(stored["schedulers"], stored["optimizers"])
             run.results.check(stored["results"])
             check_metric_states(run.module, stored["metrics"])
@@ -199,6 +202,10 @@ def restore(run: Run, path: Path) -> None:
             f"the checkpoint has random states of {num_stored} ranks, but this run has {num_ranks}. The other ranks "
             "start with states derived from the state of rank 0"
         )
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, checkpoint.TensorSpec)
 
 
 def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -265,22 +272,6 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
     if differing:
         notice(f"strict_loading=False: ignoring {len(differing)} weights that are not in both: {differing[:5]}")
     return {name: found.get(name, value) for name, value in own.items()}
-
-
-def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the optimizer states ``stored`` of a checkpoint. Each tensor that must be read is replaced by an empty
-    tensor."""
-    names = parameter_names(engine.module)
-    return [
-        state_places(
-            optimizer,
-            saved,
-            names,
-            is_spec=lambda each: isinstance(each, checkpoint.TensorSpec),
-            unneeded=checkpoint.UNREAD,
-        )
-        for optimizer, saved in zip(engine.optimizers, stored, strict=True)
-    ]
 
 
 def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:

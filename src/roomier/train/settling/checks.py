@@ -15,6 +15,7 @@ from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
+from roomier.optim.closures import assumes_closure
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
 from roomier.plan.levers import lever_that_frees_gradients
@@ -125,8 +126,11 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return True if ``optimizer`` requires a closure that it may call several times per step, such as LBFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    kind: Any = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is None or closure.default is inspect.Parameter.empty:
+        return closure is not None
+    return not kind.__module__.startswith(("torch.", "roomier.")) and assumes_closure(kind)
 
 
 def _check_allows_closures(plan: Plan, optimizer: Optimizer, num_ranks: int) -> None:

@@ -144,7 +144,9 @@ def _choose(settled: Settled) -> Choice:
     with _alone(module):
         workload = _workload(settled)
         keeps = keeps_micro_batch(request, settled.data, workload.batch_size)
-        machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
+        machine = this_machine.this_machine(
+            parallel.devices, parallel.num_nodes, parallel.accelerator, plan.offload.folder
+        )
         choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
         if choice.chosen is None:
             raise no_plan_fits(workload, plan, choice, keeps_micro_batch=keeps, check=check)

@@ -10,9 +10,11 @@ from typing import Any
 from roomier.api.callback import Callback
 from roomier.api.lightning_callbacks import is_builtin
 from roomier.api.overrides import is_one
+from roomier.api.own_optimizer import own_optimizer_of
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch
+from roomier.migrate.training_arguments import advice
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choosing.nearest_legal import with_nearest
 from roomier.trainer.keywords.devices import resolve_auto
@@ -40,16 +42,8 @@ FORMER_KEYWORDS: dict[str, str] = {
     "use_distributed_sampler": _SHARES,
     "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     "prepare_data_per_node": "Remove it: prepare_data runs on the first rank of each machine",
-    "plugins": (
-        "Use the argument that replaces it: precision='16-mixed' or 'bf16-mixed', or strategy=...; torchrun, SLURM and "
-        "MPI are detected without a plugin, and checkpoints are always folders"
-    ),
-    "reload_dataloaders_every_n_epochs": (
-        "Remove it: loaders are created one time per fit; set_epoch of datasets and samplers is called each epoch"
-    ),
-    "barebones": (
-        "Write logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
-    ),
+    "plugins": "Pass precision, environment and checkpoint plugins of Lightning, or use precision=... and strategy=...",
+    "barebones": "Use True or False. True disables logs, checkpoints, the progress bar, summaries and the sanity check",
     "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log them",
     "model_registry": "Remove it: checkpoints are in the run folder; upload them in on_fit_end of a callback",
     "backend": "Remove it: the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
@@ -62,10 +56,25 @@ FORMER_KEYWORDS: dict[str, str] = {
         "Pass it with the loaders: fit(model, roomier.data.CombinedLoader(loaders, mode='max_size_cycle'))"
     ),
     "move_metrics_to_cpu": "Remove it: logged values stay on their device until a log step",
-    # Hugging Face's TrainingArguments
+    "reload_dataloaders_every_epoch": "Write reload_dataloaders_every_n_epochs=1",
+    "truncated_bptt_steps": "Split the sequence in training_step, with manual optimization",
+    "early_stop_callback": "Write callbacks=[EarlyStopping(monitor=...)]",
+    "train_percent_check": "Write limit_train_batches",
+    "val_percent_check": "Write limit_val_batches",
+    "test_percent_check": "Write limit_test_batches",
+    "overfit_pct": "Write overfit_batches",
+    "row_log_interval": "Write log_every_n_steps",
+    "log_save_interval": "Remove it: each row is written to its file immediately",
+    "default_save_path": "Write default_root_dir",
+    "nb_sanity_val_steps": "Write num_sanity_val_steps",
+    "max_nb_epochs": "Write max_epochs",
+    "min_nb_epochs": "Write min_epochs",
+    "nb_gpu_nodes": "Write num_nodes",
+    "use_amp": "Write precision='16-mixed'",
+    "show_progress_bar": "Write enable_progress_bar",
+    # transformers' Trainer and TrainingArguments; the command does not convert the fields that the class converts
+    **advice(),
     "num_train_epochs": "Write max_epochs",
-    "per_device_train_batch_size": _OF_DATA_LOADER,
-    "per_device_eval_batch_size": _OF_DATA_LOADER,
     "gradient_accumulation_steps": "Write accumulate_grad_batches",
     "gradient_checkpointing": "Write activation_checkpointing='full'",
     "max_grad_norm": "Write gradient_clip_val",
@@ -73,22 +82,15 @@ FORMER_KEYWORDS: dict[str, str] = {
     "bf16": "Write precision='bf16-mixed'",
     "optim": "Write optimizer='adamw'",
     "torch_compile": "Write compile=True",
-    "optim_target_modules": "Write lora={'rank': 8, 'targets': [...]} to train adapters",
-    "torch_empty_cache_steps": "Remove it",
     "weight_decay": _NAMED_OPTIMIZER,
     "adam_beta1": _NAMED_OPTIMIZER,
     "adam_beta2": _NAMED_OPTIMIZER,
     "lr_scheduler_type": "Write lr_schedule='cosine', 'linear' or 'constant'",
     "warmup_steps": _WARM_UP,
-    "warmup_ratio": f"{_WARM_UP}: the warm-up is a number of steps",
     "logging_steps": "Write log_every_n_steps",
-    "eval_steps": "Write val_check_interval, which counts micro-batches",
-    "save_steps": _SAVES,
-    "save_total_limit": "Write callbacks=[ModelCheckpoint(save_top_k=...)]",
     "output_dir": "Write default_root_dir",
     "report_to": "Write logger='tensorboard', or logger=True for files",
     "ddp_timeout": "Write hang_timeout={'seconds': ...}",
-    "seed": "Call roomier.seed_everything before the model is created",
     # other names
     "lr": "Write learning_rate",
     "lr_scheduler": "Write lr_schedule, or return a scheduler from configure_optimizers",
@@ -104,7 +106,6 @@ HARMLESS_KEYWORDS: dict[str, object] = {
     "use_distributed_sampler": True,
     "replace_sampler_ddp": True,
     "sync_batchnorm": False,
-    "reload_dataloaders_every_n_epochs": 0,
     "barebones": False,
     "plugins": None,
     "enable_autolog_hparams": True,
@@ -144,7 +145,10 @@ def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[s
     default of ``init``."""
     defaults = inspect.signature(init).parameters
     missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
-    return {**given, **missing}
+    found = {**given, **missing}
+    if given["enable_plan_table"] is None:
+        found["enable_plan_table"] = not (found["enable_progress_bar"] is found["enable_model_summary"] is False)
+    return found
 
 
 def check_weights_only(weights_only: bool | None) -> None:
@@ -176,6 +180,8 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
         RoomierError: both ``plan`` and an argument that it replaces are given.
     """
     flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
+    if flags["optimizer"] is not None and own_optimizer_of(flags["optimizer"]) is not None:
+        flags["optimizer"] = None
     if given["plan"] is None:
         return _plan_from(flags, launch)
     defaults = inspect.signature(init).parameters
@@ -193,6 +199,9 @@ def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
     except PlanError as error:
         defaults = {name: each.default for name, each in inspect.signature(plan_from_flags).parameters.items()}
         asked = {name: value for name, value in resolved.items() if value not in (defaults[name], None)}
+        for name in ("strategy", "devices", "num_nodes"):  # values that the user did not pass
+            if flags[name] in (None, "auto") and asked.get(name) in (1, "single", "ddp"):
+                del asked[name]
         raise with_nearest(error, asked) from error.__cause__
 
 

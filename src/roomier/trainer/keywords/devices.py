@@ -11,24 +11,29 @@ from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.device.names import visible_devices_variable
 from roomier.device.resolve import accelerator_type
-from roomier.launch import Launch
+from roomier.launch import Launch, present_launch
 from roomier.plan.choices import canonical
 
 _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3' (the least memory)"
 
 
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
-    """Return ``flags`` in which ``devices="auto"`` and ``num_nodes="auto"`` are replaced by numbers.
+    """Return ``flags`` in which ``strategy=None``, ``devices="auto"`` and ``num_nodes="auto"`` are replaced by values.
 
-    The launcher determines the numbers. Without a launcher, a strategy for several ranks uses all accelerators of the
+    The launcher determines the values. Without a launcher, a strategy for several ranks uses all accelerators of the
     machine.
 
     Raises:
         PlanError: a launcher started several ranks although the strategy is ``"single"``.
     """
     flags = {**flags, "devices": _number_of(flags["devices"], flags["accelerator"])}
-    is_single = _is_single(flags["strategy"])
-    if launch is not None and launch.world.size > 1 and is_single:
+    is_default = flags["strategy"] is None
+    if is_default and launch is not None and launch.world.size > 1:
+        flags["strategy"] = "ddp"
+    elif flags["strategy"] == "auto":
+        notice(_AUTO)
+    is_single = flags["num_nodes"] in (1, "auto") if is_default else _is_single(flags["strategy"])
+    if launch is not None and launch.world.size > 1 and is_single and not is_default:
         problem = f"supports one rank, but {launch.launcher} started {launch.world.size} processes"
         raise PlanError("strategy", flags["strategy"], problem, f"{_PARALLEL}, or start one process")
     if flags["num_nodes"] == "auto":
@@ -36,9 +41,42 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     if flags["devices"] == "auto":
         if launch is not None:
             flags["devices"] = launch.world.local_size
+        elif is_default and is_single and accelerator_type() is not None:
+            _report_unused_devices(flags["accelerator"])
         elif not is_single:
             flags["devices"] = _all_devices(flags["strategy"], flags["accelerator"])
     return flags
+
+
+def num_ranks_of(given: Mapping[str, Any], *, alone_by_default: bool = False) -> int:
+    """Return the number of ranks for the arguments ``given``.
+
+    Args:
+        given: arguments of the Trainer.
+        alone_by_default: ``devices="auto"`` means one device if ``given`` names no strategy for several ranks.
+    """
+    launch = present_launch()
+    if launch is not None:
+        return launch.world.size
+    devices = _number_of(given.get("devices", "auto"), given.get("accelerator", "auto"))
+    if isinstance(devices, str):
+        is_alone = alone_by_default and (given.get("strategy") is None or _is_single(given["strategy"]))
+        all_devices = 1 if is_alone else max(1, torch.accelerator.device_count())
+        devices = int(devices) if devices.isdecimal() else all_devices
+    nodes = given.get("num_nodes", "auto")
+    return devices * (nodes if isinstance(nodes, int) else 1) if isinstance(devices, int) else 1
+
+
+_AUTO = (
+    "strategy='auto' selects the fastest plan that fits, for the ranks of this run. For Lightning's meaning of 'auto' "
+    "(ddp for several ranks), omit strategy"
+)
+
+
+def _report_unused_devices(accelerator: object) -> None:
+    number = torch.accelerator.device_count() if accelerator in ("auto", "gpu", accelerator_type()) else 1
+    if number > 1:
+        notice(f"this run uses 1 of {number} devices; devices={number} uses all")
 
 
 def _number_of(devices: Any, accelerator: object) -> Any:

@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from roomier.core.errors import RoomierError
+from roomier.migrate.deepspeed.objects import answers_to_object, is_object
+from roomier.plan.choices import OFFLOADING_STRATEGIES
+from roomier.trainer.keywords.devices import num_ranks_of
 
 _DEVICE_FLAGS = ("gpus", "num_gpus", "num_processes", "tpu_cores", "ipus", "hpus")
 _ACCELERATORS = {"gpus": "gpu", "num_gpus": "gpu", "tpu_cores": "tpu", "hpus": "hpu", "ipus": "ipu"}
 _FLAGS = (*_DEVICE_FLAGS, "distributed_backend", "plugins", "amp_backend", "amp_level", "auto_lr_finder")
+CANDIDATES = {*_FLAGS, "accelerator", "strategy"}
+"""Arguments that can be former arguments, depending on their values."""
+
 _KEPT = ("accelerator", "devices", "num_nodes", "strategy", "precision")
 _STRATEGIES = {
     "dp": "ddp",
@@ -32,16 +38,19 @@ _STRATEGIES = {
     "deepspeed_stage_3": "zero3",
 }
 """Names of former accelerators and plugins, with the strategies that replace them."""
-_CLASSES = {  # prefix of the class name of a former plugin or of a Lightning strategy
-    "DDPSpawnSharded": "zero2",
-    "DDPSharded": "zero2",
-    "DDPFullySharded": "zero3",
-    "FSDP": "zero3",
-    "DDP": "ddp",
-    "SingleDevice": "single",
+_CLASSES = {  # class name of a former plugin
+    "DDPSpawnShardedPlugin": "zero2",
+    "DDPShardedPlugin": "zero2",
+    "DDPFullyShardedPlugin": "zero3",
+    "DDPSpawnPlugin": "ddp",
+    "DDPPlugin": "ddp",
+    "DDP2Plugin": "ddp",
+    "HorovodPlugin": "ddp",
+    "DataParallelPlugin": "ddp",
+    "SingleDevicePlugin": "single",
 }
 _HALF = ("16", 16)
-_PROBLEMS = {"precision": "is ambiguous: '16-mixed' or '16-true'", "strategy": "is an object of another library"}
+_PROBLEMS = {"strategy": "is an object of another library"}
 
 
 def refuse_former_flags(given: Mapping[str, Any]) -> None:
@@ -72,9 +81,7 @@ def _is_former(name: str, value: Any) -> bool:
     if name == "accelerator":
         return isinstance(value, str) and value.lower() in _STRATEGIES
     if name == "strategy":
-        return _strategy_of(value) is not None and not isinstance(value, str)
-    if name == "precision":
-        return isinstance(value, (int, str)) and not isinstance(value, bool) and value in _HALF
+        return type(value).__name__ in _CLASSES
     if name == "plugins":
         return any(_strategy_of(each) is not None for each in _as_list(value))
     return name in _FLAGS
@@ -91,7 +98,9 @@ def _todays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name in given and (name == "distributed_backend" or _is_former(name, given[name])):
             for each in _as_list(given[name]):
                 _add_strategy(today, remarks, each)
-    if given.get("precision") in _HALF or "amp_backend" in given or "amp_level" in given:
+    is_half = given.get("precision") in _HALF and any(_is_former(name, given[name]) for name in given)
+    if is_half or "amp_backend" in given or "amp_level" in given:
+        today.pop("precision", None)
         today["precision"] = "16-mixed"
     if "auto_lr_finder" in given:
         today["auto_lr_find"] = bool(given["auto_lr_finder"])
@@ -136,37 +145,28 @@ def _number_of_devices(value: Any) -> Any:
 def _add_strategy(today: dict[str, Any], remarks: list[str], value: Any) -> None:
     if isinstance(value, str) and value.lower() == "ddp_cpu":
         today["accelerator"] = "cpu"
-    today["strategy"] = _strategy_of(value) or value
-    if type(value).__name__.startswith("DDP") and _setting(value, "find_unused_parameters"):
-        today["strategy"] = {"name": "ddp", "find_unused_parameters": True}
-    if not type(value).__name__.startswith("DeepSpeed"):
+    if is_object(value):
+        answers = answers_to_object(value, num_ranks_of(today), today)
+        today.update(answers.keywords())
+        remarks += answers.remarks()
         return
-    if _setting(value, "partition_activations") or _setting(value, "cpu_checkpointing"):
-        today["activation_checkpointing"] = "full"
-    if any(_setting(value, name) for name in ("cpu_offload", "offload_optimizer", "offload_parameters")):
-        remarks.append(
-            "Offload of optimizer states is not implemented. To reduce their memory, use optimizer='adamw8bit'"
-        )
+    today["strategy"] = _strategy_of(value) or value
+    if type(value).__name__.startswith("DDP") and _finds_unused(value):
+        today["strategy"] = {"name": "ddp", "find_unused_parameters": True}
+
+
+def _finds_unused(value: Any) -> bool:
+    return bool(
+        getattr(value, "find_unused_parameters", getattr(value, "_ddp_kwargs", {}).get("find_unused_parameters"))
+    )
 
 
 def _strategy_of(value: Any) -> str | None:
     """Return the strategy that replaces a former accelerator, plugin or strategy object; None for any other value."""
     if isinstance(value, str):
-        return _STRATEGIES.get(value.lower())
-    name = type(value).__name__
-    if name.startswith("DeepSpeed"):
-        return f"zero{_setting(value, 'stage') or 2}"
-    return next((strategy for start, strategy in _CLASSES.items() if name.startswith(start)), None)
-
-
-def _setting(value: Any, name: str) -> Any:
-    """Return the attribute ``name`` of ``value``, or the value of ``name`` in its ``config``."""
-    for found in (getattr(value, name, None), getattr(value, "_ddp_kwargs", {}).get(name)):
-        if found is not None:
-            return found
-    config = getattr(value, "config", None)
-    sections = [config, *config.values()] if isinstance(config, Mapping) else []
-    return next((each[name] for each in sections if isinstance(each, Mapping) and each.get(name)), None)
+        name = value.lower()
+        return _STRATEGIES.get(name) or (name if name in OFFLOADING_STRATEGIES else None)
+    return "zero2" if is_object(value) else _CLASSES.get(type(value).__name__)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -49,11 +49,30 @@ REFUSED = {
 
 
 class _MirroredCheckpoint(ModelCheckpoint):
-    """ModelCheckpoint that copies its results to Lightning's object."""
+    """ModelCheckpoint that copies its results to Lightning's object.
+
+    The callback equals Lightning's object and has its class, so ``isinstance`` and ``in`` find the object of the user
+    in ``trainer.callbacks``. Other attributes are read from the object.
+    """
 
     def __init__(self, seen_as: Any, **arguments: Any) -> None:
+        self.seen_as = seen_as
         super().__init__(**arguments)
-        self._seen_as = seen_as
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(vars(self).get("seen_as", self))
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.seen_as
+
+    def __hash__(self) -> int:
+        return hash(self.seen_as)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "seen_as":
+            raise AttributeError(name)
+        return getattr(self.seen_as, name)
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -65,9 +84,9 @@ class _MirroredCheckpoint(ModelCheckpoint):
 
     def _show(self) -> None:
         for name in _SHOWN:
-            setattr(self._seen_as, name, getattr(self, name))
+            setattr(self.seen_as, name, getattr(self, name))
         worst = torch.tensor(math.inf if self.mode == "min" else -math.inf)
-        self._seen_as.kth_value = worst if self.kth_value is None else self.kth_value
+        self.seen_as.kth_value = worst if self.kth_value is None else self.kth_value
 
 
 _MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # both store their state under the same name
@@ -165,14 +184,6 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
         if getattr(given, name, default) != default:
             action = "Set the names of checkpoints with filename; the newest is linked as 'last'"
             raise RoomierError(f"ModelCheckpoint.{name}", getattr(given, name), "is not supported", action)
-    if getattr(given, "save_on_exception", False):
-        action = "Add OnExceptionCheckpoint(dirpath) to callbacks, and remove save_on_exception"
-        raise RoomierError(
-            "ModelCheckpoint(save_on_exception)",
-            True,
-            "is not supported, because a separate callback does this",
-            action,
-        )
     return _MirroredCheckpoint(
         given,
         dirpath=None if given.dirpath is None else Path(given.dirpath),
@@ -181,6 +192,8 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
         verbose=given.verbose,
         save_last=given.save_last,
         save_top_k=given.save_top_k,
+        format=getattr(given, "format", "folder"),
+        save_on_exception=getattr(given, "save_on_exception", False),
         save_weights_only=given.save_weights_only,
         mode=given.mode,
         auto_insert_metric_name=given.auto_insert_metric_name,
@@ -233,14 +246,22 @@ def _stochastic_weight_averaging(given: Any) -> Callback:
     )
 
 
+def _progress_bar(given: Any) -> callbacks.ProgressBar:
+    own = callbacks.ProgressBar()
+    builtin = builtin_class(given)
+    if builtin is not None and "get_metrics" in added_names(given, builtin):
+        own.get_metrics = given.get_metrics  # type: ignore[method-assign]  # method of the user's class
+    return own
+
+
+_PROGRESS_BARS = ("ProgressBar", "TQDMProgressBar", "RichProgressBar")
+
 MADE: dict[str, Callable[[Any], Any]] = {
     "ModelCheckpoint": _checkpoint,
     "LearningRateMonitor": _lr_monitor,
     "ModelSummary": lambda given: callbacks.ModelSummary(max_depth=given._max_depth),
     "RichModelSummary": lambda given: callbacks.RichModelSummary(max_depth=given._max_depth),
-    "ProgressBar": lambda given: callbacks.ProgressBar(),
-    "TQDMProgressBar": lambda given: callbacks.ProgressBar(),
-    "RichProgressBar": lambda given: callbacks.ProgressBar(),
+    **dict.fromkeys(_PROGRESS_BARS, _progress_bar),
     "WeightAveraging": _weight_averaging,
     "EMAWeightAveraging": _weight_averaging,
     "StochasticWeightAveraging": _stochastic_weight_averaging,
@@ -251,6 +272,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "OnExceptionCheckpoint": lambda given: callbacks.OnExceptionCheckpoint(given.dirpath, given.filename),
 }
 _MAY_ADD = {
+    **dict.fromkeys(_PROGRESS_BARS, ("get_metrics",)),
     "WeightAveraging": ("should_update",),
     "EMAWeightAveraging": ("should_update",),
     "BaseFinetuning": ("freeze_before_training", "finetune_function"),

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from roomier.core.errors import RoomierError
 from roomier.memory.kinds import Kind
-from roomier.memory.optimizer_states import state_bytes
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.by_name import OPTIMIZERS
 from roomier.optim.lion import Lion
 from roomier.optim.muon import Muon
 from roomier.optim.onebit_adam import OneBitAdam
+from roomier.optim.state_bytes import state_bytes
 from tests.memory.test_model_states import Model, make_engine, make_plan, ranks_here, tracked_step
 from tests.ranks.pool import RankPool
 

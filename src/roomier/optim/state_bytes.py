@@ -60,10 +60,22 @@ def state_bytes(
         return _lion_bytes(num_elements, dtype, group["weight_rounding"])
     if isinstance(optimizer, Muon):
         kind = torch.optim.Muon if group.get("is_hidden") else torch.optim.AdamW
+    if issubclass(kind, torch.optim.Adafactor):
+        return _adafactor_bytes(shape, whole_shape or shape, dtype)
     if kind in _FULL_SIZE:
         num_states, num_counters = _FULL_SIZE[kind](group)
         return num_states * num_elements * dtype.itemsize + num_counters * _COUNTER_BYTES
     return _measured_bytes(kind, group, shape, dtype) if num_elements else 0
+
+
+def _adafactor_bytes(shape: tuple[int, ...], whole_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of the means of rows and columns, or of the squares of a vector, and of the counter."""
+    num_elements = math.prod(shape)
+    if len(shape) > 1:
+        # The column means of a matrix are on every rank. With one row, they are on the rank that has this row.
+        num_matrices = math.prod(shape[:-2]) if len(shape) > 2 else shape[0] if whole_shape[0] == 1 else 1
+        num_elements = math.prod(shape[:-1]) + num_matrices * shape[-1]
+    return num_elements * dtype.itemsize + _COUNTER_BYTES
 
 
 def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> int:

@@ -1,0 +1,342 @@
+"""``roomier bench offload``: time and memory of optimizer states on disk, compared with the same training without
+offload.
+
+The result is one JSON object: the settings, and the following keys.
+
+- ``resident_s``: median time of a step without offload.
+- ``raw_io_s``: time to read and write the bytes of a step of each mode with one reader and one writer thread, while the
+  machine does not compute.
+- ``modes``: for each update mode: ``step_s``, the median time of a step; ``bytes_read`` and ``bytes_written`` per step;
+  ``raw_io_s`` of these bytes; ``overlap_ratio``, which is ``step_s`` divided by the larger of ``resident_s`` and
+  ``raw_io_s``; ``formula_ratio``, which is ``step_s`` divided by the planner's formula for the measured durations.
+- ``disk_read_ratio``, ``disk_write_ratio`` and ``disk_both_ratio``: speed of the tier's reads and writes relative to
+  the same transfers without the tier, while the machine does not compute; ``under_load``: the same ratios while each
+  core multiplies matrices.
+- ``memory``: with ``--memory``, the peak resident memory of each rank in fresh processes: without offload, with
+  optimizer states on disk, and with optimizer states and parameters on disk.
+
+The modes take turns with steps without offload, so that load on the machine affects all of them. Gradients are clipped
+by norm with a limit that no gradient exceeds, so speculative updates are accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+from torch import Tensor
+
+from roomier.bench.machine import circumstances
+from roomier.bench.rank_processes import run_on_ranks
+from roomier.engine.offloaded_updates import OffloadedUpdates
+from roomier.engine.parameter_tier import NUM_STATE_BUFFERS
+from roomier.engine.prepared import PreparedEngine, prepare
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.plan import plan_from_flags
+from roomier.planner.timing.tier_time import Durations, waits_s
+from roomier.tiers.buffers import ALIGNMENT_BYTES, allocate
+from roomier.tiers.disk import DiskTier
+from roomier.tiers.scratch import Scratch
+
+MEMORY_ROWS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "disk": ("optimizer_states",),
+    "disk, with parameters": ("optimizer_states", "parameters"),
+}
+"""Rows of ``--memory``: the parts of the model states that are on disk."""
+MODES = ("plain", "deferred", "speculative")
+_CONTEXT = 128  # tokens per sequence
+# With its default settings, glibc retains freed memory, so the peak would depend on the order of the allocations.
+_RETURNS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+_RECORD_BYTES, _NUM_RECORDS = 2**26, 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--width", type=int, default=1024, help="width of the GPT (%(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the GPT (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each mode (%(default)s)")
+    parser.add_argument("--folder", default=None, help="folder of the disk tier; by default a temporary folder")
+    parser.add_argument("--memory", action="store_true", help="measure the peak memory of ranks instead of times")
+    parser.add_argument("--update", choices=MODES, default="deferred", help="update mode of --memory (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of --memory (%(default)s)")
+    parser.add_argument("--strategy", default="zero3", help="strategy of --memory (%(default)s)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train with each mode, and measure the disk."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        facts = {**circumstances(), "settings": _settings(options)}
+        if options.memory:
+            return {**facts, "memory": {name: _peaks(options, folder, name) for name in MEMORY_ROWS}}
+        return {**facts, **_times(options, folder)}
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("width", "layers", "vocab", "tokens", "steps", *(("ranks", "strategy") if options.memory else ()))
+    return {name: getattr(options, name) for name in names}
+
+
+def model_of(width: int, layers: int, vocab: int) -> GPT:
+    """Return the GPT of the benchmark, with equal initial weights in each call."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab, _CONTEXT, layers, max(1, width // 64), width, dropout=0.0))
+
+
+def batch_of(num_tokens: int, vocab: int) -> Tensor:
+    """Return token ids, ``[sequences, tokens + 1]``."""
+    length = min(num_tokens, _CONTEXT)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(vocab, (max(1, num_tokens // length), length + 1), generator=generator)
+
+
+class _Training:
+    """Training whose steps are timed one at a time.
+
+    Args:
+        options: the options of the benchmark.
+        offload: the offload of the plan; None keeps all tensors in memory.
+    """
+
+    def __init__(self, options: argparse.Namespace, offload: Mapping[str, Any] | None) -> None:
+        self._network = model_of(options.width, options.layers, options.vocab)
+        plan = plan_from_flags(
+            accelerator="cpu", optimizer={"name": "adamw", "lr": 1e-4}, gradient_clip_val=1e9, offload=offload
+        )
+        self._engine: PreparedEngine = prepare(self._network, plan=plan)
+        self._batch = batch_of(options.tokens, options.vocab)
+        self.loss: Tensor | None = None
+        self._after_forward_s = 0.0
+
+    def step(self) -> Durations:
+        """Run one step and return the durations of its parts."""
+        start_s = time.perf_counter()
+        self.loss = self._engine.forward_backward(self._forward, [self._batch])
+        before_update_s = time.perf_counter()
+        self._engine.step()
+        end_s, forward_s = time.perf_counter(), self._after_forward_s - start_s
+        return Durations(forward_s, forward_s, before_update_s - self._after_forward_s, end_s - before_update_s)
+
+    def _forward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self._network(batch[:, :-1], batch[:, 1:])[1]
+        self._after_forward_s = time.perf_counter()
+        return loss
+
+    @property
+    def ring_share(self) -> float:
+        """Fraction of the transfers that fills the buffers before the first update."""
+        num_units = len(updates._units) if isinstance(updates := self._engine._updates, OffloadedUpdates) else 1
+        return min(1.0, NUM_STATE_BUFFERS / num_units) / 2
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes that were read from the disk and written to it so far."""
+        updates = self._engine._updates
+        return updates.moved_bytes() if isinstance(updates, OffloadedUpdates) else (0, 0)
+
+    def close(self) -> None:
+        """Free the tier."""
+        self._engine.close()
+
+
+def _times(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    tiers = {mode: {"optimizer_states": "disk", "folder": folder, "update": mode} for mode in MODES}
+    trainings = {"resident": _Training(options, None), **{mode: _Training(options, tiers[mode]) for mode in MODES}}
+    for _ in range(3):  # the first steps create the states
+        for each in trainings.values():
+            each.step()
+    before = {name: each.moved_bytes() for name, each in trainings.items()}
+    steps: dict[str, list[Durations]] = {name: [] for name in trainings}
+    for _ in range(options.steps):
+        for name, each in trainings.items():
+            steps[name].append(each.step())
+    moved = {
+        name: [(now - earlier) // options.steps for now, earlier in zip(each.moved_bytes(), before[name], strict=True)]
+        for name, each in trainings.items()
+    }
+    losses = {float(each.loss) for each in trainings.values() if each.loss is not None}
+    shares = {name: each.ring_share for name, each in trainings.items()}
+    num_parameters = sum(each.numel() for each in trainings["resident"]._network.parameters())
+    for each in trainings.values():
+        each.close()
+    disk = _Disk(folder)
+    resident = _median_of(steps["resident"])
+    resident_s = median(map(_seconds, steps["resident"]))
+    modes = {}
+    for mode in MODES:
+        read, written = moved[mode]
+        raw_io_s = disk.raw_s(read, written)
+        step_s = median(map(_seconds, steps[mode]))
+        formula_s = resident_s + waits_s(mode, raw_io_s, shares[mode], resident)
+        modes[mode] = {
+            "step_s": round(step_s, 4),
+            "bytes_read": read,
+            "bytes_written": written,
+            "raw_io_s": round(raw_io_s, 4),
+            "overlap_ratio": round(step_s / max(resident_s, raw_io_s), 3),
+            "formula_ratio": round(step_s / formula_s, 3),
+        }
+    result = {
+        "num_parameters": num_parameters,
+        "resident_s": round(resident_s, 4),
+        "forward_s": round(resident.forward_s, 4),
+        "modes": modes,
+        **disk.ratios(),
+        "under_load": disk.ratios_under_load(),
+        "failed": [] if len(losses) == 1 else [f"the losses differ: {sorted(losses)}"],
+    }
+    disk.close()
+    return result
+
+
+def _seconds(step: Durations) -> float:
+    return step.forward_s + step.backward_s + step.update_s
+
+
+def _median_of(steps: Sequence[Durations]) -> Durations:
+    return Durations(*(median(getattr(each, field.name) for each in steps) for field in fields(Durations)))
+
+
+class _Disk:
+    """Transfers between memory and a file, while the machine does not compute."""
+
+    def __init__(self, folder: str) -> None:
+        self._scratch = Scratch(folder)
+        self._buffers = [allocate(_RECORD_BYTES, pinned=False).fill_(1) for _ in range(2)]  # of the kind that tiers use
+        self._tier = DiskTier(self._scratch, [_RECORD_BYTES] * _NUM_RECORDS, 4, pinned=False, closes_scratch=True)
+        for record in range(_NUM_RECORDS):
+            self._tier.put(record, self._tier.blank(record).fill_(1))
+        self._tier.settle()
+
+    def raw_s(self, num_read: int, num_written: int) -> float:
+        """Return the time to read and write these numbers of bytes at the same time, with one thread each."""
+        return median(self._raw_once_s(num_read, num_written) for _ in range(3))
+
+    def _raw_once_s(self, num_read: int, num_written: int) -> float:
+        aligned = [each.numpy() for each in self._buffers]
+        flags = os.O_RDWR | (getattr(os, "O_DIRECT", 0) if self._scratch.is_direct else 0)
+        file = os.open(self._scratch.path, flags)
+
+        def transfer(call: Callable[..., int], buffer: Any, num_bytes: int) -> None:
+            chunk, done = 2**22, 0
+            while done < num_bytes:
+                position = ALIGNMENT_BYTES + done % (_RECORD_BYTES * (_NUM_RECORDS - 1)) // chunk * chunk
+                first = done % _RECORD_BYTES
+                done += call(file, [buffer[first : first + chunk]], position)
+
+        threads = [
+            threading.Thread(target=transfer, args=(os.preadv, aligned[0], num_read)),
+            threading.Thread(target=transfer, args=(os.pwritev, aligned[1], num_written)),
+        ]
+        start_s = time.perf_counter()
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        elapsed_s = time.perf_counter() - start_s
+        os.close(file)
+        return elapsed_s
+
+    def ratios(self) -> dict[str, float]:
+        """Return the speed of the tier relative to raw transfers: reads, writes, and both at the same time."""
+        all_bytes = _RECORD_BYTES * _NUM_RECORDS
+        found: dict[str, list[float]] = {"disk_read_ratio": [], "disk_write_ratio": [], "disk_both_ratio": []}
+        for _ in range(3):
+            for name, read, written in (
+                ("disk_read_ratio", all_bytes, 0),
+                ("disk_write_ratio", 0, all_bytes),
+                ("disk_both_ratio", all_bytes, all_bytes),
+            ):
+                raw_s = self._raw_once_s(read, written)
+                found[name].append(raw_s / self._tier_s(reads=read > 0, writes=written > 0))
+        return {name: round(median(values), 3) for name, values in found.items()}
+
+    def ratios_under_load(self) -> dict[str, float]:
+        """Return :meth:`ratios` while each core multiplies matrices."""
+        ends = threading.Event()
+
+        def multiply() -> None:
+            matrix = torch.rand(512, 512)
+            while not ends.is_set():
+                matrix @ matrix
+
+        threads = [threading.Thread(target=multiply) for _ in range(os.cpu_count() or 1)]
+        for each in threads:
+            each.start()
+        try:
+            return self.ratios()
+        finally:
+            ends.set()
+            for each in threads:
+                each.join()
+
+    def _tier_s(self, *, reads: bool, writes: bool) -> float:
+        tier, records = self._tier, list(range(_NUM_RECORDS))
+        start_s = time.perf_counter()
+        if reads:
+            tier.expect(records)
+        for record in records:
+            buffer = tier.take(record) if reads else tier.blank(record)
+            if writes:
+                tier.put(record, buffer)
+            else:
+                tier.drop(buffer)
+        tier.settle()
+        return time.perf_counter() - start_s
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._tier.close()
+
+
+def _peaks(options: argparse.Namespace, folder: str, name: str) -> dict[str, Any]:
+    tiers = dict.fromkeys(MEMORY_ROWS[name], "disk")
+    mode = "deferred" if "parameters" in tiers else options.update
+    settings = {
+        "width": options.width,
+        "layers": options.layers,
+        "vocab": options.vocab,
+        "tokens": options.tokens,
+        "steps": options.steps,
+        "strategy": options.strategy if options.ranks > 1 else "single",
+        "ranks": options.ranks,
+        "offload": {**tiers, "folder": folder, "update": mode} if tiers else None,
+    }
+    return run_on_ranks("roomier.bench.offload_worker", options.ranks, settings, _RETURNS_FREED_MEMORY)
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return ``result`` as a table for a terminal."""
+    if "memory" in result:
+        made = Table("optimizer states", "peak memory of a rank", "step")
+        for name, each in result["memory"].items():
+            made.add_row(name, f"{each['peak_rss_bytes'] / 1e6:.0f} MB", f"{each['step_s']:.3f} s")
+        return made
+    made = Table("mode", "step", "raw I/O", "overlap ratio", "of the formula", "read", "written")
+    made.add_row("resident", f"{result['resident_s']:.3f} s")
+    for mode, each in result["modes"].items():
+        made.add_row(
+            mode,
+            f"{each['step_s']:.3f} s",
+            f"{each['raw_io_s']:.3f} s",
+            f"{each['overlap_ratio']:.2f}",
+            f"{each['formula_ratio']:.2f}",
+            f"{each['bytes_read'] / 1e6:.0f} MB",
+            f"{each['bytes_written'] / 1e6:.0f} MB",
+        )
+    made.caption = (
+        f"the tier reads at {result['disk_read_ratio']:.2f} and writes at {result['disk_write_ratio']:.2f} times the "
+        "speed of raw transfers"
+    )
+    return made

@@ -1,0 +1,1 @@
+"""``roomier bench seed``: the models of four articles, trained on synthetic data under the settings of the articles."""

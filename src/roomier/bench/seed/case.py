@@ -1,0 +1,299 @@
+"""``roomier bench seed NAME``: the table of an article, with measured, published and forecast values.
+
+With ``--json``, each row is one line:
+
+- ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: the training. ``num_parameters``,
+  ``micro_batch``, ``accumulate``, ``global_batch``: its sizes;
+- ``hardware``: machine of the forecast; ``ranks``: number of ranks;
+- ``forecast_bytes``: all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan fits on
+  ``hardware``; ``forecast_step_s``, ``forecast_samples_per_s``, ``forecast_epoch_s``;
+- ``measured_bytes``, ``measured_by_kind``: the same peak, measured by :class:`roomier.callbacks.MemoryForecast` on the
+  rank with the most memory; ``error``: forecast / measured - 1;
+- ``step_s``: median time of an optimizer step; ``step_s_all``, ``samples_per_s``, ``epoch_s``; ``losses`` of rank 0;
+- ``published``: values of the article, or null; ``problem``: why a value is missing, or null.
+
+With ``--forecast``, no training runs, and measured values are null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from roomier.bench.machine import circumstances
+from roomier.bench.seed.configurations import Configuration, configurations_of
+from roomier.bench.seed.models import MODELS, SIZES
+from roomier.bench.seed.worker import training_of
+from roomier.bench.seeds import CONTEXT_MIB
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.log import notice
+from roomier.core.units import format_seconds
+from roomier.device.resolve import num_devices, resolve_device
+from roomier.hardware.host import available_memory_bytes, num_cores
+from roomier.hardware.machine import Machine
+from roomier.hardware.spec import machine_of
+from roomier.plan import Plan, plan_from_flags
+from roomier.planner.choosing.pricing import Prices, prices_of
+
+_WORKER = "roomier.bench.seed.worker"
+_ALIASES = {"mingpt": "minigpt", "bert": "bert-large", "deepspeech": "deepspeech2"}
+_OWN_SIZE = {"n_layer": 15, "n_head": 16, "n_embd": 3072, "block_size": 128}
+_MEASURED = ("measured_bytes", "measured_by_kind", "error", "step_s", "step_s_all", "samples_per_s", "epoch_s")
+_NUM_LAST_LINES = 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("model", help=", ".join(MODELS))
+    parser.add_argument("--size", choices=SIZES, default=None, help="middle; with --forecast, and on a GPU, seed")
+    parser.add_argument("--only", default="", help="only configurations whose name contains this text")
+    parser.add_argument("--ranks", "--gpus", type=int, default=None, help="ranks; all GPUs, otherwise 2")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each configuration (%(default)s)")
+    parser.add_argument("--batch_size", "--batch-size", type=int, default=None, help="samples per rank and step")
+    parser.add_argument("--precision", default=None, help="16, bf16, 32; the precision of each row by default")
+    parser.add_argument("--accelerator", default="auto", help="as Trainer(accelerator=...) (%(default)s)")
+    parser.add_argument("--forecast", default=None, metavar="HARDWARE", help="only forecasts, such as a100-40gb:8")
+    own = parser.add_argument_group("minGPT", "the options of minGPT's benchmark.py")
+    for name, default in _OWN_SIZE.items():
+        own.add_argument(f"--{name}", type=int, default=None, help=f"{default} if another of these options is set")
+    own.add_argument("--limit_train_batches", type=int, default=None, help="steps of an epoch (128)")
+    own.add_argument("--cpu_offload", action="store_true", help="only the configurations with offload")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return one line for each configuration. ``failed`` contains the configurations whose training failed."""
+    settings = settings_of(options)
+    chosen = _chosen(options, settings["model"])
+    facts = circumstances()
+    rows = [forecast_row(settings, each) for each in chosen]
+    if options.forecast is None:
+        possible = [row["configuration"] for row in rows if row["problem"] is None]
+        batches = [possible] if settings["size"] == "tiny" else [[each] for each in possible]
+        measured = {name: found for names in batches if names for name, found in _run(settings, names).items()}
+        rows = [_with_measurement(row, measured.get(row["configuration"]), settings) for row in rows]
+    failed = [row["configuration"] for row in rows if row.pop("has_failed", False)]
+    lines = [{"case": "seed", **row, **facts} for row in rows]
+    return {"case": "seed", "model": settings["model"], "size": settings["size"], "lines": lines, "failed": failed}
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options as JSON data for the worker, with the defaults of this machine."""
+    model = _ALIASES.get(options.model, options.model)
+    if model not in MODELS:
+        raise RoomierError("model", options.model, "is not a model of this benchmark", did_you_mean(model, MODELS))
+    given = {name: getattr(options, name) for name in _OWN_SIZE if getattr(options, name) is not None}
+    if model != "minigpt" and (given or options.cpu_offload or options.limit_train_batches is not None):
+        name = next(iter(given), "cpu_offload" if options.cpu_offload else "limit_train_batches")
+        raise RoomierError(f"--{name}", getattr(options, name), "is an option of minigpt only", "Remove it")
+    for name in ("ranks", "steps", "batch_size", "limit_train_batches", *_OWN_SIZE):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise RoomierError(f"--{name}", value, "must be at least 1", "Use a positive integer")
+    if given and options.size is not None:
+        raise RoomierError(f"--{next(iter(given))}", next(iter(given.values())), "contradicts --size", "Remove one")
+    device = resolve_device(options.accelerator)
+    usual = "seed" if options.forecast is not None or device.type != "cpu" else "middle"
+    most = 1 if model == "bert-large" else (2 if device.type == "cpu" else num_devices(device))
+    return {
+        "model": model,
+        "size": "own" if given else options.size or usual,
+        "own_size": {**_OWN_SIZE, **given} if given else None,
+        "ranks": options.ranks or most,
+        "steps": options.steps,
+        "batch_size": options.batch_size,
+        "precision": options.precision,
+        "accelerator": options.accelerator,
+        "hardware": options.forecast,
+        "epoch_steps": options.limit_train_batches or (128 if model == "minigpt" else None),
+    }
+
+
+def _chosen(options: argparse.Namespace, model: str) -> list[Configuration]:
+    known = configurations_of(model)
+    found = [
+        each for each in known if options.only in each.name and ("offload" in each.name or not options.cpu_offload)
+    ]
+    if not found:
+        action = f"Use a part of one of these names: {'; '.join(each.name for each in known)}"
+        raise RoomierError("--only", options.only, "is part of no configuration", action)
+    return found
+
+
+# Forecasts ----------------------------------------------------------------------------------------------------------
+
+
+def forecast_row(settings: Mapping[str, Any], configuration: Configuration) -> dict[str, Any]:
+    """Return the row of a configuration with its forecast. ``problem`` states why the plan cannot run."""
+    training = training_of(settings)
+    micro_batch = configuration.micro_batch(settings["batch_size"] or training.micro_batch)
+    machine = _machine(settings)
+    row: dict[str, Any] = {
+        "model": settings["model"],
+        "size": settings["size"],
+        "configuration": configuration.name,
+        "hardware": machine.device.name,
+        "ranks": machine.num_ranks,
+        "micro_batch": micro_batch,
+        "problem": None,
+        "published": None if configuration.published is None else asdict(configuration.published),
+    }
+    row |= dict.fromkeys(_MEASURED)
+    try:
+        plan = _plan(settings, configuration, machine)
+        row |= {
+            "strategy": plan.parallel.strategy,
+            "precision": plan.precision.mode,
+            "accumulate": plan.batch.accumulate_grad_batches,
+            "global_batch": micro_batch * plan.batch.accumulate_grad_batches * machine.num_ranks,
+        }
+        workload = training.workload(micro_batch)
+        row["num_parameters"] = workload.num_parameters
+        row |= _forecast(prices_of(workload, machine), plan, micro_batch, machine, settings)
+    except RoomierError as error:
+        return {**row, "problem": str(error)}
+    if settings["hardware"] is None and not row["forecast_fits"]:
+        row["problem"] = "does not fit on this machine, so it was not run"
+    return row
+
+
+def _machine(settings: Mapping[str, Any]) -> Machine:
+    if settings["hardware"] is not None:
+        return machine_of(settings["hardware"])
+    kind = resolve_device(settings["accelerator"]).type
+    return machine_of(f"{'cpu' if kind == 'cpu' else 'this'}:{settings['ranks']}")
+
+
+def _plan(settings: Mapping[str, Any], configuration: Configuration, machine: Machine) -> Plan:
+    keywords = configuration.keywords(machine.device.kind)
+    if settings["precision"] is not None:
+        keywords["precision"] = settings["precision"]
+    keywords |= {"devices": machine.devices_per_node, "num_nodes": machine.num_nodes}
+    return plan_from_flags(accelerator=machine.device.kind, **keywords)
+
+
+def _forecast(
+    prices: Prices, plan: Plan, micro_batch: int, machine: Machine, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    forecast = prices.estimate(plan, micro_batch)
+    step_s = None if forecast.time is None else forecast.time.total_s
+    memory_bytes = machine.device.memory_bytes
+    if machine.device.kind == "cpu":
+        memory_bytes = available_memory_bytes() // machine.num_ranks
+    return {
+        "forecast_bytes": forecast.tensor_bytes,
+        "forecast_method": forecast.method,
+        "forecast_fits": forecast.fits(memory_bytes),
+        **_speeds("forecast_", step_s, forecast.global_batch, settings),
+    }
+
+
+def _speeds(prefix: str, step_s: float | None, global_batch: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the time of a step, samples per second and the time of an epoch."""
+    samples_per_s = global_batch / step_s if step_s else None
+    epoch_s = None
+    if step_s:
+        num_steps = settings["epoch_steps"] or MODELS[settings["model"]].epoch_samples / global_batch
+        epoch_s = num_steps * step_s
+    return {f"{prefix}step_s": step_s, f"{prefix}samples_per_s": samples_per_s, f"{prefix}epoch_s": epoch_s}
+
+
+# Measurements -------------------------------------------------------------------------------------------------------
+
+
+def _run(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Train in each configuration of ``names``, in one group of processes. Return the values by name."""
+    notice(f"bench seed: {settings['model']}, {settings['size']}: {'; '.join(names)}")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "result.jsonl"
+        given = {**settings, "configurations": list(names), "result": str(path)}
+        threads = max(1, num_cores() // settings["ranks"])
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", _WORKER, json.dumps(given)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "ROOMIER_MAX_DEVICES": str(settings["ranks"])},
+        )
+        lines = path.read_text().splitlines() if path.exists() else []
+    found = {line.pop("configuration"): line for line in map(json.loads, lines)}
+    if done.returncode:
+        notice(f"bench seed: the training failed:\n{done.stdout[-2000:]}")
+        error = "\n".join([f"exit code {done.returncode}", *done.stdout.splitlines()[-_NUM_LAST_LINES:]])
+        missing = next((name for name in names if name not in found), None)
+        found |= {} if missing is None else {missing: {"error": error}}
+    return found
+
+
+def _with_measurement(row: dict[str, Any], found: dict[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if row["problem"] is not None:
+        return row
+    if found is None or "error" in found:
+        return {**row, "problem": "was not run" if found is None else found["error"], "has_failed": True}
+    row = {**row, **found, **_speeds("", found["step_s"], row["global_batch"], settings)}
+    if "measured_bytes" not in found:
+        return {**row, "problem": "the training has no forecast", "has_failed": True}
+    row["error"] = found["forecast_bytes"] / found["measured_bytes"] - 1
+    return {**row, **_speeds("forecast_", found["forecast_step_s"], row["global_batch"], settings)}
+
+
+# Table --------------------------------------------------------------------------------------------------------------
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return one line for each configuration. Cells contain measured, forecast and published values."""
+    lines = result["lines"]
+    first = lines[0]
+    model = MODELS[result["model"]]
+    sizes = f"{first.get('num_parameters') or 0:,} parameters, {first['ranks']} ranks, {first['hardware']}"
+    hardware = {line["published"]["hardware"] for line in lines if line["published"]}
+    shown = Table(
+        title=f"{result['model']}, {result['size']}: {sizes}",
+        caption=f"article: {model.text}\npublished values: {', '.join(hardware) or 'none'}; torch {first['torch']}",
+    )
+    shown.add_column("configuration")
+    for group in ("MiB", "epoch"):
+        for name in ("measured", "forecast", "published"):
+            shown.add_column(f"{group} {name}", justify="right")
+    shown.add_column("samples/s", justify="right")
+    for line in lines:
+        published = line["published"] or {}
+        is_occupied = published.get("meter") == "occupied" and line["measured_bytes"] is None
+        shown.add_row(
+            line["configuration"],
+            _mib(line["measured_bytes"]),
+            _mib(line.get("forecast_bytes"), CONTEXT_MIB if is_occupied else 0),
+            _number(published.get("memory_mib")),
+            _seconds(line["epoch_s"]),
+            _seconds(line.get("forecast_epoch_s")),
+            _seconds(published.get("epoch_s")),
+            _number(line["samples_per_s"] or line.get("forecast_samples_per_s")),
+        )
+        if line["problem"] is not None:
+            shown.add_row(f"  {line['problem'].splitlines()[0]}")
+        elif line.get("forecast_fits") is False:
+            shown.add_row(f"  does not fit on {line['hardware']}")
+    return shown
+
+
+def _mib(num_bytes: float | None, more_mib: float = 0) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**20 + more_mib:,.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else format_seconds(value)

@@ -1,0 +1,23 @@
+"""Sets of batches or of loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from roomier.core.errors import DataError
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
+
+
+def list_of_set(loaders: Set[Any], name: str, ranks: Ranks) -> list[Any]:
+    """Return the batches or the loaders in a set as a list. A notice states that their order is not defined.
+
+    Raises:
+        DataError: several ranks share the data, and can have different orders.
+    """
+    action = "Pass a list"
+    if not ranks.is_alone:
+        raise DataError(name, loaders, "is a set, whose order can differ between ranks", action)
+    notice(f"{name}: the order of a set is not defined, so a resumed run can read other batches. {action}")
+    return list(loaders)

@@ -1,0 +1,113 @@
+"""Tiers of a Plan: storage below the device for the optimizer states and the parameters of a network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roomier.core.errors import PlanError
+from roomier.core.sharded import local_part
+from roomier.core.torch_offload import Gathers
+from roomier.engine.facts import Facts
+from roomier.engine.narrowed import homes_of
+from roomier.engine.offloaded_updates import OffloadedUpdates, check_optimizer
+from roomier.engine.parallel import Parallel
+from roomier.engine.parameter_tier import NUM_STATE_BUFFERS, tier_of
+from roomier.engine.parameter_updates import ParametersOnDevice, ParameterTier
+from roomier.offload.residency import Residency
+from roomier.offload.staging import staging_of
+from roomier.offload.states import OffloadedStates, record_bytes
+from roomier.offload.units import first_leaving, units_around, units_of
+from roomier.optim.state_bytes import state_bytes
+from roomier.plan import Plan
+from roomier.plan.offload_rules import update_mode
+
+
+def offloaded_updates(
+    plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel, residency: Residency | None
+) -> OffloadedUpdates:
+    """Return updates whose optimizer states or parameters are in the tiers that ``plan`` names.
+
+    Args:
+        residency: the parameters that leave the device; None if they stay.
+
+    Raises:
+        PlanError: an optimizer or manual optimization does not support the mode of the updates.
+        TierError: the tier cannot be created.
+    """
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
+    homes = homes_of(optimizers)
+    trained = [each for each in homes if isinstance(each, nn.Parameter)]
+    if residency is None:
+        modules = parallel.units or _closed(facts.network, facts.blocks)
+        units = units_of(trained, modules, [*parallel.root_parameters, *parallel.late_parameters])
+    else:
+        units = units_around([region.parameters for region in residency.regions], trained)
+    bytes_of = {
+        parameter: _state_bytes(parameter, *homes[parameter]) for unit in units for parameter in unit.parameters
+    }
+    unit_bytes = [sum(bytes_of[each] for each in unit.parameters) for unit in units]
+    has_tier = plan.offload.optimizer_states != "none"
+    first = first_leaving(unit_bytes, plan.offload.share) if has_tier else len(units)
+    mode = mode_of(plan, facts, optimizers)
+    is_speculative = mode == "speculative"
+    sizes = [record_bytes(unit, bytes_of, holds_weights=is_speculative) for unit in units[first:]]
+    sizes *= 1 + is_speculative
+    tier = tier_of(
+        plan.offload,
+        plan.offload.optimizer_states,
+        sizes,
+        facts.device,
+        num_buffers=NUM_STATE_BUFFERS,
+        shares_large=True,
+    )
+    staging, gathers = staging_of(tier, sizes, facts.device), Gathers(facts.network)
+    return OffloadedUpdates(
+        optimizers,
+        units,
+        OffloadedStates(units, first, optimizers, staging, is_speculative=is_speculative),
+        mode=mode,
+        device=facts.device,
+        gathers=gathers,
+        gathers_ahead=parallel.gathers_ahead or bool(gathers),
+        parameters=ParametersOnDevice() if residency is None else ParameterTier(residency, units, homes, parallel),
+        batch_plan=plan.batch,
+    )
+
+
+def mode_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer]) -> str:
+    """Return the mode of the updates.
+
+    Raises:
+        PlanError: the Plan names a mode that manual optimization does not support.
+    """
+    mode = plan.offload.update
+    if facts.is_manual and plan.offload.parameters != "none":
+        problem = "is not supported with manual optimization, in which gradients must stay on the device"
+        action = "Offload only the optimizer states, or let the Trainer step"
+        raise PlanError("offload.parameters", plan.offload.parameters, problem, action)
+    if facts.is_manual:
+        if mode in ("deferred", "speculative"):
+            problem = "is not supported with manual optimization, in which training_step steps the optimizers"
+            raise PlanError("offload.update", mode, problem, "Use 'plain', or let the Trainer step")
+        return "plain"
+    return update_mode(plan)
+
+
+def _state_bytes(parameter: nn.Parameter, optimizer: Optimizer, group: dict[str, object]) -> int:
+    own = local_part(parameter.detach())
+    return state_bytes(optimizer, group, tuple(own.shape), parameter.dtype, tuple(parameter.shape))
+
+
+def _closed(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with a module outside the block."""
+    owners = _num_owners(network)
+    return [block for block in blocks if all(num == owners[each] for each, num in _num_owners(block).items())]
+
+
+def _num_owners(module: nn.Module) -> Counter[Tensor]:
+    return Counter(each for part in module.modules() for each in part.parameters(recurse=False))

@@ -1,0 +1,482 @@
+"""Updates of parameters whose optimizer states are not on the device. The states of one unit at a time are brought to
+the device, updated by the optimizer itself, and sent back.
+
+[Note: three exact modes]
+All modes compute the same updates with the same bits. They differ in the time of the updates:
+
+- *plain*: after backward, one unit after the other.
+- *deferred*: units outside the blocks are updated after backward. The unit of a block is updated immediately before the
+  next forward of the block, while the device still computes earlier blocks. The values of the parameter groups (such as
+  the learning rate) at the time of the step are stored with the gradients.
+- *speculative*: a unit is updated in the last backward of a step, as soon as its gradients are complete. The step
+  accepts this update if the gradients and the parameter groups are unchanged. Clipping with the factor 1 does not
+  change them. Otherwise the weights and states before the update are restored, and the unit is updated again as in
+  *plain*. The engine compares the version counters of the gradients, so it also detects hooks that modify gradients.
+
+Code between two steps must not read parameters while updates are pending. Therefore it calls ``settle()`` first, which
+completes deferred updates and rejects speculative updates.
+
+[Note: stream of the updates]
+On an accelerator, all updates run on one separate stream. With sharded parameters, a gradient is complete on a stream
+of its collective. An update on this stream would delay the next collective, and an update on the compute stream would
+delay backward. The separate stream waits for the stream on which the gradient is complete. The compute stream waits for
+the updates when the step accepts them.
+
+[Note: gathered ahead]
+With sharded parameters, the forward of a unit starts the all-gather of the next unit. A deferred update must therefore
+be complete one unit earlier. The hook of each unit completes the updates of all units up to the next one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from roomier.core import torch_private
+from roomier.core.errors import PlanError
+from roomier.core.log import notice
+from roomier.core.sharded import local_part
+from roomier.core.torch_offload import Gathers
+from roomier.device.capability import capabilities_of
+from roomier.device.streams import computing_stream
+from roomier.engine.narrowed import Homes, Options, check_no_step_hooks, homes_of, options_of, step_only, with_options
+from roomier.engine.parameter_updates import Change, ParametersOnDevice
+from roomier.engine.updates import Scale, Updates
+from roomier.offload.outside_reads import OutsideReads
+from roomier.offload.states import OffloadedStates
+from roomier.offload.units import Unit
+from roomier.plan import BatchPlan
+
+_NUM_REJECTED = 4  # consecutive steps with rejected updates after which speculation pauses
+_NUM_PAUSED = 32  # steps of a pause
+
+
+@dataclass
+class _Pending:
+    """A deferred update.
+
+    Attributes:
+        gradients: the gradient of each parameter to update.
+        options: the values of the parameter groups at the time of the step.
+        changes: changes of gradients in a tier.
+    """
+
+    gradients: dict[Tensor, Tensor]
+    options: Options
+    changes: Sequence[Change]
+
+
+@dataclass
+class _Speculation:
+    """A speculative update that is neither accepted nor rejected.
+
+    Attributes:
+        versions: identity and version of each gradient from which the update was computed.
+        options: the values of the parameter groups.
+    """
+
+    versions: dict[Tensor, tuple[int, int]]
+    options: Options
+
+
+class OffloadedUpdates(Updates):
+    """Updates with states in a tier. See [Note: three exact modes].
+
+    Args:
+        optimizers: the optimizers.
+        units: the units whose states are in a tier. Units outside the blocks come first.
+        states: the states of the units.
+        mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
+        device: the device of the parameters.
+        gathers: the all-gathers of the parameters.
+        gathers_ahead: whether updates are completed one unit ahead, because the forward of a unit and the all-gather of
+            the next unit run at the same time.
+        parameters: parameters in a tier.
+        batch_plan: settings for clipping.
+
+    Attributes:
+        mode: the mode of the current step.
+        clips: whether gradients are in a tier, so that this object clips them.
+    """
+
+    acts = True
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        units: Sequence[Unit],
+        states: OffloadedStates,
+        *,
+        mode: str,
+        device: torch.device,
+        gathers: Gathers,
+        gathers_ahead: bool,
+        parameters: ParametersOnDevice,
+        batch_plan: BatchPlan,
+    ) -> None:
+        self.mode, self.clips, self.away = mode, parameters.leaves, states.away
+        self._parameters, self._batch_plan = parameters, batch_plan
+        self._optimizers, self._units, self._states = list(optimizers), list(units), states
+        self._device, self._gathers, self._gathers_ahead = device, gathers, gathers_ahead
+        self._unit_of = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters}
+        self._homes: Homes = homes_of(optimizers)
+        self._pending: dict[int, _Pending] = {}  # in the order of the forwards
+        self._speculations: dict[int, _Speculation] = {}
+        self._waiting: dict[int, set[Tensor]] = {}  # parameters of each unit whose gradients are not complete
+        self._is_last = True
+        # The memory of parameters that leave belongs to the compute stream.
+        has_stream = capabilities_of(device).has_streams and not parameters.leaves
+        self._stream = torch.Stream(device) if has_stream else None
+        self._was_rejected = self._is_closed = False
+        self._num_rejected = self._num_steps_paused = 0
+        self._handles: list[RemovableHandle] = []
+        if mode == "deferred":
+            self._watch_forwards()
+        elif mode == "speculative":
+            self._watch_gradients()
+
+    def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
+        """Prepare the forward of a step. Complete the updates of units outside the blocks, and of the first block."""
+        self._reject_all()  # a step without an update, such as a step that a hook skipped
+        self._homes = homes_of(self._optimizers)
+        self._parameters.begin_step(list(self._pending))
+        if self._gathers_ahead and self._pending:
+            self.complete(next(iter(self._pending)))
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        """Prepare the forward of a micro-batch."""
+        self._is_last = is_last
+
+    def backward(self, run: Callable[..., None]) -> None:
+        """Compute gradients. The last backward of a step starts to read the states."""
+        self._complete_all()  # of blocks whose forward did not run
+        if self._is_last and self._tries_speculation():
+            self._waiting = {
+                number: {each for each in unit.parameters if each.requires_grad and each in self._homes}
+                for number, unit in enumerate(self._units)
+                if self._states.has_states(number)
+            }
+            self._states.expect(list(reversed(range(len(self._units)))))
+        elif self._is_last:
+            self._states.expect(range(len(self._units)))
+        try:
+            run()
+        finally:
+            self._waiting = {}
+        self._parameters.end_backward()
+
+    def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
+        """Clip gradients of which some are in a tier. Return their norm before clipping (``"norm"`` only)."""
+        return self._parameters.clipped(self._batch_plan, max_norm, algorithm)
+
+    def scale_away(self, factor: float | Tensor) -> None:
+        """Multiply the gradients that are in a tier by ``factor``."""
+        self._parameters.scale_away(factor)
+
+    def begin_clip(self) -> None:
+        """Check the gradients of speculative updates before they are clipped."""
+        if self._speculations:
+            self._join()  # the updates read the gradients
+        for number in [number for number in self._speculations if not self._is_valid(number)]:
+            self._reject(number)
+
+    def end_clip(self, norm: Tensor | None, limit: float) -> None:
+        """Reject speculative updates if clipping changed the gradients.
+
+        Args:
+            norm: norm of the gradients before clipping; None if elements were clipped.
+            limit: limit of the norm.
+        """
+        if not self._speculations:
+            return
+        if norm is not None and float((limit / (norm + 1e-6)).clamp(max=1.0)) == 1.0:  # waits for the device
+            for number, speculation in self._speculations.items():
+                speculation.versions = self._versions(number)
+        else:
+            self._reject_all()
+
+    def step(self, optimizer: Optimizer, scaler: Scale, closure: Any = None) -> None:
+        """Update the parameters of ``optimizer``, or store their gradients for a deferred update."""
+        if closure is not None:
+            closure()
+        check_optimizer(optimizer)
+        own = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
+        gradients = {each: each.grad for each in own if each.grad is not None}
+        if not (gradients and scaler.skips(optimizer)):
+            self._update(optimizer, own, [each for each in self._homes if each in gradients])
+        try:
+            for parameter in gradients:
+                parameter.grad = None
+            scaler.step(optimizer)  # runs hooks and counters; no gradient is left
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+    def _update(self, optimizer: Optimizer, own: Mapping[Tensor, object], parameters: Sequence[Tensor]) -> None:
+        by_unit: dict[int, list[Tensor]] = {}
+        resident = []
+        for parameter in parameters:
+            number = self._unit_of.get(parameter)  # type: ignore[call-overload]
+            if number is None:
+                resident.append(parameter)
+            else:
+                by_unit.setdefault(number, []).append(parameter)
+        for number in self._parameters.with_gradients():
+            by_unit.setdefault(number, [])
+        for number in [number for number in self._speculations if number in by_unit]:
+            if self._is_valid(number):
+                del by_unit[number], self._speculations[number]
+                self._states.accept(number)
+                self._join()
+            else:
+                self._reject(number)
+        self._num_rejected = self._num_rejected + 1 if self._was_rejected else 0
+        self._was_rejected = False
+        step_only(self._homes, resident)
+        now = [number for number in sorted(by_unit) if not self._is_deferred(number)]
+        self._states.expect([*now, *sorted(by_unit.keys() - set(now))])  # deferred updates follow
+        for number in now:
+            self._update_unit(number, by_unit[number], own, self._parameters.changes)
+        options, changes = options_of(optimizer), self._parameters.changes
+        for number in sorted(by_unit.keys() - set(now)):
+            pending = self._pending.setdefault(number, _Pending({}, {}, changes))
+            pending.gradients.update({each: _gradient(each) for each in by_unit[number]})
+            pending.options.update(options)  # a unit can have parameters of several optimizers
+        self._states.expect(list(self._pending))
+
+    def _update_unit(
+        self, number: int, parameters: Sequence[Tensor], own: Mapping[Tensor, object], changes: Sequence[Change]
+    ) -> None:
+        with self._updating(), self._parameters.present(number, own, changes) as arrived:
+            self._states.arrive(number)
+            step_only(self._homes, list(dict.fromkeys([*parameters, *arrived])))
+            self._states.leave(number)
+        self._join()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Return a context in which work is submitted to the stream of the updates."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(computing_stream(self._device))
+        with self._stream:
+            yield
+
+    def _join(self) -> None:
+        """Make subsequent computation and all-gathers wait for the updates."""
+        if self._stream is not None:
+            computing_stream(self._device).wait_stream(self._stream)
+            self._gathers.wait_for(self._stream)
+
+    def _tries_speculation(self) -> bool:
+        """Return whether this step speculates. This method counts the steps of a pause."""
+        if self.mode != "speculative":
+            return False
+        if self._num_rejected >= _NUM_REJECTED:
+            self._num_rejected, self._num_steps_paused = 0, _NUM_PAUSED
+        self._num_steps_paused = max(0, self._num_steps_paused - 1)
+        return self._num_steps_paused == 0
+
+    def _is_deferred(self, number: int) -> bool:
+        return self.mode == "deferred" and (
+            self._units[number].module is not None or number in self._parameters.numbers
+        )
+
+    # Deferred updates
+
+    def watch(self) -> AbstractContextManager[Any] | None:
+        """Return a context for the first forward pass, which has no pending updates.
+
+        If the forward reads parameters of a block outside the block, deferred updates would be too late. In this case,
+        the mode becomes ``"plain"``. If the block's parameters leave the device, the context raises an error.
+        """
+        if self._parameters.leaves:
+            return self._parameters.watch()
+        return OutsideReads(self._units, self._be_plain) if self.mode == "deferred" else None
+
+    def _be_plain(self, parameter: Tensor) -> None:
+        self.mode = "plain"
+        notice(
+            f"a parameter of shape {tuple(parameter.shape)} is read outside the forward of its block, so blocks are "
+            "updated after backward (offload.update='plain')"
+        )
+
+    def _watch_forwards(self) -> None:
+        for number, unit in enumerate(self._units):
+            if unit.module is not None:
+                last = number + 1 if self._gathers_ahead else number
+                hook = partial(_before_forward, weakref.ref(self), last)
+                # Before the hooks of fully_shard, which read the shard.
+                self._handles.append(unit.module.register_forward_pre_hook(hook, prepend=True))
+        self._parameters.watch_forwards(partial(_when_present, weakref.ref(self)))
+
+    def complete_up_to(self, last: int) -> None:
+        """Complete the deferred updates of the units with numbers up to ``last``."""
+        for number in [number for number in self._pending if number <= last]:
+            self.complete(number)
+
+    def _complete_all(self) -> None:
+        for number in list(self._pending):
+            self.complete(number)
+
+    def complete(self, number: int) -> None:
+        """Complete the deferred update of a unit, if it is pending."""
+        pending = self._pending.pop(number, None)
+        if pending is None:
+            return
+        parameters = list(pending.gradients)
+        current = [each.grad for each in parameters]
+        # The forward of a step can run inside autocast and inside torch.inference_mode or no_grad.
+        with torch.autocast(self._device.type, enabled=False), with_options(self._homes, pending.options):
+            try:
+                for parameter, gradient in pending.gradients.items():
+                    parameter.grad = gradient
+                self._update_unit(number, parameters, self._homes, pending.changes)
+            finally:
+                for parameter, before in zip(parameters, current, strict=True):
+                    parameter.grad = before
+
+    # Speculative updates
+
+    def _watch_gradients(self) -> None:
+        for number, unit in enumerate(self._units):
+            for parameter in unit.parameters:
+                hook = partial(_after_gradient, weakref.ref(self), number)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def take(self, number: int, parameter: Tensor) -> None:
+        """Process the complete gradient of a parameter. Update the unit speculatively if it was the last gradient."""
+        waiting = self._waiting.get(number)
+        if not waiting:
+            return
+        waiting.discard(parameter)
+        if waiting:
+            return
+        del self._waiting[number]
+        parameters = [each for each in self._units[number].parameters if each.grad is not None and each in self._homes]
+        with self._updating():
+            self._states.begin_speculation(number)
+            step_only(self._homes, parameters)
+            self._states.end_speculation(number)
+        self._speculations[number] = _Speculation(self._versions(number), options_of(*self._optimizers))
+
+    def _versions(self, number: int) -> dict[Tensor, tuple[int, int]]:
+        found: dict[Tensor, tuple[int, int]] = {}
+        for parameter in self._units[number].parameters:
+            if parameter.grad is not None:
+                own = local_part(parameter.grad)
+                found[parameter] = (id(parameter.grad), torch_private.version_of(own))
+        return found
+
+    def _is_valid(self, number: int) -> bool:
+        speculation = self._speculations[number]
+        return speculation.versions == self._versions(number) and speculation.options == options_of(*self._optimizers)
+
+    def _reject(self, number: int) -> None:
+        del self._speculations[number]
+        with self._updating():
+            self._states.reject(number)
+        self._join()
+        self._was_rejected = True
+
+    def _reject_all(self) -> None:
+        for number in list(self._speculations):
+            self._reject(number)
+
+    # Between steps
+
+    def settle(self) -> None:
+        """Complete deferred updates, and reject speculative updates."""
+        if self._is_closed:
+            return
+        self._complete_all()
+        self._reject_all()
+        with self._updating():
+            self._states.settle()
+        self._join()
+        self._parameters.settle()
+
+    def place(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Replace tensors on the meta device by memory in the tier.
+
+        Raises:
+            CheckpointError: the states do not fit into the tier.
+        """
+        if not self._is_closed:
+            self._states.place(states)
+
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Send the states that were loaded into the optimizers to the tier."""
+        if self._is_closed:
+            return
+        self._pending, self._speculations = {}, {}
+        with self._updating():
+            self._states.take_loaded()
+        self._join()
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes of optimizer states that were read from the disk and written to it so far."""
+        return self._states.moved_bytes()
+
+    def close(self) -> None:
+        """Complete pending updates, remove all hooks, and free the tier. States and parameters remain readable."""
+        if self._is_closed:
+            return
+        self.settle()
+        self._is_closed, self.away = True, frozenset()
+        self._states.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._parameters.close()
+
+
+def _before_forward(updates: weakref.ref[OffloadedUpdates], last: int, *_: Any) -> None:
+    found = updates()
+    if found is not None:
+        found.complete_up_to(last)
+
+
+def _when_present(updates: weakref.ref[OffloadedUpdates], number: int) -> None:
+    found = updates()
+    if found is not None:
+        found.complete(number)
+
+
+def _after_gradient(updates: weakref.ref[OffloadedUpdates], number: int, parameter: Tensor) -> None:
+    found = updates()
+    if found is not None:
+        found.take(number, parameter)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check that parameters of ``optimizer`` can be updated one unit at a time.
+
+    Raises:
+        PlanError: its class is not supported.
+        TrainingError: it has hooks that run before its step.
+    """
+    if isinstance(optimizer, LBFGS):
+        problem = "does not support LBFGS, whose update of a parameter depends on all gradients"
+        raise PlanError("offload.optimizer_states", type(optimizer).__name__, problem, "Use another optimizer")
+    if not f"{type(optimizer).__module__}.".startswith(("torch.optim.", "roomier.")):
+        problem = "is not supported, because its update of a parameter can depend on other parameters"
+        action = "Use an optimizer of torch.optim, or offload only activations"
+        raise PlanError("offload: optimizer", type(optimizer).__name__, problem, action)
+    check_no_step_hooks(optimizer, "remove offload.optimizer_states and offload.parameters")

@@ -1,0 +1,183 @@
+"""Parameters and gradients in a tier, as the updates of an engine use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from roomier.core import torch_private
+from roomier.core.sharded import local_part
+from roomier.engine.parallel import Parallel
+from roomier.offload.regions import Region
+from roomier.offload.residency import UPDATE, AbsentWatch, Residency
+from roomier.offload.units import Unit
+from roomier.plan import BatchPlan
+
+Change = Callable[[Tensor], object]
+"""Changes a gradient in place."""
+
+
+class ParametersOnDevice:
+    """Parameters that stay on the device, so the engine handles their gradients.
+
+    Attributes:
+        leaves: whether parameters leave the device.
+        numbers: numbers of the units whose parameters leave.
+        changes: changes of the gradients since they were complete, in their order.
+    """
+
+    leaves = False
+    numbers: Collection[int] = ()
+    changes: tuple[Change, ...] = ()
+
+    def begin_step(self, pending: Sequence[int]) -> None:
+        """Free the gradients of the last step, except the gradients of the units in ``pending``."""
+
+    def watch(self) -> AbstractContextManager[Any] | None:
+        """Return a context for the first forward, which raises an error if code reads a parameter that is away."""
+        return None
+
+    def watch_forwards(self, complete: Callable[[int], object]) -> None:
+        """Call ``complete`` with the number of a unit when its parameters have arrived for a forward."""
+
+    def end_backward(self) -> None:
+        """Call after each backward pass."""
+
+    def with_gradients(self) -> list[int]:
+        """Return the numbers of the units that have gradients in the tier."""
+        return []
+
+    @contextmanager
+    def present(self, number: int, own: Mapping[Tensor, object], changes: Sequence[Change]) -> Iterator[list[Tensor]]:
+        """Return a context in which the parameters of a unit, and their gradients, are on the device.
+
+        Entering the context returns the parameters whose gradients were in the tier. Their gradients are freed at exit.
+
+        Args:
+            number: number of the unit.
+            own: the parameters that are updated.
+            changes: changes of the gradients.
+        """
+        yield []
+
+    def scale_away(self, factor: float | Tensor) -> None:
+        """Multiply the gradients in the tier by ``factor``."""
+
+    def clipped(self, batch_plan: BatchPlan, max_norm: float | None, algorithm: str | None) -> Tensor | None:
+        """Return None, because the engine clips gradients on the device. See :attr:`leaves`."""
+        return None
+
+    def settle(self) -> None:
+        """Make the complete parameters readable."""
+
+    def close(self) -> None:
+        """Remove all hooks, and free the tier. The parameters remain readable."""
+
+
+class ParameterTier(ParametersOnDevice):
+    """Parameters and gradients of regions in a tier.
+
+    Args:
+        residency: the regions.
+        units: the units of the updates. A unit with the parameters of a region is updated while the region is present.
+        homes: the parameters that optimizers update, in their order.
+        parallel: the distribution of the network.
+    """
+
+    leaves = True
+
+    def __init__(
+        self, residency: Residency, units: Sequence[Unit], homes: Mapping[Tensor, object], parallel: Parallel
+    ) -> None:
+        self._residency, self._homes, self._parallel = residency, homes, parallel
+        by_parameter = {parameter: region for region in residency.regions for parameter in region.parameters}
+        self.regions: dict[int, Region] = {
+            number: by_parameter[unit.parameters[0]]
+            for number, unit in enumerate(units)
+            if unit.parameters[0] in by_parameter
+        }
+        self.numbers = self.regions.keys()
+        self.changes = ()
+        residency.gradients.measures_norms = True
+
+    def begin_step(self, pending: Sequence[int]) -> None:
+        gradients = self._residency.gradients
+        self.changes = ()
+        gradients.norms.clear()
+        for number, region in self.regions.items():
+            if number not in pending:
+                gradients.forget(region)
+        gradients.begin_step()
+
+    def watch(self) -> AbstractContextManager[Any]:
+        return AbsentWatch(self._residency)
+
+    def watch_forwards(self, complete: Callable[[int], object]) -> None:
+        numbers = {region: number for number, region in self.regions.items()}
+        self._residency.before_use.append(lambda region: complete(numbers[region]) if region in numbers else None)
+
+    def end_backward(self) -> None:
+        self._residency.end_backward()
+
+    def with_gradients(self) -> list[int]:
+        return [number for number, region in self.regions.items() if self._residency.gradients.has(region)]
+
+    @contextmanager
+    def present(self, number: int, own: Mapping[Tensor, object], changes: Sequence[Change]) -> Iterator[list[Tensor]]:
+        region = self.regions.get(number)
+        if region is None:
+            yield []
+            return
+        residency, gradients = self._residency, self._residency.gradients
+        residency.use((region,), UPDATE)
+        gradients.arrive(region)
+        found: list[Tensor] = [each for each in region.parameters if each.grad is not None and each in own]
+        for parameter in found:
+            assert parameter.grad is not None
+            for change in changes:
+                change(local_part(parameter.grad))
+        left = [each for each in region.parameters if each.grad is not None and each not in own]
+        yield found
+        residency.changed(region)
+        for parameter in found:
+            parameter.grad = None
+        if left:  # parameters of a different optimizer
+            gradients.leave(region)
+        else:
+            gradients.forget(region)
+
+    def clipped(self, batch_plan: BatchPlan, max_norm: float | None, algorithm: str | None) -> Tensor | None:
+        limit = batch_plan.gradient_clip_val if max_norm is None else max_norm
+        if limit is None:
+            return None
+        resident = [each for each in self._homes if each.grad is not None]
+        if (algorithm or batch_plan.gradient_clip_algorithm) == "value":
+            self._parallel.clip_grad_value_(resident, limit)
+            self.changes = (*self.changes, lambda gradient: gradient.clamp_(-limit, limit))
+            return None
+        away = self._residency.gradients.norms
+        norms = {
+            each: torch_private.norm_of(local_part(each.grad)) if each.grad is not None else away[each]
+            for each in self._homes
+            if each.grad is not None or each in away
+        }
+        norm = self._parallel.join_norms(norms)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
+        torch_private.scale_each([local_part(each.grad) for each in resident if each.grad is not None], factor)
+        self.changes = (*self.changes, lambda gradient: torch_private.scale_each([gradient], factor))
+        return norm
+
+    def scale_away(self, factor: float | Tensor) -> None:
+        norms = self._residency.gradients.norms
+        norms.update({parameter: norm * factor for parameter, norm in norms.items()})
+        self.changes = (*self.changes, lambda gradient: gradient.mul_(factor))
+
+    def settle(self) -> None:
+        self._residency.settle()
+        self._residency.show_stored()
+
+    def close(self) -> None:
+        self._residency.detach()

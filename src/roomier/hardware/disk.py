@@ -1,0 +1,106 @@
+"""Measurement of a disk with the transfers of offloaded data."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from roomier.core.errors import RoomierError, TierError
+from roomier.core.log import quiet
+from roomier.tiers.buffers import allocate
+from roomier.tiers.folder import free_bytes
+from roomier.tiers.scratch import Scratch
+from roomier.tiers.transfers import Job
+
+_CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """Rates in bytes per second.
+
+    Attributes:
+        read, write: rates of reads alone and of writes alone.
+        both: total rate of reads and writes at the same time.
+    """
+
+    read: float
+    write: float
+    both: float
+
+
+def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRates:
+    """Measure reads and writes of a temporary file in ``folder``, which is created if it does not exist.
+
+    The transfers are the transfers of offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
+    file system does not support direct I/O, written data is flushed to the disk before the clock stops, and removed
+    from the page cache before it is read. A folder in memory (tmpfs) has the rate of memory, as in a run.
+
+    Args:
+        folder: folder of the file.
+        seconds: approximate duration.
+        num_bytes: maximum number of bytes in each direction.
+
+    Raises:
+        RoomierError: the folder is not writable.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        most_bytes = min(num_bytes, free_bytes(folder) // 8) // _CHUNK_BYTES * _CHUNK_BYTES
+        if most_bytes == 0:
+            raise OSError("the disk is full")
+        with quiet():
+            scratch = Scratch(folder)
+    except (OSError, TierError) as error:
+        raise RoomierError("folder", str(folder), f"is not writable: {error}", "Choose a writable folder") from error
+    try:
+        return _Measurement(scratch, most_bytes).rates(seconds)
+    finally:
+        scratch.close()
+
+
+class _Measurement:
+    def __init__(self, scratch: Scratch, most_bytes: int) -> None:
+        self._scratch, self._most_bytes = scratch, most_bytes
+        self._starts = [scratch.reserve(most_bytes) for _ in range(2)]  # of reads, and of writes
+        # Drives that compress data would store zeros too fast.
+        self._buffers = [allocate(_CHUNK_BYTES, pinned=False).copy_(_random_bytes()) for _ in range(2)]
+
+    def rates(self, seconds: float) -> DiskRates:
+        chunk_s = self._seconds(0, _CHUNK_BYTES)
+        num_bytes = int(seconds / 8 / chunk_s) * _CHUNK_BYTES
+        num_bytes = max(_CHUNK_BYTES, min(num_bytes, self._most_bytes))
+        for start in self._starts:  # the first write to a part of the file also updates the file system
+            self._seconds(0, num_bytes, start)
+        return DiskRates(
+            read=num_bytes / self._seconds(num_bytes, 0),
+            write=num_bytes / self._seconds(0, num_bytes),
+            both=2 * num_bytes / self._seconds(num_bytes, num_bytes),
+        )
+
+    def _seconds(self, read_bytes: int, written_bytes: int, written_start: int | None = None) -> float:
+        """Return the seconds of concurrent reads and writes."""
+        if not self._scratch.is_direct:
+            self._scratch.empty_cache()
+        read_start, write_start = self._starts
+        write_start = write_start if written_start is None else written_start
+        start_s = time.perf_counter()
+        jobs = []
+        for offset in range(0, max(read_bytes, written_bytes), _CHUNK_BYTES):
+            if offset < read_bytes:
+                jobs.append(Job(self._buffers[0], read_start + offset))
+                self._scratch.transfers.read(jobs[-1])
+            if offset < written_bytes:
+                jobs.append(Job(self._buffers[1], write_start + offset))
+                self._scratch.transfers.write(jobs[-1])
+        self._scratch.wait_for(lambda: all(job.is_done for job in jobs))
+        if written_bytes and not self._scratch.is_direct:
+            self._scratch.empty_cache()
+        return time.perf_counter() - start_s
+
+
+def _random_bytes() -> torch.Tensor:
+    return torch.randint(256, (_CHUNK_BYTES,), dtype=torch.uint8)

@@ -1,0 +1,158 @@
+"""The answers to the settings of another library."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roomier.core.errors import PlanError, shorten
+from roomier.core.log import notice
+from roomier.plan.rules import refuse
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one setting.
+
+    Attributes:
+        setting: name of the setting in the other library, such as ``"zero_optimization.stage"``.
+        value: value of the setting.
+        keyword: argument of the Trainer that the setting determines, such as ``"offload.parameters"``. Empty if the
+            setting has no effect.
+        meaning: value of the argument.
+        remark: reason why the setting has no effect, or a difference between the setting and the argument.
+    """
+
+    setting: str
+    value: object
+    keyword: str = ""
+    meaning: object = None
+    remark: str = ""
+
+    @property
+    def text(self) -> str:
+        """The answer in words, such as ``"precision='bf16-mixed'"`` or ``"no effect: ..."``."""
+        if not self.keyword:
+            return f"no effect: {self.remark}"
+        return f"{self.keyword}={self.meaning!r}" + (f" ({self.remark})" if self.remark else "")
+
+
+class Answers:
+    """The answers to all settings of one object, file or argument of another library.
+
+    Args:
+        source: name of the object in messages, such as ``"FSDPStrategy"``.
+
+    Attributes:
+        given: the answers, in the order of the settings.
+        errors: the settings that are rejected.
+        notes: further sentences for the user.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.given: list[Answer] = []
+        self.errors: list[PlanError] = []
+        self.notes: list[str] = []
+
+    def use(self, setting: str, value: object, keyword: str, meaning: object, remark: str = "") -> None:
+        """Answer with ``keyword=meaning``. A dot in ``keyword`` precedes a key of a dict, as in ``"offload.share"``."""
+        for each in self.given:
+            if each.keyword == keyword and each.meaning != meaning:
+                problem = f"requires {keyword}={meaning!r}, but {each.setting} requires {each.meaning!r}"
+                self.reject(setting, value, problem, f"Remove {setting} or {each.setting}")
+                return
+        self.given.append(Answer(setting, value, keyword, meaning, remark))
+
+    def ignore(self, setting: str, value: object, reason: str) -> None:
+        """Answer that the setting has no effect because of ``reason``."""
+        self.given.append(Answer(setting, value, remark=reason))
+
+    def reject(self, setting: str, value: object, problem: str, action: str) -> None:
+        """Answer with an error, which :meth:`keywords` raises."""
+        self.errors.append(PlanError(f"{self.source}: {setting}", value, problem, action))
+
+    def meaning_of(self, keyword: str) -> Any:
+        """Return the value of ``keyword``, or None if no setting determines it."""
+        return next((each.meaning for each in self.given if each.keyword == keyword), None)
+
+    def settings_of(self, keyword: str) -> list[Answer]:
+        """Return the answers that set keys of the dict ``keyword``."""
+        return [each for each in self.given if each.keyword.startswith(f"{keyword}.")]
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the arguments of the Trainer.
+
+        Raises:
+            PlanError: settings are rejected. All errors are reported together.
+        """
+        refuse(self.errors)
+        found: dict[str, Any] = {}
+        for each in self.given:
+            if each.keyword:
+                name, _, key = each.keyword.partition(".")
+                own_key = key or ("name" if name in _WITH_NAME else "")
+                if own_key:
+                    found.setdefault(name, {})[own_key] = each.meaning
+                else:
+                    found[name] = each.meaning
+        for name in _WITH_NAME & found.keys():
+            if found[name].keys() == {"name"}:
+                found[name] = found[name]["name"]
+        return found
+
+    def remarks(self) -> Iterator[str]:
+        """Yield one sentence for each setting that has no effect, and for each argument with a remark."""
+        for each in self.given:
+            if each.remark:
+                yield f"{self.source}: {each.setting}={shorten(each.value, 60)}: {each.text}"
+
+    def report(self) -> None:
+        """Print the remarks as notices."""
+        for remark in self.remarks():
+            notice(remark)
+
+    def table(self) -> str:
+        """Return all answers as a table: first the arguments, then the settings without effect, by their reasons."""
+        used = [(f"{each.setting}={shorten(each.value, 40)}", each.text) for each in self.given if each.keyword]
+        width = max((len(setting) for setting, _ in used), default=0)
+        lines = [f"  {setting:{width}}  {text}" for setting, text in used]
+        reasons: dict[str, list[str]] = {}
+        for each in self.given:
+            if not each.keyword:
+                reasons.setdefault(each.remark, []).append(f"{each.setting}={shorten(each.value, 40)}")
+        for reason, settings in reasons.items():
+            lines += textwrap.wrap(", ".join(settings), 98, initial_indent="  ", subsequent_indent="  ")
+            lines += [f"    no effect: {reason}"]
+        return "\n".join([f"{self.source}:", *lines, *(f"  {note}" for note in self.notes)])
+
+
+_WITH_NAME = {"strategy", "optimizer", "lr_schedule"}
+
+
+def merged(answers: Answers, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments ``given`` to the Trainer together with the arguments in ``answers``.
+
+    Args:
+        defaults: the default values of the arguments. An argument with its default value counts as not given.
+
+    Raises:
+        PlanError: an argument and a setting request different values.
+    """
+    found = answers.keywords()
+    errors: list[PlanError] = []
+    for name in found.keys() & given.keys():
+        own, value = given[name], found[name]
+        if own is None or (name in defaults and own == defaults[name]):
+            continue
+        is_both = isinstance(own, Mapping) and isinstance(value, Mapping)
+        if is_both and all(own[key] == value[key] for key in own.keys() & value.keys()):
+            found[name] = {**value, **own}
+        elif own != value:
+            settings = [each.setting for each in answers.given if each.keyword.partition(".")[0] == name]
+            problem = f"differs from {value!r}, which {answers.source} requests ({', '.join(settings)})"
+            errors.append(PlanError(name, own, problem, f"Remove {name}, or change the setting"))
+    refuse(errors)
+    return {**given, **found}

@@ -1,0 +1,106 @@
+"""Lightning's plugins and accelerators as arguments of the Trainer: precision, cluster environment, checkpoint files,
+and synchronization of BatchNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roomier.migrate.answers import Answers
+from roomier.migrate.objects import kind_of, setting_of
+
+_DETECTED = "the launcher is detected from its environment variables"
+_PRECISIONS = {
+    "Precision": "32-true",
+    "MixedPrecision": None,
+    "HalfPrecision": None,
+    "FSDPPrecision": None,
+    "DeepSpeedPrecision": None,
+    "XLAPrecision": None,
+    "DoublePrecision": "64-true",
+}
+"""Precision plugins, with their precision if the object does not store it."""
+
+_ACCELERATORS = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda", "MPSAccelerator": "mps", "XLAAccelerator": "tpu"}
+
+_WITHOUT_EFFECT = {
+    "LightningEnvironment": "roomier starts the ranks itself if no launcher did",
+    "TorchElasticEnvironment": _DETECTED,
+    "SLURMEnvironment": "SLURM is detected from its variables; a signal ends the run after a checkpoint is saved",
+    "MPIEnvironment": _DETECTED,
+    "TorchCheckpointIO": "checkpoints are folders, which every rank writes; `roomier export` writes a single file",
+}
+
+_REJECTED = {
+    "KubeflowEnvironment": ("is not detected", "Start the pods with torchrun, whose variables are detected"),
+    "LSFEnvironment": ("is not detected", "Start the ranks with torchrun or mpirun, which are detected"),
+    "XLAEnvironment": ("is not detected", "Start the ranks with torchrun, which is detected"),
+    "AsyncCheckpointIO": ("is not supported", "Use callbacks=[ModelCheckpoint(async_save=True)]"),
+    "XLACheckpointIO": ("is not supported, because checkpoints are folders", "Remove it"),
+    "TransformerEnginePrecision": ("is not implemented", "Use precision='bf16-mixed'"),
+    "BitsandbytesPrecision": (
+        "quantizes weights that train, which loses updates",
+        "Use lora={'rank': 8, 'base': 'nf4'}, which trains adapters on quantized weights",
+    ),
+    "TorchSyncBatchNorm": (
+        "is not applied to a model",
+        "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    ),
+}
+"""Plugins that are not supported, with the problem and the action."""
+
+_BASES = {
+    "CheckpointIO": (
+        "is a custom CheckpointIO, which roomier does not call",
+        "Remove it, and convert finished checkpoints with `roomier export`, or copy them in on_save_checkpoint",
+    ),
+    "ClusterEnvironment": (
+        "is a custom ClusterEnvironment, which roomier does not call",
+        "Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does",
+    ),
+    "Precision": ("is a custom precision plugin", "Use precision='bf16-mixed', or cast in forward of the module"),
+    "LayerSync": ("is a custom LayerSync", "Convert the layers of the model before fit"),
+}
+
+
+def answer_plugin(answers: Answers, setting: str, plugin: object) -> None:
+    """Answer one plugin."""
+    name = type(plugin).__name__
+    bases = {each.__name__ for each in type(plugin).__mro__[1:]}
+    if name in _REJECTED:
+        answers.reject(setting, name, *_REJECTED[name])
+    elif name in _WITHOUT_EFFECT:
+        answers.ignore(setting, name, _WITHOUT_EFFECT[name])
+    elif name in _PRECISIONS:
+        _answer_precision(answers, setting, plugin)
+    else:
+        base = next((each for each in _BASES if each in bases), None)
+        unknown = ("is not a plugin that roomier supports", "Use the argument that replaces it, such as precision")
+        answers.reject(setting, plugin, *(unknown if base is None else _BASES[base]))
+
+
+def _answer_precision(answers: Answers, setting: str, plugin: object) -> None:
+    name = type(plugin).__name__
+    mode = _PRECISIONS[name] or getattr(plugin, "precision", "32-true")
+    answers.use(setting, name, "precision", mode)
+    scaler = setting_of(plugin, "scaler")
+    if scaler is not None and getattr(scaler, "get_scale", lambda: _FIRST_SCALE)() not in (_FIRST_SCALE, 1.0):
+        reason = "roomier creates the scaler; the scale does not change the gradient of a step that is not skipped"
+        answers.ignore(f"{setting}.scaler", type(scaler).__name__, reason)
+
+
+_FIRST_SCALE = 65536.0
+
+
+def answer_accelerator(answers: Answers, accelerator: object) -> None:
+    """Answer an accelerator object."""
+    kind = kind_of(accelerator, _ACCELERATORS, "accelerator")
+    if kind is None:
+        action = "Use accelerator='cpu', 'cuda', 'mps', 'xpu', 'npu' or 'tpu'"
+        answers.reject("accelerator", accelerator, "is not an accelerator of torch", action)
+    else:
+        answers.use("accelerator", kind, "accelerator", _ACCELERATORS[kind])
+
+
+def plugins_of(given: Any) -> list[Any]:
+    """Return the plugins of the argument ``plugins`` as a list."""
+    return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -1,0 +1,158 @@
+"""BERT with a classifier for sequences (Devlin et al. 2018, arXiv 1810.04805).
+
+The suffix of a tensor's name is its shape:
+
+    B  sequences in the batch      H  attention heads
+    T  tokens of a sequence        K  width of one head, D / H
+    D  width of the model          C  classes
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from roomier.core.errors import RoomierError
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Configuration of a :class:`Bert`. The defaults describe ``bert-large-uncased`` with two classes.
+
+    Attributes:
+        vocab_size: number of different tokens.
+        context: maximum length of a sequence in tokens.
+        num_layers: number of blocks.
+        num_heads: attention heads per block.
+        width: size of the hidden states.
+        dropout: probability of dropout on embeddings, attention weights and both residual branches.
+        num_classes: number of classes.
+        fused_attention: compute attention without materialized scores. False materializes the scores, as Transformers
+            did until 2023.
+
+    Raises:
+        RoomierError: a size is not positive, or ``width`` is not a multiple of ``num_heads``.
+    """
+
+    vocab_size: int = 30_522
+    context: int = 512
+    num_layers: int = 24
+    num_heads: int = 16
+    width: int = 1024
+    dropout: float = 0.1
+    num_classes: int = 2
+    fused_attention: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "context", "num_layers", "num_heads", "width", "num_classes"):
+            if getattr(self, field) < 1:
+                raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
+        if self.width % self.num_heads:
+            problem = f"must be divisible by the {self.num_heads} heads"
+            raise RoomierError("width", self.width, problem, "Make it a multiple of num_heads")
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over all tokens."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.query = nn.Linear(config.width, config.width)
+        self.key = nn.Linear(config.width, config.width)
+        self.value = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the attention output, ``[B, T, D]``."""
+        dropout = self.config.dropout if self.training else 0.0
+        q_BHTK, k_BHTK, v_BHTK = (self._split(each(x_BTD)) for each in (self.query, self.key, self.value))
+        if self.config.fused_attention:
+            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout)
+        else:
+            scores_BHTT = q_BHTK @ k_BHTK.transpose(2, 3) / math.sqrt(q_BHTK.shape[-1])
+            y_BHTK = F.dropout(scores_BHTT.softmax(dim=-1), dropout) @ v_BHTK
+        y_BTD: Tensor = self.out(y_BHTK.transpose(1, 2).flatten(2))
+        return y_BTD
+
+    def _split(self, x_BTD: Tensor) -> Tensor:
+        B, T, _ = x_BTD.shape
+        return x_BTD.view(B, T, self.config.num_heads, -1).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward network, each followed by a residual connection and LayerNorm."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.norm_attention = nn.LayerNorm(config.width, eps=1e-12)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+        self.norm_mlp = nn.LayerNorm(config.width, eps=1e-12)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the hidden states after the block, ``[B, T, D]``."""
+        x_BTD = self.norm_attention(x_BTD + self.dropout(self.attention(x_BTD)))
+        y_BTD: Tensor = self.norm_mlp(x_BTD + self.dropout(self.down(F.gelu(self.up(x_BTD)))))
+        return y_BTD
+
+
+class Bert(nn.Module):
+    """BERT with a classifier over the first token. ``blocks`` contains the identical layers.
+
+    Args:
+        config: sizes of the model.
+
+    Example:
+        >>> model = Bert(BertConfig(num_layers=12, num_heads=12, width=768))
+        >>> logits, loss = model(input_ids, labels)
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.segments = nn.Embedding(2, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=1e-12)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.pooler = nn.Linear(config.width, config.width)
+        self.classifier = nn.Linear(config.width, config.num_classes)
+        for each in self.modules():
+            if isinstance(each, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(each.weight, std=0.02)
+            if isinstance(each, nn.Linear):
+                nn.init.zeros_(each.bias)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits ``[B, C]``. If ``labels`` is given, also return the mean cross-entropy.
+
+        All tokens belong to the first segment.
+
+        Args:
+            input_ids: tokens ``[B, T]``, with ``T`` at most ``config.context``. Sequences have no padding.
+            labels: class of each sequence, ``[B]``.
+
+        Raises:
+            RoomierError: the sequences are longer than the context.
+        """
+        T = input_ids.shape[1]
+        if self.config.context < T:
+            problem = f"must have at most {self.config.context} positions, the context of the model"
+            raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")
+        positions_T = torch.arange(T, device=input_ids.device)
+        x_BTD = self.tokens(input_ids) + self.segments(torch.zeros_like(input_ids)) + self.positions(positions_T)
+        x_BTD = self.dropout(self.norm(x_BTD))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BC: Tensor = self.classifier(self.dropout(self.pooler(x_BTD[:, 0]).tanh()))
+        if labels is None:
+            return logits_BC
+        return logits_BC, F.cross_entropy(logits_BC, labels)

@@ -1,0 +1,1 @@
+"""Optimizer states and parameters that leave the device between their uses."""

@@ -1,0 +1,70 @@
+"""Detection of parameters that a forward pass reads outside the block that contains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from roomier.core.tree import tensors
+from roomier.offload.units import Unit
+
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        *("device", "dtype", "layout", "shape", "ndim", "itemsize", "nbytes"),
+        *("requires_grad", "is_leaf", "grad", "grad_fn"),
+        *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested"),
+    )
+) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_contiguous}
+"""Functions that return facts about a parameter instead of its values. ``fully_shard`` calls some of them before its
+first forward."""
+
+
+def _reads_only_metadata(func: Any) -> bool:
+    return func in _METADATA
+
+
+class OutsideReads(TorchFunctionMode):
+    """Context of a forward pass that finds functions of torch with a parameter of a block as an argument while the
+    block does not run.
+
+    Functions are slower in this context, so it is used for only one forward pass.
+
+    Args:
+        units: the units. Units without a module are ignored.
+        report: function that receives the first parameter that was read outside its block.
+    """
+
+    def __init__(self, units: Sequence[Unit], report: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._owner = {each: unit.module for unit in units if unit.module is not None for each in unit.parameters}
+        self._report: Callable[[Tensor], Any] | None = report
+        self._running: set[nn.Module] = set()
+        self._handles = ExitStack()
+
+    def __enter__(self) -> OutsideReads:
+        for module in set(self._owner.values()):
+            begin = module.register_forward_pre_hook(lambda block, _: self._running.add(block), prepend=True)
+            end = module.register_forward_hook(lambda block, *_: self._running.discard(block), always_call=True)
+            self._handles.callback(begin.remove)
+            self._handles.callback(end.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._handles.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._report is not None and not _reads_only_metadata(func):
+            for each in tensors((args, kwargs)):
+                owner = self._owner.get(each)  # type: ignore[call-overload]
+                if owner is not None and owner not in self._running:
+                    report, self._report = self._report, None
+                    report(each)
+                    break
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,202 @@
+"""Regions: parts of a network whose parameters leave the device together.
+
+A region is a block, or a submodule outside the blocks that contains no block, such as an embedding or an output layer.
+Parameters of modules that contain blocks belong to no region and stay on the device, because code outside the forward
+of a region reads them. Parameters that two regions share belong to the first of these regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+MIN_BYTES = 2**20
+"""Parameters of smaller modules outside the blocks stay on the device by default, because a transfer takes longer than
+their computation."""
+ALIGNMENT = 512
+"""Parameters start at multiples of this number of bytes, as in separate allocations, so kernels are the same."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of a tensor in a storage.
+
+    Attributes:
+        first: index of the first byte.
+        dtype: dtype of the tensor.
+        size: shape of the tensor.
+        stride: strides of the tensor in elements.
+    """
+
+    first: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def within(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor as a view of ``storage``."""
+        view = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return view.set_(storage, self.first // self.dtype.itemsize, self.size, self.stride)
+
+
+class Slot(Protocol):
+    """A parameter of a region, whose data is replaced when the region arrives and leaves.
+
+    Attributes:
+        parameter: the parameter.
+        place: position of the stored tensor in the record of the region.
+    """
+
+    @property
+    def parameter(self) -> nn.Parameter: ...
+
+    @property
+    def place(self) -> Place: ...
+
+    @property
+    def content(self) -> Tensor:
+        """The stored tensor."""
+        ...
+
+    def own(self, stored: Tensor) -> Tensor:
+        """Return the part of ``stored`` that belongs to the parameter, without padding."""
+        ...
+
+    def show(self, stored: Tensor) -> None:
+        """Make ``stored`` the data of the parameter."""
+        ...
+
+    def leave_meta(self, stored: Tensor) -> None:
+        """Make ``stored`` the data of the parameter, which is on the meta device."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSlot:
+    """A parameter that is not sharded. See :class:`Slot`."""
+
+    parameter: nn.Parameter
+    place: Place
+
+    @property
+    def content(self) -> Tensor:
+        return self.parameter.detach()
+
+    def own(self, stored: Tensor) -> Tensor:
+        return stored
+
+    def show(self, stored: Tensor) -> None:
+        self.parameter.data = stored
+
+    def leave_meta(self, stored: Tensor) -> None:
+        made = nn.Parameter(stored, self.parameter.requires_grad)
+        made.__dict__.update(self.parameter.__dict__)
+        # Other code has references to the parameter.
+        torch.utils.swap_tensors(self.parameter, made)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Part of a network whose parameters leave the device together.
+
+    Attributes:
+        index: number of the region.
+        name: name of the module.
+        slots: the parameters that leave, in the order of the record.
+        num_bytes: size of the record.
+    """
+
+    index: int
+    name: str
+    slots: tuple[Slot, ...]
+    num_bytes: int
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that leave."""
+        return tuple(slot.parameter for slot in self.slots)
+
+
+def regions_of(
+    network: nn.Module, blocks: Sequence[nn.Module], min_bytes: int, stays: Callable[[nn.Module], bool]
+) -> list[Region]:
+    """Return the regions of ``network`` in the order of registration.
+
+    Args:
+        blocks: the blocks of the network.
+        min_bytes: parameters of smaller modules outside the blocks stay on the device.
+        stays: returns True for modules outside the blocks whose parameters stay on the device.
+    """
+    regions: list[Region] = []
+    known: set[nn.Parameter] = set()
+    for name, module in _modules_of(network, set(blocks)):
+        own = [each for each in dict.fromkeys(module.parameters()) if each not in known and can_leave(each)]
+        known.update(own)
+        places, num_bytes = layout(own)
+        is_large = module in blocks or num_bytes >= min_bytes
+        if own and is_large and not any(stays(each) for each in module.modules()):
+            slots = tuple(WholeSlot(parameter, place) for parameter, place in zip(own, places, strict=True))
+            regions.append(Region(len(regions), name, slots, num_bytes))
+    return regions
+
+
+def large_modules(network: nn.Module, blocks: Sequence[nn.Module], min_bytes: int = MIN_BYTES) -> list[nn.Module]:
+    """Return the modules whose parameters form regions, for a forecast. The arguments are those of
+    :func:`regions_of`."""
+    return [
+        module
+        for _, module in _modules_of(network, set(blocks))
+        if module in blocks or sum(each.numel() * each.itemsize for each in module.parameters()) >= min_bytes
+    ]
+
+
+def modules_with(
+    network: nn.Module, blocks: Sequence[nn.Module], regions: Sequence[Region]
+) -> dict[nn.Module, tuple[Region, ...]]:
+    """Return the modules whose forwards read parameters of ``regions``, with the regions that each of them reads."""
+    home = {parameter: region for region in regions for parameter in region.parameters}
+    found = {}
+    for _, module in _modules_of(network, set(blocks)):
+        read = tuple(dict.fromkeys(home[each] for each in module.parameters() if each in home))
+        if read:
+            found[module] = read
+    return found
+
+
+def can_leave(parameter: nn.Parameter) -> bool:
+    """Return whether ``parameter`` is an ordinary tensor without gaps, so that it can be a view of a record."""
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_quantized:
+        return False
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return 0 < parameter.numel() == extent
+
+
+def _modules_of(network: nn.Module, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Return the blocks and the largest modules outside the blocks that contain no block."""
+    above = {module for module in network.modules() if not blocks.isdisjoint(module.modules()) and module not in blocks}
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        if module not in above:
+            yield name, module
+            return
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+
+    yield from walk("", network)
+
+
+def layout(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
+    """Return the positions of ``tensors`` in a record, and the size of the record in bytes."""
+    places, first = [], 0
+    for each in tensors:
+        places.append(Place(first, each.dtype, each.shape, each.stride()))
+        first += -(-each.numel() * each.itemsize // ALIGNMENT) * ALIGNMENT
+    return places, first

@@ -1,0 +1,97 @@
+"""Units: groups of parameters whose states leave the device and return together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from roomier.core.sharded import local_part
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are updated together.
+
+    Attributes:
+        parameters: the parameters, which belong to no other unit.
+        module: the block that contains all of them, and whose forward reads them before any other code of a step.
+            None for parameters outside the blocks.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    module: nn.Module | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements on this rank."""
+        return sum(num_local(each) for each in self.parameters)
+
+
+def num_local(parameter: Tensor) -> int:
+    """Return the number of elements of this rank's shard of ``parameter``."""
+    return local_part(parameter.detach()).numel()
+
+
+def units_of(parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module], apart: Iterable[Tensor]) -> list[Unit]:
+    """Return the units of ``parameters``: first the units outside ``modules``, then one unit for each module.
+
+    Parameters outside the modules form units of at most the size of the largest module, unless one parameter is larger.
+
+    Args:
+        parameters: the parameters that the optimizers update.
+        modules: modules that share no parameter with code outside them, in the order of their forwards.
+        apart: parameters that do not belong to the unit of their module.
+    """
+    left = dict.fromkeys(parameters)
+    separate = set(apart)
+    inside: list[Unit] = []
+    for module in modules:
+        own = tuple(each for each in module.parameters() if each in left and each not in separate)
+        if own:
+            inside.append(Unit(own, module))
+        for each in own:
+            del left[each]
+    limit = max((unit.num_elements for unit in inside), default=0)
+    outside: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in left:
+        size = num_local(parameter)
+        if not outside or size > room:
+            outside.append([])
+            room = limit
+        outside[-1].append(parameter)
+        room -= size
+    return [*(Unit(tuple(each)) for each in outside), *inside]
+
+
+def units_around(regions: Iterable[Sequence[nn.Parameter]], parameters: Sequence[nn.Parameter]) -> list[Unit]:
+    """Return the units of ``parameters``: one unit for the parameters outside ``regions``, then one for each region.
+
+    Args:
+        regions: parameters that leave the device together, in the order of their forwards.
+    """
+    left = dict.fromkeys(parameters)
+    inside = [Unit(tuple(each for each in region if each in left)) for region in regions]
+    for unit in inside:
+        for each in unit.parameters:
+            del left[each]
+    return [*([Unit(tuple(left))] if left else []), *(unit for unit in inside if unit.parameters)]
+
+
+def first_leaving(sizes: Sequence[int], share: float) -> int:
+    """Return the number of the first unit that leaves. This unit and all later units leave, and their total size is as
+    close to ``share`` of all units as whole units allow.
+
+    The first units remain on the device, because the next step needs them first.
+
+    Args:
+        sizes: size of each unit in bytes.
+        share: fraction of the bytes, from 0 to 1.
+    """
+    wanted, taken, first = share * sum(sizes), 0, len(sizes)
+    while first and abs(taken + sizes[first - 1] - wanted) <= abs(taken - wanted) and taken < wanted:
+        first -= 1
+        taken += sizes[first]
+    return first

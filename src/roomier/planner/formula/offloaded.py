@@ -1,0 +1,464 @@
+"""Model states in lower tiers: bytes on the device, in host memory and on disk, and the traffic of a step.
+
+[Note: units on the device]
+The optimizer states of a unit are on the device while the unit is updated. The states of the previous unit are copied
+to the host at the same time, and the states of the next unit are copied to the device, so the states of at most three
+units are on an accelerator. The states that left last remain until the next states leave, and between two updates the
+next states are already on the device. The gradients of a deferred update exist until the update, which is in the
+forward of the next step. With sharded parameters, deferred updates are complete one unit ahead. A speculative update
+runs at the end of the backward of its block.
+
+Parameters are on the device while their block computes, together with the parameters of the next block. In backward,
+the gradients of the previous block are copied to the host at the same time. At the end of the backward of a block, its
+gradients exist two times, as tensors of autograd and as the record that leaves. In an update, the parameters and
+gradients of the unit and the updated parameters of the previous unit are on the device.
+
+On a CPU, the states of a unit are updated in the buffers of the disk tier, so the buffers are the only additional
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from roomier.engine.parameter_tier import NUM_BUFFERS, NUM_STATE_BUFFERS
+from roomier.memory.kinds import Kind, total_bytes
+from roomier.memory.model_states import StateBytes
+from roomier.memory.walk import Layout, own_shape
+from roomier.memory.weights import Weight
+from roomier.offload.regions import ALIGNMENT as PARAMETER_ALIGNMENT
+from roomier.offload.states import aligned, record_size
+from roomier.offload.units import first_leaving
+from roomier.plan import Plan
+from roomier.plan.offload_rules import update_mode
+from roomier.planner.dry_runs.dry_run import NumBytes, Stretch
+from roomier.planner.forecast import Traffic
+from roomier.tiers.buffers import allocated_bytes, buffer_sizes, padded
+
+StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]
+"""Function that returns the bytes of each state that is not a scalar, given the shape of the shard."""
+Group = tuple[str, Sequence[Weight]]
+"""Name of a module that is updated as one unit, or an empty name for the rest of the network; and its weights."""
+
+
+@dataclass(frozen=True)
+class MovedUnit:
+    """Part of the model states of one rank that leaves the device between its uses.
+
+    Attributes:
+        place: name of the block; empty for parameters outside the blocks.
+        content_bytes: bytes that leave.
+        read_bytes: bytes from the start of the record to the end of its content.
+        record_bytes: size of the record.
+        gradient_bytes: bytes of the gradients of the unit on this rank.
+        cast_bytes: bytes of the copies of parameters in lower precision that autocast creates while the unit is on the
+            device.
+    """
+
+    place: str
+    content_bytes: int
+    read_bytes: int
+    record_bytes: int
+    gradient_bytes: int
+    cast_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """Model states of one rank in lower tiers.
+
+    Attributes:
+        states: units of optimizer states that leave, in the order of their updates.
+        parameters: units of parameters that leave.
+        state_tier: ``"none"``, ``"cpu"`` or ``"disk"``.
+        parameter_tier: ``"none"``, ``"cpu"`` or ``"disk"``.
+        mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
+        on_cpu: whether the device is the host.
+        num_micro_batches: number of micro-batches per optimizer step.
+        completes_ahead: number of units by which deferred updates are ahead of the forward.
+        in_buckets: whether gradients are in the buckets of DDP. DDP replaces its buckets in its second step, while
+            deferred updates still use the earlier buckets.
+    """
+
+    states: tuple[MovedUnit, ...] = ()
+    parameters: tuple[MovedUnit, ...] = ()
+    state_tier: str = "none"
+    parameter_tier: str = "none"
+    mode: str = "plain"
+    on_cpu: bool = True
+    num_micro_batches: int = 1
+    completes_ahead: int = 0
+    in_buckets: bool = False
+
+    @property
+    def is_used(self) -> bool:
+        """True if model states leave the device."""
+        return bool(self.states or self.parameters)
+
+    @property
+    def kept_less(self) -> dict[Kind, int]:
+        """Bytes between two steps that are not on the device, by kind."""
+        return {
+            Kind.OPTIMIZER_STATE: sum(each.content_bytes for each in self.states),
+            Kind.PARAMETER: sum(each.content_bytes for each in self.parameters),
+        }
+
+    # ---- lower tiers ----
+
+    @property
+    def _num_copies(self) -> int:
+        return 2 if self.mode == "speculative" else 1
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all records on disk."""
+        return self._stored_bytes("disk")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory: records of the tier ``"cpu"``, and buffers of the tier ``"disk"``. The result is 0 on a
+        CPU, whose buffers are counted as device memory."""
+        return 0 if self.on_cpu else self._stored_bytes("cpu") + self.buffer_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers of tiers on disk."""
+        num_bytes = 0
+        if self.state_tier == "disk":
+            sizes = [each.record_bytes for each in self.states] * self._num_copies
+            num_bytes += sum(buffer_sizes(sizes, NUM_STATE_BUFFERS))
+        if self.parameter_tier == "disk":
+            sizes = [size for each in self.parameters for size in (each.record_bytes, each.gradient_bytes)]
+            num_bytes += NUM_BUFFERS * max(map(padded, sizes), default=0)
+        return num_bytes
+
+    def _stored_bytes(self, tier: str) -> int:
+        pinned = tier == "cpu"
+        num_bytes = 0
+        if self.state_tier == tier:
+            num_bytes += allocated_bytes([each.record_bytes for each in self.states] * self._num_copies, pinned)
+        if self.parameter_tier == tier:
+            sizes = [size for each in self.parameters for size in (each.record_bytes, each.gradient_bytes)]
+            num_bytes += allocated_bytes(sizes, pinned)
+        return num_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        """Transfers of one step. No update is repeated."""
+        return self.forward_traffic + self.backward_traffic + self.update_traffic
+
+    @property
+    def forward_traffic(self) -> Traffic:
+        """Transfers in forward, which reads the parameters."""
+        return self._moved(self.parameter_tier, self._parameter_sizes * self.num_micro_batches, [])
+
+    @property
+    def backward_traffic(self) -> Traffic:
+        """Transfers in backward, which reads the parameters and writes the gradients. The gradients of earlier
+        micro-batches are read to add the new gradients."""
+        times, gradients = self.num_micro_batches, self._gradient_sizes
+        read = self._parameter_sizes * times + gradients * (times - 1)
+        return self._moved(self.parameter_tier, read, gradients * times)
+
+    @property
+    def update_traffic(self) -> Traffic:
+        """Transfers of the updates, which read gradients, and read and write states and parameters. A deferred update
+        writes the parameters that the next forward reads in any case. The reads of parameters are estimates, because a
+        region can stay between two uses, and the read of an expected region can be discarded."""
+        read, written = [each.read_bytes for each in self.states], [each.record_bytes for each in self.states]
+        arriving = self._gradient_sizes + (self._parameter_sizes if self.mode == "plain" else [])
+        own = self._moved(self.parameter_tier, arriving, self._parameter_sizes)
+        return self._moved(self.state_tier, read, written) + own
+
+    @property
+    def ring_share(self) -> float:
+        """Fraction of the transfers of the updates that fills the buffers of the tier before the first update."""
+        updated = self.states or self.parameters
+        num_buffers = NUM_STATE_BUFFERS if self.states else NUM_BUFFERS
+        return min(1.0, num_buffers / len(updated)) / 2 if updated else 0.0
+
+    @property
+    def _parameter_sizes(self) -> list[int]:
+        return [each.record_bytes for each in self.parameters]
+
+    @property
+    def _gradient_sizes(self) -> list[int]:
+        return [each.gradient_bytes for each in self.parameters]
+
+    def _moved(self, tier: str, read: Sequence[int], written: Sequence[int]) -> Traffic:
+        traffic = Traffic()
+        if not self.on_cpu:
+            traffic = replace(traffic, to_device_bytes=sum(read), to_host_bytes=sum(written))
+        if tier == "disk":
+            of_pages = {"disk_read_bytes": sum(map(padded, read)), "disk_written_bytes": sum(map(padded, written))}
+            traffic = replace(traffic, **of_pages)
+        return traffic
+
+    # ---- the device ----
+
+    def on_device(self, timeline: Sequence[Stretch]) -> tuple[Stretch, ...]:
+        """Return ``timeline`` with the memory of the units that are on the device; see [Note: units on the device].
+
+        Args:
+            timeline: a step without the bytes of :attr:`kept_less`.
+        """
+        if not self.is_used:
+            return tuple(timeline)
+        always = {Kind.OPTIMIZER_STATE: self.buffer_bytes if self.on_cpu else self._left_bytes}
+        found = [_with(each, always, always, always) for each in timeline]
+        found = self._with_gradients(found) if self.on_cpu else self._with_parameters(found)
+        if self.mode == "deferred":
+            found = self._with_deferred(found)
+        elif self.mode == "speculative":
+            found = self._with_speculative(found)
+        more = max((self._more_at_update(each) for each in self._updated_together), key=_total, default={})
+        for index, each in enumerate(found):
+            if each.phase == "update":
+                found[index] = _with(each, {}, more, {})
+        return tuple(found)
+
+    @property
+    def _updated_together(self) -> range:
+        """Indices of the units that are updated after backward."""
+        num_outside = sum(not each.place for each in self.states)
+        return range({"plain": len(self.states), "deferred": num_outside, "speculative": 0}[self.mode])
+
+    @property
+    def _left_bytes(self) -> int:
+        """Bytes of the states that left last in a step and remain on an accelerator."""
+        if self.on_cpu or not self.states:
+            return 0
+        return self.states[0 if self.mode == "speculative" else -1].record_bytes
+
+    def _present(self, first: int, last: int) -> dict[Kind, int]:
+        """Return the states of the units from ``first`` to ``last``, without :attr:`_left_bytes`. 0 on a CPU."""
+        units = self.states[max(0, first) : last + 1]
+        more = 0 if self.on_cpu else sum(each.record_bytes for each in units) - self._left_bytes
+        return {Kind.OPTIMIZER_STATE: more}
+
+    def _more_at_update(self, index: int) -> dict[Kind, int]:
+        """Return the states on the device when the unit is updated in ascending order, as :meth:`_present` does."""
+        found = self._present(index - 1, index + 1)
+        return found if index else {kind: each + self._left_bytes for kind, each in found.items()}
+
+    def _with_speculative(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+        """Add the states of the units that are updated at the end of the backward of their block."""
+        found = list(timeline)
+        last_forward = max((index for index, each in enumerate(found) if each.phase == "forward"), default=0)
+        left = len(self.states)  # index of the unit that was updated last
+        for index, stretch in enumerate(found):
+            if index <= last_forward or not self.states:
+                continue
+            own = [
+                number for number, each in enumerate(self.states) if each.place and _is_in(stretch.place, each.place)
+            ]
+            now = self._present(left - 1, left) if left < len(self.states) else {}
+            after = now
+            if own and own[0] < left:
+                left = own[0]
+                after = self._present(left - 1, left + 1)
+                if left == len(self.states) - 1:
+                    after = {kind: each + self._left_bytes for kind, each in after.items()}
+            found[index] = _with(stretch, now, now, after)
+        return found
+
+    def _with_gradients(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+        """Add the gradients that autograd creates on a CPU before they are copied to a buffer of the tier."""
+        found = []
+        for stretch in timeline:
+            own = next((n for n, each in enumerate(self.parameters) if _is_in(stretch.place, each.place)), None)
+            created = self._regions([], [] if own is None or stretch.phase != "backward" else [own])
+            found.append(_with(stretch, {}, {}, created))
+        return found
+
+    def _with_parameters(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+        """Add the parameters and gradients that are on an accelerator."""
+        if not self.parameters:
+            return list(timeline)
+        found, left = [], dict[Kind, int]()
+        for stretch in timeline:
+            own = next((n for n, each in enumerate(self.parameters) if _is_in(stretch.place, each.place)), None)
+            begin, end = left, left
+            if stretch.phase == "update":
+                every = range(len(self.parameters)) if self.mode != "deferred" else ()
+                begin = max((self._regions([n - 1, n], [n]) for n in every), key=_total, default={})
+            elif own is not None and stretch.phase == "forward":
+                begin = end = self._regions([own, own + 1], [])
+                if self.mode == "deferred":
+                    begin = max(begin, self._regions([own - 1, own], [own]), key=_total)
+            elif own is not None:
+                begin = self._regions([own - 1, own], [own + 1])
+                end = self._regions([own - 1, own], [own, own])
+                left = self._regions([own - 1, own], [own])
+            left = end if stretch.phase == "forward" else left
+            found.append(_with(stretch, begin, end if stretch.phase == "forward" else begin, end))
+        return found
+
+    def _regions(self, parameters: Sequence[int], gradients: Sequence[int]) -> dict[Kind, int]:
+        """Return the bytes of regions on the device. Numbers of regions that do not exist are ignored."""
+        present = [self.parameters[n] for n in parameters if 0 <= n < len(self.parameters)]
+        with_gradient = [self.parameters[n] for n in gradients if 0 <= n < len(self.parameters)]
+        return {
+            Kind.PARAMETER: sum(each.record_bytes for each in present),
+            Kind.GRADIENT: sum(each.gradient_bytes for each in with_gradient),
+            Kind.ACTIVATION: sum(each.cast_bytes for each in present),
+        }
+
+    def _with_deferred(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+        """Add the gradients and states of deferred updates to the first forward."""
+        first = sum(not each.place for each in self.states)  # the deferred updates follow the units outside the blocks
+        found, done = list(timeline), first - 1
+        for index, stretch in enumerate(timeline):
+            if stretch.phase != "forward" or done == len(self.states) - 1:
+                break
+            own = [
+                number for number, each in enumerate(self.states) if each.place and _is_in(stretch.place, each.place)
+            ]
+            wanted = done if not own else min(own[-1] + self.completes_ahead, len(self.states) - 1)
+            if index == 0 and self.completes_ahead:
+                wanted = max(wanted, first)
+            before = [
+                {**self._gradients_of(self.states[number:]), **self._more_at_update(number)}
+                for number in range(done + 1, wanted + 1)
+            ]
+            done = max(done, wanted)
+            now = {**self._gradients_of(self.states[done + 1 :]), **self._present(done, done + 1)}
+            begin = max([*before, now], key=_total)
+            found[index] = _with(stretch, begin, now, now)
+        return found
+
+    def _gradients_of(self, units: Sequence[MovedUnit]) -> dict[Kind, int]:
+        if self.parameters:  # their gradients are in the tier
+            return {}
+        held = self.states if self.in_buckets and units else units
+        return {Kind.GRADIENT: sum(each.gradient_bytes for each in held)}
+
+
+def offloaded(
+    plan: Plan,
+    groups: Sequence[Group],
+    layout: Layout,
+    state_bytes: StateBytes,
+    state_tensors: StateTensors,
+    *,
+    on_cpu: bool,
+    cast_dtype: torch.dtype | None = None,
+) -> Offloaded:
+    """Return the model states of ``plan`` in lower tiers.
+
+    Args:
+        plan: plan with a concrete strategy.
+        groups: weights of each module that is updated as one unit, and of the rest of the network.
+        layout: how the weights are sharded.
+        state_bytes: function that returns the bytes of the states of a weight.
+        state_tensors: function that returns the bytes of each state of a weight.
+        on_cpu: whether the device is the host.
+        cast_dtype: dtype of the copies that autocast creates; None without autocast, or if the weights are gathered in
+            this dtype.
+    """
+    offload, mode = plan.offload, update_mode(plan)
+    states: list[MovedUnit] = []
+    parameters: list[MovedUnit] = []
+    if offload.optimizer_states != "none":
+        trained = [(place, [each for each in unit if each.is_trained]) for place, unit in groups]
+        trained = [each for each in trained if each[1]]
+        units = _in_units(trained, layout) if offload.parameters == "none" else trained
+        of_units = [sum(state_bytes(each, own_shape(each.shape, layout)) for each in unit) for _, unit in units]
+        states = [
+            _unit_of_states(place, unit, layout, state_bytes, state_tensors, holds_weights=mode == "speculative")
+            for place, unit in units[first_leaving(of_units, offload.share) :]
+        ]
+    if offload.parameters != "none":
+        parameters = [_unit_of_parameters(*each, layout, cast_dtype) for each in groups if each[0] and each[1]]
+    return Offloaded(
+        states=tuple(states),
+        parameters=tuple(parameters),
+        state_tier=offload.optimizer_states,
+        parameter_tier=offload.parameters,
+        mode=mode,
+        on_cpu=on_cpu,
+        num_micro_batches=plan.batch.accumulate_grad_batches,
+        completes_ahead=int(layout.strategy in ("zero1", "zero2", "zero3", "hsdp")),
+        in_buckets=layout.strategy == "ddp",
+    )
+
+
+def _in_units(groups: Sequence[Group], layout: Layout) -> list[Group]:
+    """Return ``groups`` with the weights outside the modules divided into units of at most the size of the largest
+    module, unless one weight is larger. These units come first."""
+    limit = max((sum(_own_elements(each, layout) for each in unit) for place, unit in groups if place), default=0)
+    found: list[tuple[str, list[Weight]]] = []
+    room = 0
+    for weight in (each for place, unit in groups if not place for each in unit):
+        size = _own_elements(weight, layout)
+        if not found or size > room:
+            found.append(("", []))
+            room = limit
+        found[-1][1].append(weight)
+        room -= size
+    return [*found, *((place, unit) for place, unit in groups if place)]
+
+
+def _unit_of_states(
+    place: str,
+    weights: Sequence[Weight],
+    layout: Layout,
+    state_bytes: StateBytes,
+    state_tensors: StateTensors,
+    *,
+    holds_weights: bool,
+) -> MovedUnit:
+    sizes = [size for each in weights for size in state_tensors(each, own_shape(each.shape, layout))]
+    starts = [aligned(size) for size in sizes[:-1]]
+    with_weights = [_own_bytes(each, layout) for each in weights] if holds_weights else []
+    record = record_size([state_bytes(each, own_shape(each.shape, layout)) for each in weights], with_weights)
+    return MovedUnit(
+        place=place,
+        content_bytes=sum(sizes),
+        read_bytes=sum(starts) + sum(sizes[-1:]),
+        record_bytes=record,
+        gradient_bytes=sum(_own_bytes(each, layout) for each in weights),
+    )
+
+
+def _unit_of_parameters(
+    place: str, weights: Sequence[Weight], layout: Layout, cast_dtype: torch.dtype | None
+) -> MovedUnit:
+    num_bytes = sum(_own_bytes(each, layout) for each in weights)
+    record = sum(-(-_own_bytes(each, layout) // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT for each in weights)
+    casts = 0 if cast_dtype is None else sum(_own_elements(each, layout) for each in weights) * cast_dtype.itemsize
+    return MovedUnit(place, num_bytes, record, record, record, casts)
+
+
+def _with(
+    stretch: Stretch, before: Mapping[Kind, int], during: Mapping[Kind, int], after: Mapping[Kind, int]
+) -> Stretch:
+    """Return ``stretch`` with additional bytes at its begin, at its peak and at its end."""
+    begin, peak, end = (
+        _sum(moment, more) for moment, more in ((stretch.begin, before), (stretch.peak, during), (stretch.end, after))
+    )
+    return Stretch(stretch.phase, stretch.place, begin, max((peak, begin, end), key=total_bytes), end)
+
+
+def _sum(moment: NumBytes, more: Mapping[Kind, int]) -> NumBytes:
+    return {kind: moment.get(kind, 0) + more.get(kind, 0) for kind in {**moment, **more}}
+
+
+def _total(num_bytes: Mapping[Kind, int]) -> int:
+    return sum(num_bytes.values())
+
+
+def _is_in(name: str, block: str) -> bool:
+    return name == block or name.startswith(f"{block}.")
+
+
+def _own_elements(weight: Weight, layout: Layout) -> int:
+    return math.prod(own_shape(weight.shape, layout))
+
+
+def _own_bytes(weight: Weight, layout: Layout) -> int:
+    return _own_elements(weight, layout) * weight.dtype.itemsize

@@ -1,0 +1,159 @@
+"""Host memory of the tiers: aligned for direct I/O, and pinned for copies to and from an accelerator.
+
+[Note: sizes of pinned allocations]
+torch rounds each pinned allocation up to a power of two. One allocation for all records could therefore have almost
+twice the size of the records. :func:`record_memory` divides the records among allocations with sizes of powers of two.
+
+[Note: memory in forked processes]
+Direct I/O into private memory corrupts data if the process forks during the transfer (Linux, ``open(2)``). Memory that
+is not pinned is therefore not copied to forked processes (``MADV_DONTFORK``).
+
+[Note: memory of tiers]
+Tensors share the memory of buffers and of mapped files, for example parameters that exchanged their memory with a
+buffer. Code that measures memory counts a buffer one time and does not count mapped files, which are in the page cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+_mapped: dict[int, tuple[int, bool]] = {}  # by address: number of bytes, and whether the memory is a file
+
+ALIGNMENT_BYTES = 4096  # a multiple of the block sizes of disks
+
+
+def padded(num_bytes: int) -> int:
+    """Return ``num_bytes`` rounded up to a multiple of the alignment."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor:
+    """Return ``num_bytes`` of aligned host memory (uint8) with undefined content. Unused pages use no memory, except if
+    the memory is pinned.
+
+    Args:
+        num_bytes: number of bytes.
+        pinned: allocate pinned memory.
+        is_shared: whether other storages will share the memory, see [Note: memory of tiers].
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if pinned:
+        for extra_bytes in (0, ALIGNMENT_BYTES):  # most drivers return aligned memory
+            memory = torch.empty(num_bytes + extra_bytes, dtype=torch.uint8, pin_memory=True)
+            start = -memory.data_ptr() % ALIGNMENT_BYTES
+            if start <= extra_bytes:
+                break
+        return memory[start : start + num_bytes]
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which does not fork
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            _advise(mapping, getattr(mmap, advice))
+    if is_shared:
+        register(mapping, is_file=False)
+    storage = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # an operation, from which trackers count the memory
+
+
+def register(mapping: mmap.mmap, *, is_file: bool) -> None:
+    """Add a mapping to the memory of tiers until it is destroyed. See [Note: memory of tiers]."""
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    _mapped[address] = (len(mapping), is_file)
+    weakref.finalize(mapping, _mapped.pop, address, None)
+
+
+def memory_of_a_tier(address: int) -> tuple[int, int] | None:
+    """Return the start and the bytes of the memory of a tier that contains ``address``. A mapped file has 0 bytes.
+
+    The result is None if ``address`` is not in memory of a tier.
+    """
+    for start, (num_bytes, is_file) in _mapped.items():
+        if start <= address < start + num_bytes:
+            return start, 0 if is_file else num_bytes
+    return None
+
+
+def _advise(mapping: mmap.mmap, advice: int) -> None:
+    try:
+        mapping.madvise(advice)
+    except OSError:  # a kernel without huge pages
+        assert advice != getattr(mmap, "MADV_DONTFORK", None)
+
+
+def record_memory(sizes: Sequence[int], pinned: bool) -> tuple[list[Tensor], int]:
+    """Return aligned memory for each record, and the number of allocated bytes."""
+    starts = [0, *accumulate(padded(size) for size in sizes)]
+    records: list[Tensor] = []
+    allocated_bytes = 0
+    for slab_bytes, num_records in _slabs(starts) if pinned else [(starts[-1], len(sizes))]:
+        slab = allocate(slab_bytes, pinned, is_shared=True)
+        allocated_bytes += slab_bytes
+        first = len(records)
+        for index in range(first, first + num_records):
+            start = starts[index] - starts[first]
+            records.append(slab[start : start + sizes[index]])
+    return records, allocated_bytes
+
+
+def allocated_bytes(sizes: Sequence[int], pinned: bool) -> int:
+    """Return the number of bytes that :func:`record_memory` allocates."""
+    starts = [0, *accumulate(padded(size) for size in sizes)]
+    return sum(slab_bytes for slab_bytes, _ in _slabs(starts)) if pinned else starts[-1]
+
+
+def buffer_sizes(sizes: Sequence[int], num_buffers: int) -> list[int]:
+    """Return the sizes of the buffers of a ring in which large records share the first buffer.
+
+    A record is large if it has more than twice the size of the median record. An embedding is often several times as
+    large as a block, and a ring of equal buffers would have room for several embeddings.
+
+    Args:
+        sizes: size of each record in bytes.
+        num_buffers: number of buffers.
+
+    Returns:
+        the size of each buffer in bytes.
+    """
+    in_order = sorted(map(padded, sizes))
+    if not in_order:
+        return [0] * num_buffers
+    limit = 2 * in_order[len(in_order) // 2]
+    others = max((each for each in in_order if each <= limit), default=0)
+    return [in_order[-1]] + [others] * (num_buffers - 1)
+
+
+def _slabs(starts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the slabs with the smallest total size: size in bytes and number of records of each slab.
+
+    See [Note: sizes of pinned allocations].
+
+    Args:
+        starts: first byte of each record, and the end of the last record.
+    """
+    num_records = len(starts) - 1
+    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (num_records + 1)  # total bytes from a record on; its slab
+    for first in reversed(range(num_records)):
+        options: list[tuple[int, int, int]] = []
+        slab_bytes = ALIGNMENT_BYTES
+        while not options or options[-1][2] < num_records - first:
+            held = bisect_right(starts, starts[first] + slab_bytes) - 1 - first
+            if held > 0:
+                options.append((slab_bytes + best[first + held][0], slab_bytes, held))
+            slab_bytes *= 2
+        best[first] = min(options)
+    slabs: list[tuple[int, int]] = []
+    first = 0
+    while first < num_records:
+        _, slab_bytes, held = best[first]
+        slabs.append((slab_bytes, held))
+        first += held
+    return slabs

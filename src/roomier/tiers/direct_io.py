@@ -1,0 +1,108 @@
+"""Reads and writes of aligned buffers at given positions of a file, past the page cache if the file system allows it.
+
+[Note: direct I/O]
+With ``O_DIRECT``, the disk reads and writes the buffers themselves. The kernel does not copy the data and does not
+retain it in its page cache, which would otherwise replace useful pages. Positions, sizes and addresses must be
+multiples of the block size. File systems that do not support ``O_DIRECT`` reject the flag or the first transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+from roomier.tiers.buffers import ALIGNMENT_BYTES, allocate, padded
+
+CHUNK_BYTES = 2**22  # larger chunks are not faster, and smaller chunks need more of the processor
+
+
+class TruncatedError(OSError):
+    """The file is shorter than its reserved size."""
+
+
+def set_direct(file: int) -> bool:
+    """Turn on direct I/O for an open file, and return whether a write and a read of one block succeed.
+
+    The file must be writable and at least one block long. The first block is overwritten.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    import fcntl  # late: does not exist on Windows
+
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    block = allocate(ALIGNMENT_BYTES, pinned=False).zero_()
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        view = block.numpy().data
+        if os.pwritev(file, [view], 0) == os.preadv(file, [view], 0) == ALIGNMENT_BYTES:
+            return True
+    except OSError:
+        pass
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    return False
+
+
+def read(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
+    """Fill ``buffer`` (uint8) with the content of the file from ``position``.
+
+    Memory that is not aligned is read through an aligned chunk.
+
+    Args:
+        position: aligned position in the file.
+        reserved_bytes: size of the file.
+
+    Raises:
+        OSError: the transfer failed, or the file is shorter than ``reserved_bytes``.
+    """
+    if _is_aligned(buffer):
+        _transfer(os.preadv, file, buffer, position, reserved_bytes)
+        return
+    for start in range(0, len(buffer), CHUNK_BYTES):
+        part = buffer[start : start + CHUNK_BYTES]
+        chunk = _chunk()[: padded(len(part))]
+        _transfer(os.preadv, file, chunk, position + start, reserved_bytes)
+        part.copy_(chunk[: len(part)])
+
+
+def write(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
+    """Write ``buffer`` to the file, padded to a multiple of the alignment. Arguments and errors as in :func:`read`."""
+    if _is_aligned(buffer):
+        _transfer(os.pwritev, file, buffer, position, reserved_bytes)
+        return
+    for start in range(0, len(buffer), CHUNK_BYTES):
+        part = buffer[start : start + CHUNK_BYTES]
+        chunk = _chunk()[: padded(len(part))]
+        chunk[: len(part)].copy_(part)
+        _transfer(os.pwritev, file, chunk, position + start, reserved_bytes)
+
+
+def _is_aligned(buffer: Tensor) -> bool:
+    return buffer.data_ptr() % ALIGNMENT_BYTES == 0 and len(buffer) % ALIGNMENT_BYTES == 0
+
+
+_chunks = threading.local()
+
+
+def _chunk() -> Tensor:
+    """Return an aligned chunk of memory of the current thread."""
+    if not hasattr(_chunks, "memory"):
+        _chunks.memory = allocate(CHUNK_BYTES, pinned=False)
+    memory: Tensor = _chunks.memory
+    return memory
+
+
+def _transfer(call: Callable[..., int], file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
+    view = buffer.numpy().data
+    done = 0
+    while done < len(view):
+        # A write after the file was truncated extends the file with zeros, so a read cannot detect it.
+        size = os.fstat(file).st_size
+        moved = call(file, [view[done : done + CHUNK_BYTES]], position + done) if size >= reserved_bytes else 0
+        if moved == 0:
+            raise TruncatedError(f"the file was truncated to {size} bytes")
+        done += moved

@@ -1,0 +1,188 @@
+"""File of one rank that stores offloaded data during a run."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roomier.core.errors import TierError
+from roomier.core.log import notice
+from roomier.tiers import direct_io
+from roomier.tiers.buffers import ALIGNMENT_BYTES, padded, register
+from roomier.tiers.folder import FIELD, PREFIX, SUFFIX, file_system_of, free_bytes, lock, offload_folder
+from roomier.tiers.folder import remove_abandoned as remove_abandoned_files
+from roomier.tiers.transfers import Transfers
+
+
+class Scratch:
+    """A locked file with disk space that is reserved before use, and two threads that read and write the file.
+
+    Several tiers can use one file. Different runs and ranks never use the same file, because the file has a random name
+    and is locked. The file is removed by :meth:`close` or when the process ends. If the process is killed, the next run
+    with the same folder removes the file.
+
+    Args:
+        folder: existing folder; None selects a default. See :func:`roomier.tiers.folder.offload_folder`.
+
+    Attributes:
+        folder: absolute path of the folder.
+        path: path of the file.
+        is_direct: True if transfers bypass the page cache.
+        reserved_bytes: size of the file.
+        transfers: the threads.
+
+    Raises:
+        TierError: the folder cannot be used.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = offload_folder(folder)
+        remove_abandoned_files(self.folder)
+        self.path, self._file = _create(self.folder)
+        self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
+        self.reserved_bytes = 0
+        try:
+            first = self.reserve(ALIGNMENT_BYTES)
+            assert first == 0
+            self.is_direct = direct_io.set_direct(self._file)
+        except BaseException:
+            os.close(self._file)
+            self._remove()
+            raise
+        if not self.is_direct:
+            kind = file_system_of(self.folder)
+            notice(f"the file system of {self.folder} ({kind}) has no direct I/O, so offloading uses buffered I/O")
+        self.transfers = Transfers(self._read, self._write)
+
+    def reserve(self, num_bytes: int) -> int:
+        """Allocate ``num_bytes`` of disk space, and return its position in the file.
+
+        Raises:
+            TierError: the disk is full.
+        """
+        start, num_bytes = self.reserved_bytes, padded(num_bytes)
+        if num_bytes == 0:
+            return start
+        if num_bytes > free_bytes(self.folder):
+            raise self._full(num_bytes)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, start, num_bytes)
+            else:
+                os.ftruncate(self._file, start + num_bytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, start)
+            raise self._full(num_bytes, error) from error
+        self.reserved_bytes += num_bytes
+        return start
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` is true after a transfer.
+
+        Raises:
+            TierError: a transfer failed.
+        """
+        with self.transfers.changed:
+            self.transfers.changed.wait_for(lambda: self.transfers.error is not None or condition())
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a transfer that failed.
+
+        Raises:
+            TierError: a read or a write failed.
+        """
+        error = self.transfers.error
+        if isinstance(error, OSError):
+            raise self._failed(error) from error
+        if error is not None:
+            raise error
+
+    def mapped(self, position: int, num_bytes: int) -> tuple[Tensor, mmap.mmap]:
+        """Return ``num_bytes`` of the file from ``position`` as a tensor (uint8) that shares its memory with the file.
+
+        Returns:
+            The tensor and its mapping. After writes to the tensor, call ``flush`` of the mapping before the next
+            direct transfer.
+
+        Raises:
+            TierError: the file was truncated.
+        """
+        size = os.fstat(self._file).st_size
+        if size < self.reserved_bytes:  # access to the tensor would end the process
+            raise self._failed(direct_io.TruncatedError(f"the file was truncated to {size} bytes"))
+        before = position % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(self._file, before + num_bytes, offset=position - before)
+        register(mapping, is_file=True)
+        return torch.frombuffer(mapping, dtype=torch.uint8)[before:], mapping
+
+    def empty_cache(self) -> None:
+        """Wait until all written data is on the disk, and remove it from the page cache. Direct I/O does not use this
+        cache."""
+        os.fsync(self._file)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """End the threads and remove the file."""
+        if not self._remove.alive:
+            return
+        self.transfers.close()
+        os.close(self._file)
+        self._remove()
+
+    def _read(self, buffer: Tensor, position: int) -> None:
+        direct_io.read(self._file, buffer, position, self.reserved_bytes)
+
+    def _write(self, buffer: Tensor, position: int) -> None:
+        direct_io.write(self._file, buffer, position, self.reserved_bytes)
+
+    def _full(self, num_bytes: int, error: OSError | None = None) -> TierError:
+        reason = "" if error is None else f" ({error.strerror})"
+        available = free_bytes(self.folder)
+        problem = f"needs {num_bytes} more bytes for this rank, and {available} bytes are available{reason}"
+        action = "Free disk space, choose a folder on a larger disk, or offload less with offload={'share': ...}"
+        return TierError(FIELD, str(self.folder), problem, action)
+
+    def _failed(self, error: OSError) -> TierError:
+        try:
+            available = f"{free_bytes(self.folder)} bytes are available"
+        except OSError:
+            available = "the folder no longer exists"
+        problem = f"cannot be read or written: {error}; {self.reserved_bytes} bytes are needed, and {available}"
+        action = "Check the disk, ensure that no other program changes the file, and resume from the last checkpoint"
+        return TierError(FIELD, str(self.path), problem, action)
+
+
+def _create(folder: Path) -> tuple[Path, int]:
+    """Return the path and the descriptor of a new file that this process has locked.
+
+    Raises:
+        TierError: the file cannot be created.
+    """
+    while True:
+        path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}{SUFFIX}"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # A different run can lock and remove the file between its creation and its lock.
+            if lock(file) and os.fstat(file).st_nlink > 0:
+                return path, file
+            os.close(file)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            action = "Choose a writable folder on a local disk with offload={'folder': ...}"
+            raise TierError(FIELD, str(folder), f"does not accept locked files: {error}", action) from error
+
+
+def _remove(path: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a forked process
+        path.unlink(missing_ok=True)

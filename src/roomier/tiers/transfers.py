@@ -1,0 +1,139 @@
+"""Threads that read and write a file while the caller continues.
+
+[Note: one reader and one writer]
+One thread reads and one thread writes. More threads lower the total bandwidth of a disk, because large direct
+transfers already use it fully. The writer completes its jobs in order. A read follows an earlier write of the same
+bytes because its job names the job of the write.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Job:
+    """Transfer between a buffer and a file.
+
+    Attributes:
+        buffer: host memory (uint8), aligned.
+        position: first byte in the file.
+        wait: function to call before the transfer; for example a function that waits for an event of a device.
+        after: job that must be complete before this transfer.
+        finish: function to call after the transfer, in the thread of the transfer.
+        then: function that is called with the lock when the job is complete.
+        is_done: True if the job is complete. Its buffer and functions are then released.
+    """
+
+    buffer: Tensor
+    position: int
+    wait: Callable[[], object] | None = None
+    after: Job | None = None
+    finish: Callable[[], object] | None = None
+    then: Callable[[], None] | None = None
+    is_done: bool = False
+
+    def release(self) -> None:
+        """Remove the references to the buffer and to the functions."""
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.wait = self.after = self.finish = self.then = None
+
+
+class Transfers:
+    """A reader thread and a writer thread. See [Note: one reader and one writer].
+
+    Args:
+        read, write: functions that move the bytes between a buffer and a position of the file.
+
+    Attributes:
+        changed: condition that protects the state of all jobs. It is notified when a job is complete.
+        error: first error of a job. After an error, further jobs end without a transfer.
+    """
+
+    def __init__(self, read: Callable[[Tensor, int], None], write: Callable[[Tensor, int], None]) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.error: BaseException | None = None
+        self._is_open = True
+        self._process = os.getpid()
+        self._reads: deque[Job] = deque()
+        self._writes: deque[Job] = deque()
+        self._threads = [
+            threading.Thread(target=self._run, args=(self._reads, read), name="roomier-read", daemon=True),
+            threading.Thread(target=self._run, args=(self._writes, write), name="roomier-write", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, job: Job, first: bool = False) -> None:
+        """Add a job of the reader after, or if ``first`` before, its other jobs."""
+        self._add(self._reads, job, first)
+
+    def write(self, job: Job) -> None:
+        """Add a job of the writer."""
+        self._add(self._writes, job, first=False)
+
+    def _add(self, jobs: deque[Job], job: Job, first: bool) -> None:
+        assert self._process == os.getpid(), "a forked process cannot use the files of its parent"
+        with self.changed:
+            assert self._is_open, "the file is closed"
+            if first:
+                jobs.appendleft(job)
+            else:
+                jobs.append(job)
+            self.changed.notify_all()
+
+    def cancel(self, job: Job) -> bool:
+        """Remove a job that has not started. Return whether it was removed."""
+        with self.changed:
+            for jobs in (self._reads, self._writes):
+                if job in jobs:
+                    jobs.remove(job)
+                    return True
+            return False
+
+    def close(self) -> None:
+        """End both threads after their current jobs. Jobs that have not started are removed."""
+        if self._process != os.getpid():  # a forked process has no threads, and the lock can be in any state
+            return
+        with self.changed:
+            self._is_open = False
+            self.changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, jobs: deque[Job], transfer: Callable[[Tensor, int], None]) -> None:
+        while (job := self._next(jobs)) is not None:
+            try:
+                if self.error is None:
+                    if job.wait is not None:
+                        job.wait()
+                    transfer(job.buffer, job.position)
+                    if job.finish is not None:
+                        job.finish()
+            except BaseException as error:  # raised in the thread of the caller
+                self.error = self.error or error
+            with self.changed:
+                job.is_done = True
+                if job.then is not None:
+                    job.then()
+                job.release()
+                self.changed.notify_all()
+            del job
+
+    def _next(self, jobs: deque[Job]) -> Job | None:
+        with self.changed:
+            self.changed.wait_for(lambda: bool(jobs) or not self._is_open)
+            if not self._is_open:
+                return None
+            job = jobs.popleft()
+            after = job.after
+            if after is not None:
+                self.changed.wait_for(lambda: after.is_done or not self._is_open)
+            return job if self._is_open else None

@@ -1,0 +1,33 @@
+"""Loaders that are created again during a fit (``Trainer(reload_dataloaders_every_n_epochs=...)``)."""
+
+from __future__ import annotations
+
+from roomier.core.log import quiet
+from roomier.run.run import Run
+from roomier.train.evaluate import preserved_rng
+from roomier.train.opening.open_run import batches_of_fit
+
+
+def reload_loaders(run: Run) -> None:
+    """Create the loaders of ``run`` again if this is due at the start of the current epoch.
+
+    Loaders are created for epoch 0, and then in each epoch whose index is a multiple of the interval. A resumed run
+    creates the loaders of its first epoch again, because they were created before the epoch was known. In this case,
+    the new loaders continue at the position of the checkpoint.
+    """
+    progress = run.progress
+    is_new = progress.epoch % run.options.reload_dataloaders_every_n_epochs == 0 and progress.batch_idx == 0
+    is_resumed = progress.num_batches == run.now.num_batches_before
+    if progress.num_batches == 0 or not (is_new or is_resumed):
+        return
+    position = None if is_new else run.source.state_dict()
+    if not run.settled.data.reload():
+        return
+    if position is None:
+        with quiet():  # the notices about the loaders were printed before
+            run.batches = batches_of_fit(run.settled, run.module)
+        return
+    with quiet(), preserved_rng():
+        run.batches = batches_of_fit(run.settled, run.module)
+        run.source.check(position, run.progress.epoch)
+        run.source.load_state_dict(position)

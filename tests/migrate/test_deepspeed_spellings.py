@@ -1,0 +1,861 @@
+"""DeepSpeed configurations become Plans, and each key of a configuration has an answer that is printed."""
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import strategies
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+
+import roomier
+from roomier.core.errors import PlanError, RoomierError
+from roomier.migrate.deepspeed.config import answers_to_config
+from tests.migrate.spelling import QUIET, changed_fields
+
+AUTO = "auto"
+DEVICES = 4
+BATCH_AUTO = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO, "gradient_accumulation_steps": AUTO}
+ADAM_AUTO = {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}}
+WARMUP_AUTO = {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO}
+LOSS_SCALE = {
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+STAGE_2 = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 2e8,
+    "overlap_comm": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 2e8,
+    "contiguous_gradients": True,
+}
+STAGE_3 = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": AUTO,
+    "stage3_prefetch_bucket_size": AUTO,
+    "stage3_param_persistence_threshold": AUTO,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+ON_HOST = {"device": "cpu", "pin_memory": True}
+ON_NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4}
+ADAMW_OF_HF = {
+    "optimizer.name": "adamw",
+    "optimizer.lr": 5e-05,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.options.betas": [0.9, 0.999],
+    "optimizer.options.eps": 1e-08,
+}
+WARM = {"optimizer.warmup_steps": 1, "optimizer.log_warmup": True}
+CLIP = {"batch.gradient_clip_val": 1.0}
+HOST = {"offload.optimizer_states": "cpu"}
+HOST_3 = {**HOST, "offload.parameters": "cpu"}
+BF16 = {"precision.mode": "bf16-mixed"}
+FP16 = {"precision.mode": "16-mixed"}
+
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # name: (configuration, further arguments of the Trainer, strategy and further fields of the Plan)
+    "only a micro-batch": ({"train_micro_batch_size_per_gpu": 8}, {}, {"": "ddp"}),
+    "the three batch sizes": (
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+        {},
+        {"": "ddp", "batch.accumulate_grad_batches": 4},
+    ),
+    "two batch sizes": (
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}},
+        {},
+        {"": "zero1", "batch.accumulate_grad_batches": 2},
+    ),
+    "only the global batch": ({"train_batch_size": 16, "zero_optimization": True}, {}, {"": "zero1"}),
+    "Hugging Face, stage 2": (
+        {
+            "fp16": {"enabled": AUTO, **LOSS_SCALE},
+            "optimizer": ADAM_AUTO,
+            "scheduler": {"type": "WarmupLR", "params": WARMUP_AUTO},
+            "zero_optimization": {**STAGE_2, "offload_optimizer": ON_HOST},
+            "gradient_clipping": AUTO,
+            **BATCH_AUTO,
+        },
+        {"precision": "16-mixed"},
+        {"": "zero2", **HOST, **ADAMW_OF_HF, **WARM, **CLIP, **FP16, "optimizer.schedule": "constant"},
+    ),
+    "Hugging Face, stage 3": (
+        {
+            "bf16": {"enabled": AUTO},
+            "optimizer": ADAM_AUTO,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": AUTO, **WARMUP_AUTO}},
+            "zero_optimization": {**STAGE_3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST},
+            "gradient_clipping": AUTO,
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+            **BATCH_AUTO,
+        },
+        {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+        {
+            "": "zero3",
+            **HOST_3,
+            **ADAMW_OF_HF,
+            **WARM,
+            **BF16,
+            "optimizer.schedule": "linear",
+            "batch.gradient_clip_val": 0.5,
+            "batch.accumulate_grad_batches": 2,
+        },
+    ),
+    "Hugging Face, stage 3 on NVMe": (
+        {
+            "zero_optimization": {
+                **STAGE_3,
+                "offload_optimizer": {**ON_NVME, "fast_init": False, "pipeline_read": False, "pipeline_write": False},
+                "offload_param": {**ON_NVME, "buffer_size": 1e8, "max_in_cpu": 1e9},
+            },
+            "aio": {
+                "block_size": 262144,
+                "queue_depth": 32,
+                "thread_count": 1,
+                "single_submit": False,
+                "overlap_events": True,
+            },
+            "gradient_clipping": AUTO,
+            **BATCH_AUTO,
+        },
+        {},
+        {
+            "": "zero3",
+            **CLIP,
+            "offload.optimizer_states": "disk",
+            "offload.parameters": "disk",
+            "offload.folder": "/local_nvme",
+        },
+    ),
+    "Hugging Face, stage 0 with amp": (
+        {"amp": {"enabled": False, "opt_level": "O1"}, "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0},
+        {},
+        {"": "ddp", **CLIP},
+    ),
+    "Hugging Face, learning rate of the Trainer": (
+        {
+            "optimizer": ADAM_AUTO,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 500, **WARMUP_AUTO}},
+        },
+        {"learning_rate": 3e-4},
+        {
+            "": "ddp",
+            **ADAMW_OF_HF,
+            **WARM,
+            "optimizer.lr": 3e-4,
+            "optimizer.schedule": "linear",
+            "optimizer.decay_steps": 500,
+        },
+    ),
+    "Accelerate, stage 2 with bf16": (
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "none"},
+                "offload_param": {"device": "none"},
+            },
+            "gradient_clipping": 1.0,
+            "steps_per_print": float("inf"),
+            **BATCH_AUTO,
+        },
+        {},
+        {"": "zero2", **BF16, **CLIP},
+    ),
+    "Megatron-DeepSpeed GPT, stage 1": (
+        {
+            "train_batch_size": 256,
+            "train_micro_batch_size_per_gpu": 4,
+            "steps_per_print": 10,
+            "zero_optimization": {"stage": 1},
+            "gradient_clipping": 1.0,
+            "prescale_gradients": True,
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 0,
+                "loss_scale_window": 500,
+                "hysteresis": 2,
+                "min_loss_scale": 1,
+                "initial_scale_power": 11,
+            },
+            "wall_clock_breakdown": False,
+            "zero_allow_untested_optimizer": True,
+        },
+        {},
+        {"": "zero1", **FP16, **CLIP, "batch.accumulate_grad_batches": 16},
+    ),
+    "Megatron-DeepSpeed BLOOM, bf16": (
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "train_batch_size": 512,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 0},
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        },
+        {},
+        {"": "ddp", **BF16, **CLIP, "batch.accumulate_grad_batches": 64},
+    ),
+    "Megatron-DeepSpeed with its own switches": (
+        {
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4, "reduce_bucket_size": 90000000},
+            "sequence_parallel_size": 1,
+            "pipeline": {"stages": 1},
+            "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False, "prof_ops": []},
+            "flops_profiler": {
+                "enabled": False,
+                "profile_step": 1,
+                "module_depth": -1,
+                "top_modules": 1,
+                "detailed": True,
+                "output_file": None,
+            },
+            "gradient_clipping": 1.0,
+        },
+        {},
+        {"": "zero3", **CLIP},
+    ),
+    "CIFAR-10 example": (
+        {
+            "train_batch_size": 16,
+            "steps_per_print": 2000,
+            "optimizer": {
+                "type": "Adam",
+                "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+            },
+            "gradient_clipping": 1.0,
+            "prescale_gradients": False,
+            "bf16": {"enabled": False},
+            "fp16": {"enabled": True, "fp16_master_weights_and_grads": False, **LOSS_SCALE},
+            "wall_clock_breakdown": False,
+            "zero_optimization": {**STAGE_2, "stage": 0},
+        },
+        {},
+        {
+            "": "ddp",
+            **FP16,
+            **CLIP,
+            "optimizer.name": "adamw",
+            "optimizer.lr": 0.001,
+            "optimizer.weight_decay": 3e-7,
+            "optimizer.options.betas": [0.8, 0.999],
+            "optimizer.options.eps": 1e-8,
+            "optimizer.schedule": "constant",
+            "optimizer.warmup_steps": 1000,
+            "optimizer.log_warmup": True,
+        },
+    ),
+    "BERT pre-training": (
+        {
+            "train_batch_size": 4096,
+            "train_micro_batch_size_per_gpu": 32,
+            "steps_per_print": 1000,
+            "prescale_gradients": False,
+            "optimizer": {"type": "Adam", "params": {"lr": 6e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "total_num_steps": 125000,
+                    "warmup_num_steps": 2500,
+                    "warmup_max_lr": 6e-3,
+                    "warmup_type": "linear",
+                },
+            },
+            "gradient_clipping": 1.0,
+            "fp16": {"enabled": True, "loss_scale": 0},
+        },
+        {},
+        {
+            "": "ddp",
+            **FP16,
+            **CLIP,
+            "batch.accumulate_grad_batches": 32,
+            "optimizer.name": "adamw",
+            "optimizer.lr": 6e-3,
+            "optimizer.weight_decay": 0.01,
+            "optimizer.options.betas": [0.9, 0.99],
+            "optimizer.schedule": "linear",
+            "optimizer.warmup_steps": 2500,
+            "optimizer.decay_steps": 125000,
+        },
+    ),
+    "1-bit Adam": (
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 16,
+            "optimizer": {
+                "type": "OneBitAdam",
+                "params": {"lr": 4e-4, "freeze_step": 23000, "cuda_aware": False, "comm_backend_name": "nccl"},
+            },
+        },
+        {},
+        {
+            "": "ddp",
+            "optimizer.name": "onebit_adam",
+            "optimizer.lr": 4e-4,
+            "optimizer.options.freeze_step": 23000,
+            "batch.accumulate_grad_batches": 1,
+        },
+    ),
+    "ZeRO-Offload tutorial": (
+        {
+            "train_batch_size": 8,
+            "zero_optimization": {**STAGE_2, "offload_optimizer": {"device": "cpu"}},
+            "fp16": {"enabled": True},
+        },
+        {},
+        {"": "zero2", **HOST, **FP16},
+    ),
+    "ZeRO-Offload, former spelling": (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}},
+        {},
+        {"": "zero2", **HOST},
+    ),
+    "ZeRO-3 offload, former spelling": (
+        {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}},
+        {},
+        {"": "zero3", **HOST_3},
+    ),
+    "Twin-Flow": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.3}}},
+        {},
+        {"": "zero3", **HOST, "offload.share": 0.3},
+    ),
+    "SuperOffload": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {**ON_HOST, "ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9},
+            },
+            "bf16": {"enabled": True},
+        },
+        {},
+        {"": "zero3", **HOST, **BF16, "offload.share": 0.9},
+    ),
+    "DeepSpeed-Chat, supervised": (
+        {
+            "train_batch_size": 128,
+            "train_micro_batch_size_per_gpu": 4,
+            "steps_per_print": 10,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "none"},
+                "offload_optimizer": {"device": "none"},
+                "stage3_param_persistence_threshold": 1e4,
+                "stage3_max_live_parameters": 3e7,
+                "stage3_prefetch_bucket_size": 3e7,
+                "memory_efficient_linear": False,
+            },
+            "fp16": {"enabled": True, "loss_scale_window": 100},
+            "gradient_clipping": 1.0,
+            "prescale_gradients": False,
+            "wall_clock_breakdown": False,
+            "hybrid_engine": {"enabled": False, "max_out_tokens": 512, "inference_tp_size": 1},
+            "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "step1"},
+        },
+        {},
+        {"": "zero3", **FP16, **CLIP, "batch.accumulate_grad_batches": 8},
+    ),
+    "instruction tuning, stage 2 with round robin": (
+        {
+            "zero_allow_untested_optimizer": True,
+            "fp16": {"enabled": AUTO, **LOSS_SCALE},
+            "bf16": {"enabled": AUTO},
+            "zero_optimization": {**STAGE_2, "round_robin_gradients": True},
+            "gradient_clipping": AUTO,
+            **BATCH_AUTO,
+        },
+        {"precision": "bf16-mixed"},
+        {"": "zero2", **BF16, **CLIP},
+    ),
+    "instruction tuning, stage 3 with bf16": (
+        {
+            "zero_optimization": {**STAGE_3, "sub_group_size": 0},
+            "bf16": {"enabled": True},
+            "fp16": {"enabled": AUTO, "auto_cast": False, **LOSS_SCALE},
+            "optimizer": ADAM_AUTO,
+            "gradient_clipping": AUTO,
+            "steps_per_print": 2000,
+            **BATCH_AUTO,
+            "wall_clock_breakdown": False,
+        },
+        {},
+        {"": "zero3", **BF16, **CLIP, **ADAMW_OF_HF},
+    ),
+    "MiCS": (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": False}},
+        {},
+        {"": "hsdp", "parallel.shard_size": 2},
+    ),
+    "bf16 communication": (
+        {"zero_optimization": {"stage": 2}, "communication_data_type": "bf16", "gradient_predivide_factor": 1.0},
+        {},
+        {"": "zero2", "parallel.reduce_dtype": "bf16"},
+    ),
+    "float32 communication": (
+        {"zero_optimization": {"stage": 3}, "communication_data_type": "fp32", "sparse_gradients": False},
+        {},
+        {"": "zero3"},
+    ),
+    "activation checkpointing": (
+        {
+            "zero_optimization": {"stage": 3},
+            "activation_checkpointing": {
+                "partition_activations": True,
+                "cpu_checkpointing": True,
+                "contiguous_memory_optimization": False,
+                "number_checkpoints": None,
+                "synchronize_checkpoint_boundary": False,
+                "profile": False,
+            },
+        },
+        {},
+        {"": "zero3", "activation.policy": "full", "offload.activations": "cpu"},
+    ),
+    "torch autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}},
+        {},
+        {"": "ddp", **BF16},
+    ),
+    "bf16 weights": (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {},
+        {"": "ddp", "precision.mode": "bf16-true"},
+    ),
+    "cosine with linear warm-up": (
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "torch_adam": True}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {
+                    "total_num_steps": 1000,
+                    "warmup_num_steps": 100,
+                    "warmup_type": "linear",
+                    "warmup_min_ratio": 0.0,
+                    "cos_min_ratio": 0.1,
+                },
+            },
+        },
+        {},
+        {
+            "": "ddp",
+            "optimizer.name": "adamw",
+            "optimizer.lr": 2e-4,
+            "optimizer.schedule": "cosine",
+            "optimizer.warmup_steps": 100,
+            "optimizer.decay_steps": 1000,
+            "optimizer.min_lr_ratio": 0.1,
+        },
+    ),
+    "Adam with L2 regularization": (
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}}},
+        {},
+        {"": "ddp", "optimizer.name": "adam", "optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1},
+    ),
+    "Lion": (
+        {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.1}}},
+        {},
+        {
+            "": "ddp",
+            "optimizer.name": "lion",
+            "optimizer.lr": 1e-4,
+            "optimizer.options.betas": [0.9, 0.99],
+            "optimizer.weight_decay": 0.1,
+        },
+    ),
+    "all monitors": (
+        {
+            "tensorboard": {"enabled": True, "output_path": "o", "job_name": "j"},
+            "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
+            "csv_monitor": {"enabled": True, "output_path": "o", "job_name": "j"},
+            "comet": {"enabled": False, "project": "p"},
+            "checkpoint": {
+                "tag_validation": "Warn",
+                "load_universal": True,
+                "use_node_local_storage": False,
+                "parallel_write": {"pipeline_stage": False},
+            },
+            "elasticity": {"enabled": False},
+            "curriculum_learning": {"enabled": False},
+            "compile": {"deepcompile": False, "offload_opt_states": False},
+            "dump_state": False,
+            "dataloader_drop_last": True,
+            "seq_parallel_communication_data_type": "fp32",
+        },
+        {},
+        {"": "ddp"},
+    ),
+}
+
+REJECTED: list[tuple[dict[str, Any], str]] = [
+    ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "must be train_micro_batch_size_per_gpu (4) x"),
+    (
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps (2) x ranks (4)",
+    ),
+    ({"train_batch_size": -1}, "must be a positive integer"),
+    ({"train_batch_size": 6}, "must be train_micro_batch_size_per_gpu (1.5)"),
+    ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": "3"}}, "must be 0, 1, 2 or 3"),
+    ({"zero_optimization": 3}, "must be a section"),
+    ({"fp16": {"enabled": "true"}}, "must be true or false"),
+    ({"optimizer": "AdamW", "fp16": {"enabled": True}}, "must be a section with type and params"),
+    ({"zero_optimization": {"stag": 3}}, "'zero_optimization.stage'"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, "must be 'cpu', 'nvme' or 'none'"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "'reduce_dtype': 'bf16'"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "sends quantized numbers"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "'base': 'int8'"),
+    ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "'update': 'deferred'"),
+    ({"train_micro_batch_size_pr_gpu": 2, "fp16": {"enabled": False}}, "Did you mean 'train_micro_batch_size_per_gpu'"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "cannot be combined with bf16.enabled"),
+    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "lose small updates"),
+    ({"amp": {"enabled": True}}, "precision='16-mixed'"),
+    ({"communication_data_type": "fp16"}, "Use 'bf16'"),
+    ({"gradient_allreduce_op": "sum"}, "multiply the learning rate"),
+    ({"tensor_parallel": {"autotp_size": 4}}, "Stage 3 shards the parameters"),
+    ({"pipeline": {"stages": 4}}, "Stage 3 shards the parameters"),
+    ({"expert_parallel": {"enabled": True}}, "Stage 3 shards the parameters of all experts"),
+    ({"sequence_parallel_size": 4}, "shorten the sequences"),
+    ({"elasticity": {"enabled": True, "max_train_batch_size": 2000}}, "another number of ranks"),
+    ({"autotuning": {"enabled": True}}, "roomier plan"),
+    ({"curriculum_learning": {"enabled": True}}, "with a sampler"),
+    ({"data_efficiency": {"enabled": True}}, "with a sampler"),
+    ({"progressive_layer_drop": {"enabled": True}}, "is not part of current versions"),
+    ({"sparse_attention": {"mode": "fixed"}}, "use an attention mask"),
+    ({"compression_training": {"layer_reduction": {}}}, "compress the trained model"),
+    ({"hybrid_engine": {"enabled": True}}, "Remove it"),
+    ({"nebula": {"enabled": True}}, "async_save=True"),
+    ({"compile": {"deepcompile": True}, "fp16": {"enabled": False}}, "use the argument compile"),
+    ({"optimizer": {"type": "Lamb", "params": {}}}, "roomier has no LAMB"),
+    ({"optimizer": {"type": "OneBitLamb"}}, "configure_optimizers"),
+    ({"optimizer": {"type": "ZeroOneAdam"}}, "onebit_adam"),
+    ({"optimizer": {"type": "MuAdam"}}, "by width"),
+    ({"optimizer": {"type": "Adamm"}}, "Did you mean 'adam'"),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "Set gradient_clipping"),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "torch corrects the bias"),
+    ({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}}, "one learning rate"),
+    ({"scheduler": {"type": "WarmupLR"}}, "requires an optimizer in the configuration"),
+    ({"optimizer": ADAM_AUTO, "scheduler": {"type": "OneCycle"}}, "configure_optimizers"),
+    ({"optimizer": ADAM_AUTO, "scheduler": {"type": "LRRangeTest"}}, "auto_lr_find=True"),
+    (
+        {"optimizer": ADAM_AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}},
+        "the warm-up starts at 0",
+    ),
+    (
+        {"optimizer": ADAM_AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2}}},
+        "Set optimizer.params.lr to 0.01",
+    ),
+    ({"zero_optimization": {"stage": AUTO}}, "is not a value that Hugging Face replaces"),
+]
+
+
+def leaves(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the last names of all keys of ``config``, and for disabled sections the name of the section."""
+    for name, value in config.items():
+        whole = name in ("hybrid_engine", "amp", "elasticity", "curriculum_learning", "pipeline", "betas")
+        if isinstance(value, Mapping) and not whole:
+            yield from leaves(value)
+        else:
+            yield name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_becomes_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config, keywords, expected = CONFIGS[name]
+    trainer = roomier.Trainer(strategy=config, devices=DEVICES, **keywords, **QUIET)
+    strategy, fields = expected[""], {key: value for key, value in expected.items() if key}
+    wanted = {"parallel.strategy": strategy, "parallel.devices": DEVICES, **fields}
+    if wanted.get("batch.accumulate_grad_batches") == 1:
+        del wanted["batch.accumulate_grad_batches"]
+    assert changed_fields(trainer.plan) == wanted
+    table = capsys.readouterr().err
+    assert [each for each in leaves(config) if each not in table] == []  # no key is silent
+
+
+def test_enough_configurations_become_plans() -> None:
+    assert len(CONFIGS) >= 25
+
+
+@pytest.mark.parametrize(("config", "text"), REJECTED, ids=[text[:40] for _, text in REJECTED])
+def test_a_setting_without_equivalent_is_rejected(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        roomier.Trainer(deepspeed=config, devices=DEVICES, **QUIET)
+    assert text in str(caught.value)
+
+
+def test_each_field_of_deepspeed_has_an_answer() -> None:
+    """The file lists the keys of DeepSpeed 0.19, as ``section.key = default``. No key is unknown."""
+    lines = (Path(__file__).parent / "deepspeed_fields.txt").read_text().splitlines()
+    fields = [line.split(" = ") for line in lines if line and not line.startswith("#")]
+    assert len(fields) >= 246
+    for key, default in fields:
+        config: Any = json.loads(default)
+        for name in reversed(key.split(".")):
+            config = {name: config}
+        if "scheduler" in config or "optimizer" in config:
+            config = {"optimizer": {"type": "AdamW"} | config.get("optimizer", {}), **config}
+            config["scheduler"] = {"type": "WarmupCosineLR"} | config.get("scheduler", {})
+            config["optimizer"].setdefault("type", "AdamW")
+        answers = answers_to_config(config, "config", DEVICES, {})
+        section = key.split(".")[0]
+        assert not [str(each) for each in answers.errors if "is not a" in each.problem], key
+        reported = [each.setting for each in answers.given] + [each.field for each in answers.errors]
+        assert any(section in each for each in reported), key
+
+
+@pytest.mark.parametrize("value", ["x", 3, -1, [1], {"x": 1}, None, True, 0.5], ids=str)
+def test_a_value_of_a_wrong_type_is_an_error_or_in_the_table(value: Any) -> None:
+    """No value of a key raises an error of Python, and no value is dropped."""
+    lines = (Path(__file__).parent / "deepspeed_fields.txt").read_text().splitlines()
+    keys = {line.split(" = ")[0] for line in lines if not line.startswith("#")}
+    keys |= {key.rpartition(".")[0] for key in keys if "." in key}
+    for key in sorted(keys):
+        config: Any = value
+        for name in reversed(key.split(".")):
+            config = {name: config}
+        answers = answers_to_config(config, "config", DEVICES, {})
+        reported = [each.setting for each in answers.given] + [each.field for each in answers.errors]
+        is_empty = value is None  # as if the key were missing
+        section = key.split(".")[0]
+        assert is_empty or any(section in each for each in reported), (key, value)
+
+
+@pytest.mark.parametrize("argument", ["strategy", "deepspeed", "plan"])
+@pytest.mark.parametrize("form", ["path", "string", "dict"])
+def test_each_argument_accepts_a_configuration(argument: str, form: str, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    value: Any = {"path": path, "string": str(path), "dict": config}[form]
+    plan = roomier.Trainer(**{argument: value}, devices=2, **QUIET).plan
+    assert (plan.parallel.strategy, plan.batch.gradient_clip_val) == ("zero2", 0.5)
+
+
+def test_a_plan_in_a_json_file_is_not_a_configuration(tmp_path: Path) -> None:
+    plan = roomier.Plan.from_dict({"optimizer": {"name": "adamw"}})
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert roomier.Trainer(plan=tmp_path / "plan.json", **QUIET).plan == plan
+    for argument in ("strategy", "deepspeed", "plan"):
+        with pytest.raises(RoomierError, match=f"{argument}=.*cannot be read"):
+            roomier.Trainer(**{argument: str(tmp_path / "missing.json")}, **QUIET)
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(RoomierError, match="must contain a JSON object"):
+        roomier.Trainer(strategy=str(tmp_path / "list.json"), **QUIET)
+    (tmp_path / "double.json").write_text('{"fp16": 1, "fp16": 1}')
+    with pytest.raises(RoomierError, match=r"strategy=.*contains 'fp16', which is a duplicate key"):
+        roomier.Trainer(strategy=str(tmp_path / "double.json"), **QUIET)
+
+
+def test_an_argument_and_a_setting_must_agree() -> None:
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    with pytest.raises(PlanError, match=r"precision='16-mixed': differs from 'bf16-mixed'.*\(bf16.enabled\)"):
+        roomier.Trainer(deepspeed=config, precision="16-mixed", devices=2, **QUIET)
+    plan = roomier.Trainer(deepspeed=config, precision="bf16-mixed", offload={"folder": "/x"}, devices=2, **QUIET).plan
+    assert (plan.offload.optimizer_states, plan.offload.folder) == ("disk", "/x")
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    with pytest.raises(PlanError, match=r"learning_rate.*is already set by optimizer\.lr"):
+        roomier.Trainer(deepspeed=adam, learning_rate=1e-4, **QUIET)
+
+
+def test_the_clipping_that_applies_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    roomier.Trainer(deepspeed={"zero_optimization": {"stage": 1}}, **QUIET)
+    assert "later versions clip to 1.0" in capsys.readouterr().err
+    roomier.Trainer(deepspeed={"zero_optimization": {"stage": 1}}, gradient_clip_val=1.0, **QUIET)
+    assert "later versions clip to 1.0" not in capsys.readouterr().err
+
+
+class DeepSpeedStrategy:
+    """Represents the class of Lightning, which cannot be created without the package deepspeed."""
+
+    def __init__(self, config: Any, **settings: Any) -> None:
+        self.config = config
+        vars(self).update(settings)
+
+
+def test_the_strategy_of_lightning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {**STAGE_2, "stage": 3, "offload_optimizer": ON_NVME, "offload_param": ON_NVME},
+        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": True},
+        "aio": {"block_size": 1, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
+    }
+    strategy = DeepSpeedStrategy(config, loss_scale=128.0, remote_device="cpu", exclude_frozen_parameters=True)
+    plan = roomier.Trainer(strategy=strategy, devices=2, gradient_clip_val=1.0, **QUIET).plan
+    assert changed_fields(plan) == {
+        "parallel.strategy": "zero3",
+        "parallel.devices": 2,
+        "batch.gradient_clip_val": 1.0,
+        "activation.policy": "full",
+        "offload.optimizer_states": "disk",
+        "offload.parameters": "disk",
+        "offload.activations": "cpu",
+        "offload.folder": "/local_nvme",
+    }
+    table = capsys.readouterr().err
+    assert all(name in table for name in ("loss_scale", "remote_device", "exclude_frozen_parameters", *leaves(config)))
+
+
+CHANGED: dict[str, tuple[Any, str]] = {
+    # parameter: (value other than the default, name in the table)
+    "accelerator": (pl.accelerators.CUDAAccelerator(), "accelerator='cuda'"),
+    "zero_optimization": (False, "strategy='ddp'"),
+    "stage": (3, "strategy='zero3'"),
+    "remote_device": ("cpu", "remote_device='cpu'"),
+    "offload_optimizer": (True, "offload.optimizer_states='cpu'"),
+    "offload_parameters": (True, "offload_param.device='cpu'"),
+    "offload_params_device": ("nvme", "offload.parameters='disk'"),
+    "offload_optimizer_device": ("nvme", "offload.optimizer_states='disk'"),
+    "nvme_path": ("/fast", "offload.folder='/fast'"),
+    "params_buffer_count": (7, "offload_param.buffer_count=7"),
+    "params_buffer_size": (7, "offload_param.buffer_size=7"),
+    "max_in_cpu": (7, "offload_param.max_in_cpu=7"),
+    "optimizer_buffer_count": (7, "offload_optimizer.buffer_count=7"),
+    "block_size": (7, "aio.block_size=7"),
+    "queue_depth": (7, "aio.queue_depth=7"),
+    "single_submit": (True, "aio.single_submit=True"),
+    "overlap_events": (False, "aio.overlap_events=False"),
+    "thread_count": (7, "aio.thread_count=7"),
+    "pin_memory": (True, "offload_optimizer.pin_memory=True"),
+    "sub_group_size": (7, "sub_group_size=7"),
+    "contiguous_gradients": (False, "contiguous_gradients=False"),
+    "overlap_comm": (False, "overlap_comm=False"),
+    "allgather_partitions": (False, "allgather_partitions=False"),
+    "reduce_scatter": (False, "reduce_scatter=False"),
+    "allgather_bucket_size": (7, "allgather_bucket_size=7"),
+    "reduce_bucket_size": (7, "reduce_bucket_size=7"),
+    "zero_allow_untested_optimizer": (False, "zero_allow_untested_optimizer=False"),
+    "logging_batch_size_per_gpu": (7, "train_micro_batch_size_per_gpu=7"),
+    "parallel_devices": ([torch.device("cuda", 0)] * 2, "devices=2"),
+    "cluster_environment": (LightningEnvironment(), "cluster_environment="),
+    "loss_scale": (128.0, "loss_scale=128.0"),
+    "initial_scale_power": (7, "initial_scale_power=7"),
+    "loss_scale_window": (7, "loss_scale_window=7"),
+    "hysteresis": (7, "hysteresis=7"),
+    "min_loss_scale": (7, "min_loss_scale=7"),
+    "partition_activations": (True, "activation_checkpointing='full'"),
+    "cpu_checkpointing": (True, "offload.activations='cpu'"),
+    "contiguous_memory_optimization": (True, "contiguous_memory_optimization=True"),
+    "synchronize_checkpoint_boundary": (True, "synchronize_checkpoint_boundary=True"),
+    "load_full_weights": (True, "load_full_weights=True"),
+    "precision_plugin": (DeepSpeedPrecision("bf16-mixed"), "precision='bf16-mixed'"),
+    "process_group_backend": ("nccl", "process_group_backend='nccl'"),
+    "timeout": (timedelta(minutes=5), "hang_timeout="),
+    "exclude_frozen_parameters": (True, "exclude_frozen_parameters=True"),
+}
+ON_LIGHTNINGS_ATTRIBUTE = {
+    "accelerator": "_accelerator",
+    "parallel_devices": "_parallel_devices",
+    "precision_plugin": "_precision_plugin",
+    "process_group_backend": "_process_group_backend",
+    "timeout": "_timeout",
+}
+NEEDS = {  # Lightning's other parameters that make a parameter take effect
+    "offload_params_device": {"stage": 3, "offload_parameters": True},
+    "offload_optimizer_device": {"offload_optimizer": True},
+    "nvme_path": {"offload_optimizer": True, "offload_optimizer_device": "nvme"},
+}
+BUFFERS = ("params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "pin_memory")
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_each_parameter_of_lightnings_strategy_has_an_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value, expected = CHANGED[name]
+    parameters = inspect.signature(strategies.DeepSpeedStrategy.__init__).parameters
+    given = {each: parameter.default for each, parameter in parameters.items() if each not in ("self", "config")}
+    offloads = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+    given |= NEEDS.get(name, offloads if name in BUFFERS else {})
+    given[name] = value
+    of_config = inspect.signature(strategies.DeepSpeedStrategy._create_default_config).parameters
+    zero = ("stage", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter")
+    zero += ("allgather_bucket_size", "reduce_bucket_size", "sub_group_size")
+    keywords = {each: given[each] for each in (*of_config, *zero) if each in given}
+    config = strategies.DeepSpeedStrategy._create_default_config(None, **keywords)
+    attributes = {ON_LIGHTNINGS_ATTRIBUTE.get(each, each): setting for each, setting in given.items()}
+    attributes = {each: setting for each, setting in attributes.items() if each not in keywords}
+    roomier.Trainer(strategy=DeepSpeedStrategy(config, **attributes), **QUIET)
+    assert expected in capsys.readouterr().err
+
+
+def test_each_parameter_of_lightnings_strategy_has_a_row() -> None:
+    names = set(inspect.signature(strategies.DeepSpeedStrategy.__init__).parameters)
+    assert names - CHANGED.keys() == {"self", "config", "logging_level"}  # logging_level is not stored
+
+
+def test_the_plugin_of_accelerate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from accelerate import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(
+        zero_stage=3,
+        gradient_accumulation_steps=4,
+        gradient_clipping=1.0,
+        offload_optimizer_device="nvme",
+        offload_optimizer_nvme_path="/scratch",
+        zero3_init_flag=True,
+        zero3_save_16bit_model=True,
+    )
+    plan = roomier.Trainer(strategy=plugin, devices=2, **QUIET).plan
+    assert changed_fields(plan) == {
+        "parallel.strategy": "zero3",
+        "parallel.devices": 2,
+        "batch.accumulate_grad_batches": 4,
+        "batch.gradient_clip_val": 1.0,
+        "offload.optimizer_states": "disk",
+        "offload.folder": "/scratch",
+    }
+    table = capsys.readouterr().err
+    assert "zero3_init_flag" in table
+    assert "stage3_gather_16bit_weights_on_model_save" in table
+
+
+@pytest.mark.parametrize("argument", ["weights", "ckpt_path"])
+@pytest.mark.parametrize(
+    "names", [("zero_to_fp32.py", "latest"), ("zero_to_fp32.py", "state/mp_rank_00_model_states.pt")]
+)
+def test_a_checkpoint_of_deepspeed_is_rejected_with_its_conversion(
+    argument: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    with pytest.raises(RoomierError, match="is a checkpoint of DeepSpeed") as caught:
+        roomier.Trainer(max_steps=1, **QUIET).fit(torch.nn.Linear(1, 1), [torch.ones(1)], **{argument: tmp_path})
+    command = f"`python {tmp_path / 'zero_to_fp32.py'} {tmp_path} {tmp_path / 'fp32'} --safe_serialization`"
+    assert command in str(caught.value)
+
+
+def test_a_universal_checkpoint_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
+    (tmp_path / "zero" / "layer.weight" / "fp32.pt").write_text("")
+    with pytest.raises(RoomierError, match="is a universal checkpoint"):
+        roomier.Trainer(max_steps=1, **QUIET).fit(torch.nn.Linear(1, 1), [torch.ones(1)], weights=tmp_path)
+
+
+def test_a_plugin_that_a_user_created() -> None:
+    plugin = SimpleNamespace(stage=3)
+    with pytest.raises(RoomierError):
+        roomier.Trainer(deepspeed=plugin, **QUIET)

@@ -1,0 +1,44 @@
+"""Runs the slow tests of third-party projects, each in a separate environment that uses the packages of this one.
+
+Usage: ``python tests/third_party/each_project.py [PROJECT ...]``. The environments are created in
+``.venv-third-party/`` of the current folder. torch and Lightning are not replaced.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+PROJECTS = {
+    "scvi-tools": "test_scvi.py",
+    "torch_geometric": "test_torch_geometric.py",
+    "darts": "test_darts.py",
+    "gluonts[torch]": "test_gluonts.py",
+}
+FIXED = ("torch", "lightning", "pytorch-lightning", "torchmetrics")
+
+
+def run(project: str) -> int:
+    """Create the environment of ``project`` and run its tests. Return the exit code of pytest."""
+    folder = Path(".venv-third-party") / project
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        [packages] = folder.glob("lib/python*/site-packages")
+        root = Path(__file__).resolve().parents[2]
+        paths = (sysconfig.get_path("purelib"), str(root / "src"))
+        (packages / "zz_base.pth").write_text("".join(f"{path}\n" for path in paths))
+        constraints = folder / "constraints.txt"
+        constraints.write_text("".join(f"{name}=={importlib.metadata.version(name)}\n" for name in FIXED))
+        subprocess.run([python, "-m", "pip", "install", "-q", "-c", constraints, project], check=True)
+    test = Path(__file__).with_name(PROJECTS[project])
+    return subprocess.run([python, "-m", "pytest", "-q", "-m", "slow", test], check=False).returncode
+
+
+if __name__ == "__main__":
+    codes = [run(project) for project in sys.argv[1:] or PROJECTS]
+    sys.exit(max(codes))
