@@ -117,9 +117,32 @@ def test_files_of_killed_runs_are_removed_by_the_next_run(
     assert [path.name for path in tmp_path.iterdir()] == ["data.scratch"]
 
 
-def test_the_file_is_removed_if_the_program_ends_without_close(tmp_path: Path) -> None:
-    text = f"from roomier.tiers.scratch import Scratch; Scratch({str(tmp_path)!r}); 1 / 0"
-    assert b"ZeroDivisionError" in subprocess.run([sys.executable, "-c", text], stderr=subprocess.PIPE).stderr
+NOT_CLOSED = """
+import sys, threading, torch
+from roomier.tiers.buffers import allocate
+from roomier.tiers.scratch import Scratch
+from roomier.tiers.transfers import Job
+
+def compute():
+    started.set()
+    values = torch.ones(2**18)
+    for _ in range(2000):
+        values.mul_(1.0)
+    print("complete", flush=True)
+
+started = threading.Event()
+scratch = Scratch(sys.argv[1])
+scratch.transfers.write(Job(allocate(4096, pinned=False), scratch.reserve(4096), finish=compute))
+started.wait()
+1 / 0
+"""
+
+
+def test_a_program_that_ends_without_close_completes_the_transfer_and_removes_the_file(tmp_path: Path) -> None:
+    """A thread that computes when the interpreter ends must not abort the process."""
+    run = subprocess.run([sys.executable, "-c", NOT_CLOSED, str(tmp_path)], capture_output=True, text=True)
+    assert "ZeroDivisionError" in run.stderr
+    assert (run.returncode, run.stdout) == (1, "complete\n"), run.stderr
     assert list(tmp_path.iterdir()) == []
 
 

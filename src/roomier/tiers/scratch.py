@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import mmap
 import os
 import secrets
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +47,6 @@ class Scratch:
         self.folder = offload_folder(folder)
         remove_abandoned_files(self.folder)
         self.path, self._file = _create(self.folder)
-        self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
         self.reserved_bytes = 0
         try:
             first = self.reserve(ALIGNMENT_BYTES)
@@ -55,12 +54,17 @@ class Scratch:
             self.is_direct = direct_io.set_direct(self._file)
         except BaseException:
             os.close(self._file)
-            self._remove()
+            self.path.unlink(missing_ok=True)
             raise
         if not self.is_direct:
             kind = file_system_of(self.folder)
             notice(f"the file system of {self.folder} ({kind}) has no direct I/O, so offloading uses buffered I/O")
         self.transfers = Transfers(self._read, self._write)
+        self._process = os.getpid()
+        self._is_open = True
+        # The interpreter stops daemon threads without warning. A thread that is stopped in an operation of torch ends
+        # the process with SIGABRT.
+        atexit.register(self.close)
 
     def reserve(self, num_bytes: int) -> int:
         """Allocate ``num_bytes`` of disk space, and return its position in the file.
@@ -134,11 +138,14 @@ class Scratch:
 
     def close(self) -> None:
         """End the threads and remove the file."""
-        if not self._remove.alive:
+        if not self._is_open:
             return
+        self._is_open = False
+        atexit.unregister(self.close)
         self.transfers.close()
         os.close(self._file)
-        self._remove()
+        if os.getpid() == self._process:  # not in a forked process
+            self.path.unlink(missing_ok=True)
 
     def _read(self, buffer: Tensor, position: int) -> None:
         direct_io.read(self._file, buffer, position, self.reserved_bytes)
@@ -181,8 +188,3 @@ def _create(folder: Path) -> tuple[Path, int]:
             path.unlink(missing_ok=True)
             action = "Choose a writable folder on a local disk with offload={'folder': ...}"
             raise TierError(FIELD, str(folder), f"does not accept locked files: {error}", action) from error
-
-
-def _remove(path: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a forked process
-        path.unlink(missing_ok=True)
