@@ -240,6 +240,43 @@ def test_lost_initialization_of_a_constructor_is_reported(capsys: pytest.Capture
     assert "build Layers in configure_model" in reported[2]
 
 
+class Configured(Module):
+    """Creates its network on the meta device in ``configure_model``."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.network = self.make()
+
+
+def with_a_body_on_a_real_device() -> nn.Module:
+    with torch.device("cpu"):
+        body = Layers()
+    return nn.Sequential(body, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "reported"),
+    [
+        (make_gpt, None),
+        (with_a_body_on_a_real_device, None),
+        (lambda: nn.Sequential(nn.Linear(2, 2), Layers()), "build Layers on a real device in configure_model"),
+    ],
+)
+def test_a_module_that_configures_its_model_is_not_reported(
+    make: Make, reported: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Configured(make)
+    module.configure_model()
+    built(module, plan_for("single", 1), Ranks())
+    text = capsys.readouterr().err
+    assert ("was built on the meta device" in text) == (reported is not None)
+    assert (reported or "") in text
+
+
 def test_a_submodule_that_is_not_on_meta_keeps_its_weights() -> None:
     body = nn.Linear(3, 3)
     kept = body.weight.detach().clone()

@@ -26,6 +26,7 @@ def test_it_trains_with_less_memory_than_its_tensors(
         check=False,
     )
     assert run.returncode == 0, run.stderr
+    assert "meta device" not in run.stderr  # the model is built in configure_model
     text = r"(\d+) million parameters, (\S+) GiB of .* peak memory (\S+) GiB \((\S+) GiB before"
     [numbers] = re.findall(text, run.stdout)
     parameters, needed_gib, peak_gib, before_gib = map(float, numbers)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
-from roomier.checkpoint import peek
+from roomier.checkpoint import load_datamodule, peek
+from roomier.export.lightning import export_lightning
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 
@@ -182,6 +183,83 @@ def test_from_datasets(tmp_path, kind):
         trainer.fit(module, datamodule=datamodule)
         assert trainer.global_step == 4
         assert set(trainer.test(module, datamodule=datamodule, verbose=False)[0]) == {"test"}
+
+
+class Named:
+    """A DataModule whose __init__ receives all hyperparameters in one argument, and an argument that is not stored."""
+
+    def __init__(self, config: dict[str, Any], source: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.source = source
+        self.num_seen = 0
+
+    def train_dataloader(self):
+        self.num_seen += 1
+        return DataLoader(samples(), batch_size=self.hparams["batch_size"])
+
+    state_dict, load_state_dict = Notes.state_dict, Notes.load_state_dict
+
+
+class NamedOfLightning(Named, pl.LightningDataModule):
+    pass
+
+
+class NamedOwn(Named, roomier.DataModule):
+    pass
+
+
+def written(trainer_kind: Any, module: Any, datamodule: Any, folder: Path, name: str) -> Path:
+    with quiet_lightning():
+        trainer = make_trainer(trainer_kind, folder, max_epochs=1, limit_val_batches=0)
+        trainer.fit(module, datamodule=datamodule)
+        trainer.save_checkpoint(folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [
+    (OfLightning, {"batch_size": 2}),
+    (Own, {"batch_size": 2}),
+    (NamedOfLightning, {"config": {"batch_size": 2}}),
+    (NamedOwn, {"config": {"batch_size": 2}}),
+])  # fmt: skip
+@pytest.mark.parametrize("form", ["folder", "exported file", "file of Lightning"])
+def test_a_datamodule_is_created_from_a_checkpoint(tmp_path, kind, arguments, form):
+    of_lightning = issubclass(kind, pl.LightningDataModule)
+    if form == "file of Lightning" and not of_lightning:
+        pytest.skip("Lightning's Trainer requires a LightningDataModule")
+    datamodule = kind(**arguments)
+    trained_by = pl.Trainer if form == "file of Lightning" else roomier.Trainer
+    path = written(trained_by, Net(), datamodule, tmp_path, "a.ckpt" if trained_by is pl.Trainer else "a")
+    if form == "exported file":
+        path = export_lightning(path, tmp_path / "b.ckpt")
+    loaded = [load_datamodule(kind, path), kind.load_from_checkpoint(path)]
+    for each in loaded:
+        assert type(each) is kind
+        assert dict(each.hparams) == {"batch_size": 2}
+        assert each.num_seen == datamodule.num_seen > 0
+    if "config" in arguments:
+        assert load_datamodule(kind, path, source="x").source == "x"
+    else:
+        assert kind.load_from_checkpoint(path, batch_size=8).hparams["batch_size"] == 8
+
+
+def test_a_checkpoint_without_the_arguments_of_a_datamodule_is_rejected(tmp_path):
+    path = written(roomier.Trainer, Net(), Own(), tmp_path, "a")
+    with pytest.raises(roomier.core.errors.CheckpointError, match=r"NamedOwn cannot be constructed .*config"):
+        NamedOwn.load_from_checkpoint(path)
+
+
+def test_a_lightning_module_reads_folders_like_files(tmp_path):
+    module = Net(lr=0.5)
+    path = written(roomier.Trainer, module, OfLightning(), tmp_path, "a")
+    for given in (path, str(path), export_lightning(path, tmp_path / "b.ckpt")):
+        loaded = Net.load_from_checkpoint(given, map_location="cpu", weights_only=True)
+        assert loaded.hparams.lr == 0.5
+        assert torch.equal(loaded.net.weight, module.net.weight)
+    assert Net.load_from_checkpoint(path, lr=0.25).hparams.lr == 0.25
+    with pytest.raises(IsADirectoryError):
+        Net.load_from_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("per_node", "local", "rank", "is_called"), [

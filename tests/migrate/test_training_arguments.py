@@ -72,7 +72,9 @@ ROWS = [
     Spelling({"data_collator": print}, error="collate_fn"),
     Spelling({"compute_metrics": print}, error="validation_step"),
     Spelling({"neftune_noise_alpha": 5.0}, error="forward hook of the embedding"),
-    Spelling({"group_by_length": True}, error="batch_sampler"),
+    Spelling({"group_by_length": True}, error="LengthGroupedBatchSampler"),
+    Spelling({"train_sampling_strategy": "group_by_length"}, error="LengthGroupedBatchSampler"),
+    Spelling({"push_to_hub": True}, error="--push-to-hub USER/MODEL"),
     Spelling({"dataloader_num_workers": 4}, error="Pass it to your DataLoader"),
 ]
 

@@ -18,8 +18,9 @@ PROJECTS = {
     "torch_geometric": "test_torch_geometric.py",
     "darts": "test_darts.py",
     "gluonts[torch]": "test_gluonts.py",
+    "datasets": "test_datasets.py",
 }
-FIXED = ("torch", "lightning", "pytorch-lightning", "torchmetrics")
+FIXED = ("torch", "lightning", "pytorch-lightning")
 
 
 def run(project: str) -> int:

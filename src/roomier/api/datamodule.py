@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from roomier.api.hparams import HasHyperParameters
+from roomier.api.module import checkpoint_loaders
 from roomier.core.tree import to_device
 
 if TYPE_CHECKING:
@@ -71,6 +73,24 @@ class DataModule(HasHyperParameters):
                 make = partial(_loaders, dataset, name == "train", batch_size=batch_size, num_workers=num_workers)
                 setattr(datamodule, f"{name}_dataloader", make)
         return datamodule
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **kwargs: Any) -> Self:
+        """Create the DataModule from its hyperparameters in a checkpoint, and restore the state that
+        :meth:`state_dict` returned.
+
+        Args:
+            checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.
+            kwargs: arguments of ``__init__`` that replace stored arguments, or that are not stored.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or an argument of ``__init__`` is missing.
+
+        Example:
+            >>> data = Numbers.load_from_checkpoint("runs/version_0/checkpoints/last")
+        """
+        loaded: Self = checkpoint_loaders().load_datamodule(cls, checkpoint_path, **kwargs)
+        return loaded
 
     def prepare_data(self) -> None:
         """Prepare files, for example by downloading and tokenizing them. Do not set attributes here.

@@ -157,6 +157,20 @@ def described_hparams(module: Module) -> dict[str, Any]:
     }
 
 
+def described_datamodule(datamodule: Any) -> dict[str, Any]:
+    """Return the entry of a checkpoint from which a DataModule of roomier or Lightning is created.
+
+    The entry contains the name of the class, the hyperparameters that are plain data, and the name of the argument that
+    contained all hyperparameters, if such an argument exists.
+    """
+    argument = vars(datamodule).get("_hparams_name")
+    return {
+        "type": type(datamodule).__qualname__,
+        "hyperparameters": {name: value for name, value in hparams_of(datamodule).items() if is_plain(value)},
+        **({} if argument in (None, "kwargs") else {"argument": argument}),
+    }
+
+
 def _without_cli(hparams: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in dict(hparams).items() if name not in OF_LIGHTNING_CLI}
 

@@ -446,14 +446,20 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Example:
             >>> model = Net.load_from_checkpoint("runs/version_0/checkpoints/last")
         """
-        # The only import from a higher layer: the method has Lightning's name, and the folder checkpoint implements it.
-        from roomier.checkpoint.module import load_module  # late: a higher layer
-
-        return load_module(cls, checkpoint_path, map_location, strict=strict, **kwargs)
+        loaded: Self = checkpoint_loaders().load_module(cls, checkpoint_path, map_location, strict=strict, **kwargs)
+        return loaded
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies of a module (EMA, pickles for workers) must not contain the Trainer.
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
+
+
+def checkpoint_loaders() -> Any:
+    """Return ``roomier.checkpoint.module``, whose functions create a module or a DataModule from a checkpoint."""
+    # The only import from a higher layer: the methods have Lightning's name, and the folder checkpoint implements them.
+    from roomier.checkpoint import module  # late: a higher layer
+
+    return module
 
 
 def _own_tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -7,7 +7,7 @@ checksums) and safetensors files. Loading a checkpoint never executes code from 
 from roomier.checkpoint.background import BackgroundSaver
 from roomier.checkpoint.commit import clear_stale, remove
 from roomier.checkpoint.find import find_last, list_complete, verify
-from roomier.checkpoint.module import load_module
+from roomier.checkpoint.module import load_datamodule, load_module
 from roomier.checkpoint.tree import TensorSpec
 from roomier.checkpoint.verbs import UNREAD, load, peek, save
 
@@ -19,6 +19,7 @@ __all__ = [
     "find_last",
     "list_complete",
     "load",
+    "load_datamodule",
     "load_module",
     "peek",
     "remove",

@@ -22,7 +22,8 @@ from roomier.core.forms import Form, FormError, anything, count, fields, finite,
 
 VERSION = "pytorch-lightning_version"
 HYPERPARAMETERS, HYPERPARAMETERS_NAME = "hyper_parameters", "hparams_name"
-_HYPERPARAMETERS_TYPE = "hparams_type"
+DATA_HYPERPARAMETERS, DATA_HYPERPARAMETERS_NAME = "datamodule_hyper_parameters", "datamodule_hparams_name"
+_CONTAINER_TYPES = ("hparams_type", "datamodule_hparams_type")
 SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state")
 SUFFIX = ".ckpt"
 _GROUP_KEYS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -41,6 +42,7 @@ _GROUPS = list_of(fields({"params": list_of(_parameter)}, others=anything))
 _SCALER = {"scale": finite, "growth_factor": finite, "backoff_factor": finite}
 _FORMS: Mapping[str, Form] = {
     HYPERPARAMETERS: optional(_STATE),
+    DATA_HYPERPARAMETERS: optional(_STATE),
     "global_step": count,
     "optimizer_states": list_of(
         fields({"state": mapping_of(_STATE, keys=anything), "param_groups": _GROUPS}, others=anything)
@@ -124,7 +126,10 @@ class LightningFile:
         Raises:
             CheckpointError: a value is an OmegaConf interpolation, which is not resolved, or is missing.
         """
-        found: dict[str, Any] = dict(self.content.get(HYPERPARAMETERS) or {})
+        return self._resolved(HYPERPARAMETERS)
+
+    def _resolved(self, entry: str) -> dict[str, Any]:
+        found: dict[str, Any] = dict(self.content.get(entry) or {})
         if unresolved := unresolved_in(found):
             shown = ", ".join(unresolved[:_NUM_NAMES_SHOWN])
             action = (
@@ -142,6 +147,13 @@ class LightningFile:
         # hyperparameters.
         argument = {} if name in (None, "kwargs") else {"hyperparameters_argument": str(name)}
         return {"hyperparameters": self.hyperparameters, **argument}
+
+    @property
+    def described_datamodule(self) -> dict[str, Any]:
+        """Hyperparameters of the DataModule, and the name of the argument that contained all of them, if any."""
+        name = self.content.get(DATA_HYPERPARAMETERS_NAME)
+        argument = {} if name in (None, "kwargs") else {"argument": str(name)}
+        return {"hyperparameters": self._resolved(DATA_HYPERPARAMETERS), **argument}
 
     @property
     def scaler(self) -> dict[str, Any] | None:
@@ -300,7 +312,8 @@ def _read(path: Path) -> dict[str, Any]:
         problem = "is not a Lightning checkpoint, because it has no 'state_dict'"
         action = "Pass a Lightning .ckpt file, a roomier checkpoint folder, or .safetensors files"
         raise CheckpointError("checkpoint", str(path), problem, action)
-    content.pop(_HYPERPARAMETERS_TYPE, None)  # the class of the container
+    for name in _CONTAINER_TYPES:
+        content.pop(name, None)  # the class of the container
     try:
         plain = {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
     except (ValueError, RecursionError) as error:

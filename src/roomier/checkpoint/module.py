@@ -1,9 +1,9 @@
-"""Create a module from a checkpoint: its hyperparameters, then its weights."""
+"""Create a module or a DataModule from a checkpoint: its hyperparameters, then its weights or its state."""
 
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from roomier.core.errors import CheckpointError, RoomierError
 from roomier.plan.parts import AdapterPlan
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
+T = TypeVar("T")
 
 
 def load_module(
@@ -89,13 +90,48 @@ def make_module(
     Raises:
         CheckpointError: ``cls`` cannot be constructed from these arguments.
     """
-    stored = described.get("hyperparameters", {})
     argument = described.get("hyperparameters_argument")
+    module = _constructed(cls, path, described.get("hyperparameters", {}), argument, init_arguments)
+    configure_model = getattr(module, "configure_model", None)  # of a Module, or of a LightningModule
+    if callable(configure_model):
+        configure_model()
+    return module
+
+
+def load_datamodule(cls: type[T], path: str | Path, **init_arguments: Any) -> T:
+    """Create a DataModule of class ``cls`` from the hyperparameters in a checkpoint, and restore its state.
+
+    :meth:`roomier.DataModule.load_from_checkpoint` calls this function.
+
+    Args:
+        cls: subclass of ``roomier.DataModule`` or LightningDataModule.
+        path: checkpoint folder, or ``.ckpt`` file of Lightning.
+        init_arguments: arguments of ``__init__`` that replace or complete the stored hyperparameters.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or ``cls`` cannot be constructed from the stored hyperparameters.
+    """
+    if is_lightning_file(path):
+        file = LightningFile(path)
+        stored, state = file.described_datamodule, file.content.get(cls.__qualname__)
+    else:
+        described = peek_run(path)
+        stored = described.get("datamodule_init", {})
+        state = load(path, only=("datamodule",))["datamodule"] if "datamodule" in described else None
+    datamodule = _constructed(cls, path, stored.get("hyperparameters", {}), stored.get("argument"), init_arguments)
+    if state:
+        cast(Any, datamodule).load_state_dict(state)
+    return datamodule
+
+
+def _constructed(
+    cls: type[T], path: str | Path, stored: Mapping[str, Any], argument: str | None, init_arguments: Mapping[str, Any]
+) -> T:
     if argument in inspect.signature(cls).parameters:  # __init__ accepts all hyperparameters in one argument
-        stored = {argument: HyperParameters(stored)}
+        stored = {str(argument): HyperParameters(stored)}
     arguments = {**_accepted_by(cls, stored), **init_arguments}
     try:
-        module = cls(**arguments)
+        return cls(**arguments)
     except TypeError as error:
         raise CheckpointError(
             "checkpoint_path",
@@ -103,10 +139,6 @@ def make_module(
             f"{cls.__name__} cannot be constructed from the stored hyperparameters {sorted(arguments)} ({error})",
             "Pass the missing arguments to load_from_checkpoint, and call save_hyperparameters in __init__",
         ) from error
-    configure_model = getattr(module, "configure_model", None)  # of a Module, or of a LightningModule
-    if callable(configure_model):
-        configure_model()
-    return module
 
 
 def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:

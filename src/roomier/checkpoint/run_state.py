@@ -110,6 +110,7 @@ FORMS: Mapping[str, Form] = {
     "random": _by_rank(rng_form),
     "data": POSITION_FORM,
     "datamodule": _STATE,
+    "datamodule_init": fields({"type": text, "hyperparameters": _STATE}, others={"argument": text}),
     "results": fields(
         {"running": list_of(_LOGGED), "epoch": mapping_of(_SCALAR), "bar": mapping_of(_SCALAR)},
         others={"logged": mapping_of(_SCALAR), "evaluated": mapping_of(count)},

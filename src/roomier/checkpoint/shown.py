@@ -17,13 +17,15 @@ _READ: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Any]]] 
     "lr_schedulers": (("schedulers",), lambda state: [each["state"] for each in state["schedulers"]]),
     "loops": (("progress",), lambda state: loop_states(state["progress"], is_validated=True)["loops"]),
     "hparams_name": (("hyperparameters",), lambda state: state.get("hyperparameters_argument", "kwargs")),
+    "datamodule_hyper_parameters": (("datamodule_init",), lambda state: state["datamodule_init"]["hyperparameters"]),
     VERSION: (("module",), lambda _: WRITTEN_FOR),
 }
 """Entries of Lightning's checkpoints, the entries that they require, and functions that compute them."""
 OWN_ENTRIES = frozenset(
     {
         *("module", "optimizers", "scaler", "schedulers", "progress", "plan", "pretrained", "hyperparameters"),
-        *("hyperparameters_argument", "random", "data", "datamodule", "results", "metrics", "callbacks"),
+        *("hyperparameters_argument", "random", "data", "datamodule", "datamodule_init"),
+        *("results", "metrics", "callbacks"),
     }
 )
 """Top-level entries that roomier writes. Hooks write all other entries."""
@@ -34,7 +36,8 @@ class ShownCheckpoint(dict[str, Any]):
 
     ``state_dict`` is an alias of ``module``, the weights by name, and ``hyper_parameters`` is an alias of
     ``hyperparameters``. ``epoch`` and ``global_step`` are read from ``progress``. ``optimizer_states``,
-    ``lr_schedulers``, ``loops``, ``hparams_name`` and ``pytorch-lightning_version`` can be read.
+    ``lr_schedulers``, ``loops``, ``hparams_name``, ``datamodule_hyper_parameters`` and ``pytorch-lightning_version``
+    can be read.
     """
 
     def __missing__(self, name: str) -> Any:

@@ -18,6 +18,7 @@ from roomier.cli.plain_parser import PlainParser
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
+from roomier.export.hub import check_hub, push_to_hub
 from roomier.export.hugging_face import export_hugging_face
 from roomier.export.lightning import export_lightning
 from roomier.export.onnx import export_onnx
@@ -38,7 +39,7 @@ _OF_A_MODEL = ("torchscript", "onnx", "torch-export")
 _OF_WEIGHTS = ("safetensors", "hugging-face")
 _INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # names of the argument in the export functions
 _FORMATS_OF = {
-    **dict.fromkeys(("max_shard_size", "dtype"), _OF_WEIGHTS),
+    **dict.fromkeys(("max_shard_size", "dtype", "push_to_hub", "private"), _OF_WEIGHTS),
     "prefix": ("safetensors",),
     **dict.fromkeys(("processor", "adapters"), ("hugging-face",)),
     **dict.fromkeys(("model", "input", "trust_run_folder"), _OF_A_MODEL),
@@ -81,6 +82,10 @@ def _check_options(options: argparse.Namespace, others: Sequence[str]) -> None:
             option = f"--{name.replace('_', '-')}"
             problem = f"is not supported with --to {to}"
             raise RoomierError(option, value, problem, f"Remove it, or use --to {formats[0]}")
+    if options.push_to_hub is not None:
+        check_hub(options.push_to_hub)  # before the export, which can take long
+    elif options.private is not None:
+        raise RoomierError("--private", True, "requires --push-to-hub", "Remove it, or pass --push-to-hub USER/NAME")
     if others and to not in _OF_A_MODEL:
         action = f"Remove it. Arguments of the model require --to {_OF_A_MODEL[0]}, see `roomier export --help`"
         raise RoomierError("export", others[0], f"is not supported with --to {to}", action)
@@ -119,7 +124,7 @@ def _write_model(options: argparse.Namespace, model: nn.Module, inputs: Any, out
 def _to_safetensors(options: argparse.Namespace, path: Path, output: Path) -> None:
     num_bytes = _bytes("--max-shard-size", options.max_shard_size or str(DEFAULT_SHARD_BYTES))
     done = export_safetensors(path, output, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix)
-    _print_result(path, done)
+    _finish(options, path, done)
 
 
 def _to_hugging_face(options: argparse.Namespace, path: Path, output: Path) -> None:
@@ -132,7 +137,7 @@ def _to_hugging_face(options: argparse.Namespace, path: Path, output: Path) -> N
         processor=options.processor,
         adapters=options.adapters or "merged",
     )
-    _print_result(path, done)
+    _finish(options, path, done)
 
 
 def _to_lightning(options: argparse.Namespace, path: Path, output: Path) -> None:
@@ -140,8 +145,10 @@ def _to_lightning(options: argparse.Namespace, path: Path, output: Path) -> None
     print(f"{path} -> {target}: {format_bytes(target.stat().st_size)}")
 
 
-def _print_result(path: Path, done: Exported) -> None:
+def _finish(options: argparse.Namespace, path: Path, done: Exported) -> None:
     print(f"{path} -> {done.folder}: {format_bytes(done.num_bytes)} in {', '.join(done.files)}")
+    if options.push_to_hub is not None:
+        print(f"{done.folder} -> {push_to_hub(done.folder, options.push_to_hub, private=options.private)}")
 
 
 _WRITERS: dict[str, Callable[[argparse.Namespace, Path, Path], None]] = {
@@ -176,6 +183,12 @@ def _parser(verb: str) -> PlainParser:
     )
     weights.add_argument(
         "--adapters", choices=["merged", "alone"], help="hugging-face: merge into the weights, or a folder for peft"
+    )
+    weights.add_argument(
+        "--push-to-hub", metavar="REPO", help="also upload the folder to the Hugging Face hub, such as user/model"
+    )
+    weights.add_argument(
+        "--private", action="store_true", default=None, help="create the repository of --push-to-hub as private"
     )
     model = parser.add_argument_group("models: torchscript, onnx, torch-export")
     model.add_argument("--model", help="import path of the class; required without --trust-run-folder")

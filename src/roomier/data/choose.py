@@ -69,13 +69,13 @@ def training_feed(
     common["draws_apart"] = place is not None
     if isinstance(loader, (list, tuple)):
         return _with_notice(ListFeed(loader, **common), common["share"])
-    if speaks_state(loader):
+    if speaks_state(loader) and not has_shuffle_buffer(getattr(loader, "dataset", None)):
         return _with_notice(StatefulFeed(loader, loader, **common), common["share"])
     if not isinstance(loader, DataLoader):
         return _with_notice(ReplayedFeed(loader, **common), common["share"])
     if isinstance(loader.dataset, IterableDataset):
         # Workers read ahead in copies of the dataset, so the dataset in this process does not have their state.
-        if not loader.num_workers and speaks_state(loader.dataset):
+        if not loader.num_workers and speaks_state(loader.dataset) and not has_shuffle_buffer(loader.dataset):
             return _with_notice(StatefulFeed(loader, loader.dataset, **common), common["share"])
         return _with_notice(ReplayedFeed(in_own_processes(loader, pin_memory), **common), common["share"])
     if not can_be_rebuilt(loader):
@@ -172,6 +172,21 @@ def speaks_state(loader: object) -> TypeGuard[Any]:
     """Return True if ``loader`` has the two methods of :class:`SpeaksState`."""
     methods = ("state_dict", "load_state_dict")
     return all(callable(getattr(loader, method, None)) for method in methods)
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Return True if ``dataset`` is a stream of the package datasets whose samples pass through a shuffle buffer.
+
+    Its state does not contain the samples in the buffer, so a run that resumes from this state would skip them.
+    """
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ()))
+        parts += [each for each in inner if each is not None]
+    return False
 
 
 def check_is_one_loader(loader: Any, name: str) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from roomier.adapters.layers import is_adapter
+from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -102,15 +104,28 @@ def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
             first_values()
 
 
-def report_lost_initialization(network: nn.Module) -> None:
-    """Report a module whose constructor may have initialized its parameters in a way that is lost."""
-    lost = _without_initializer(network, type(network).__name__)
-    if lost is not None:
-        notice(
-            f"{lost} was built on the meta device, so its submodules are initialized by their own reset_parameters(). "
-            f"Other initialization in its __init__ is lost. To keep it, build {lost} in configure_model, or define "
-            f"reset_parameters() in {lost}"
-        )
+def report_lost_initialization(network: nn.Module, meta_tensors: set[str]) -> None:
+    """Report a module whose constructor may have initialized its parameters in a way that is lost.
+
+    A Module that creates its submodules on the meta device in ``configure_model`` was not on the meta device itself, so
+    only its submodules are checked.
+
+    Args:
+        network: model with paged parameters.
+        meta_tensors: names of the parameters and buffers that were on the meta device.
+    """
+    configures = overrides(network, "configure_model", Module)
+    own = next(network.parameters(recurse=False), None)
+    lost = _first_lost(network, "", meta_tensors, is_configured=configures and own is None)
+    if lost is None:
+        return
+    action = f"build {lost} in configure_model"
+    if configures:
+        action = f"build {lost} on a real device in configure_model, without torch.device('meta')"
+    notice(
+        f"{lost} was built on the meta device, so its submodules are initialized by their own reset_parameters(). "
+        f"Other initialization in its __init__ is lost. To keep it, {action}, or define reset_parameters() in {lost}"
+    )
 
 
 def check_written(network: nn.Module, buffers: list[EmptyBuffer], given: set[str], ranks: Ranks) -> None:
@@ -162,11 +177,15 @@ def _is_new(name: str, module: nn.Module, meta_tensors: set[str]) -> bool:
     return bool(names) and meta_tensors.issuperset(names)
 
 
-def _without_initializer(module: nn.Module, path: str) -> str | None:
+def _first_lost(module: nn.Module, name: str, meta_tensors: set[str], *, is_configured: bool = False) -> str | None:
+    """Return the class name of the first module on the meta device that has no initializer, parents before children."""
+    if next(module.parameters(), None) is None:
+        return None
     # Constructors of torch's classes initialize parameters in the same way as their reset_parameters method. Other
     # classes may do more.
-    if type(module).__module__.split(".")[0] == "torch":
-        found = (_without_initializer(child, type(child).__name__) for child in module.children())
+    is_of_torch = type(module).__module__.split(".")[0] == "torch"
+    if is_of_torch or is_configured or not _is_new(name, module, meta_tensors):
+        children = ((each, f"{name}.{key}" if name else key) for key, each in module.named_children())
+        found = (_first_lost(child, path, meta_tensors) for child, path in children)
         return next((each for each in found if each is not None), None)
-    has_own = _initializer_of(module) is not None
-    return None if has_own or next(module.parameters(), None) is None else path
+    return None if _initializer_of(module) is not None else type(module).__name__

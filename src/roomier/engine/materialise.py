@@ -148,7 +148,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
     if meta_tensors:
         if given is None:
-            report_lost_initialization(network)
+            report_lost_initialization(network, meta_tensors)
         buffers = empty_buffers(network)
         with same_random_numbers(ranks):
             initialise(network, meta_tensors)

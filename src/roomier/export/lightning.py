@@ -13,7 +13,14 @@ import torch
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
-from roomier.checkpoint.lightning import HYPERPARAMETERS, HYPERPARAMETERS_NAME, SUFFIX, VERSION
+from roomier.checkpoint.lightning import (
+    DATA_HYPERPARAMETERS,
+    DATA_HYPERPARAMETERS_NAME,
+    HYPERPARAMETERS,
+    HYPERPARAMETERS_NAME,
+    SUFFIX,
+    VERSION,
+)
 from roomier.checkpoint.lightning_loops import WRITTEN_FOR, loop_states
 from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES
@@ -52,14 +59,7 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
     """
     target = new_file(output)
     described = peek_run(path)
-    content: dict[str, Any] = {
-        **_others(path, described),
-        **loop_states(described.get("progress", {}), _validates(described)),
-        VERSION: WRITTEN_FOR,
-        "state_dict": weights_of(path),
-        HYPERPARAMETERS_NAME: described.get("hyperparameters_argument", "kwargs"),
-        HYPERPARAMETERS: dict(described.get("hyperparameters", {})),
-    }
+    content = lightning_content(path, described)
     if _can_resume(path, described):
         content.update(_training_state(path))
     with replacing_file(target) as aside:
@@ -69,6 +69,40 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
             problem = f"cannot be written ({' '.join(str(error).split())})"
             raise CheckpointError("output", str(target), problem, "Free some space, or use another folder") from error
     return target
+
+
+def lightning_content(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of Lightning's checkpoints for the checkpoint ``path``, without the states of optimizers and
+    callbacks.
+
+    Args:
+        path: checkpoint folder.
+        described: result of :func:`roomier.checkpoint.run_state.peek_run` for ``path``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    return {
+        **_others(path, described),
+        **loop_states(described.get("progress", {}), _validates(described)),
+        VERSION: WRITTEN_FOR,
+        "state_dict": weights_of(path),
+        HYPERPARAMETERS_NAME: described.get("hyperparameters_argument", "kwargs"),
+        HYPERPARAMETERS: dict(described.get("hyperparameters", {})),
+        **_of_datamodule(path, described),
+    }
+
+
+def _of_datamodule(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    init = described.get("datamodule_init")
+    if init is None:
+        return {}
+    state = checkpoint.load(path, only=("datamodule",))["datamodule"] if described.get("datamodule") else {}
+    return {
+        DATA_HYPERPARAMETERS_NAME: init.get("argument", "kwargs"),
+        DATA_HYPERPARAMETERS: dict(init["hyperparameters"]),
+        **({init["type"]: state} if state else {}),
+    }
 
 
 def _can_resume(path: str | Path, described: Mapping[str, Any]) -> bool:

@@ -201,10 +201,11 @@ _BATCH_SIZE = "Pass batch_size to your DataLoader"
 _METRICS = "Compute metrics in validation_step of a Module, and log them with self.log"
 _CHECKPOINT = "Write callbacks=[ModelCheckpoint(every_n_train_steps=..., save_top_k=...)]"
 _BEST = "Write callbacks=[ModelCheckpoint(monitor='val_loss', mode='min')], and pass ckpt_path='best' to test"
-_HUB = "Export the checkpoint with roomier.export, and upload the folder with huggingface_hub.upload_folder"
+_HUB = "Run `roomier export CHECKPOINT --to hugging-face OUT --push-to-hub USER/MODEL` after the run"
 _NAMES = "Write logger=WandbLogger(...), whose arguments include the name and the project"
 _SEED = "Call roomier.seed_everything before the model is created"
-_LENGTHS = "Pass a batch_sampler that groups samples by length to your DataLoader"
+_BY_LENGTH = "roomier.data.LengthGroupedBatchSampler(lengths, batch_size=...)"
+_LENGTHS = f"Write DataLoader(dataset, batch_sampler={_BY_LENGTH}, collate_fn=...)"
 _DATA = "Pass a DataLoader to fit: trainer.fit(model, train_dataloaders, val_dataloaders)"
 _OWN_LOSS = "Compute the loss in training_step of a Module"
 _EVERY_STEP = "Write val_check_interval with check_val_every_n_epoch=None, which counts micro-batches"
@@ -294,8 +295,8 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "enable_jit_checkpoint": NoEffect("SIGTERM always saves a checkpoint before the run ends"),
     "overwrite_output_dir": NoEffect("each run has a new folder"),
     "push_to_hub": Elsewhere(_HUB),
-    "hub_token": Elsewhere(_HUB),
-    "hub_private_repo": Elsewhere(_HUB),
+    "hub_token": Elsewhere("Run `hf auth login` or set HF_TOKEN. `roomier export ... --push-to-hub` uses this token"),
+    "hub_private_repo": Elsewhere(f"{_HUB}, with --private"),
     "hub_model_id": Elsewhere(_HUB),
     "hub_strategy": Elsewhere(_HUB),
     "hub_always_push": Elsewhere(_HUB),
@@ -313,9 +314,9 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "use_mps_device": Converted(_if_true("accelerator", "mps")),
     "accelerator_config": Unsupported("Use strategy and accumulate_grad_batches. Loaders are divided across the ranks"),
     "parallelism_config": Unsupported("Use strategy='zero3' or 'hsdp'"),
-    "train_sampling_strategy": Elsewhere(_LENGTHS),
+    "train_sampling_strategy": Elsewhere(f"{_LENGTHS}, or DataLoader(dataset, shuffle=...)"),
     "group_by_length": Elsewhere(_LENGTHS),
-    "length_column_name": Elsewhere(_LENGTHS),
+    "length_column_name": Elsewhere(f"Write {_BY_LENGTH} with lengths=dataset[length_column_name]"),
     "remove_unused_columns": Elsewhere("Select the columns in collate_fn of your DataLoader"),
     "label_names": Elsewhere("Name the labels as the arguments of the model's forward in collate_fn"),
     "ddp_find_unused_parameters": Elsewhere("Write strategy={'name': 'ddp', 'find_unused_parameters': True}"),

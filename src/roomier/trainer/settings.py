@@ -34,6 +34,7 @@ from roomier.trainer.keywords.arguments import kind_of, ordered, with_batch_fiel
 from roomier.trainer.lightning.batches import NamedSpans
 from roomier.trainer.lightning.callbacks import adopted
 from roomier.trainer.lightning.predicted import KeepsPredicted, writes_at_end, writes_predictions
+from roomier.trainer.lightning.read_folders import let_lightning_read_folders
 
 _OF_PLAN = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _WITHIN_A_RUN = {
@@ -85,6 +86,7 @@ class Settings:
         auto_scale_batch_size: bool | str,
         own_optimizer: Any = None,
     ) -> None:
+        let_lightning_read_folders()
         self.plan = self.requested_plan = plan
         self.options = options
         self.world = world

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
-from roomier.api.lightning import LightningAdapter, described_hparams
+from roomier.api.lightning import LightningAdapter, described_datamodule, described_hparams
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.errors import CheckpointError
@@ -175,11 +175,13 @@ def full_state(run: Run) -> dict[str, Any]:
 
 def _description(run: Run) -> dict[str, Any]:
     pretrained = pretrained_config(run.engine.module)
+    datamodule = run.settled.request.datamodule
     return {
         **({} if pretrained is None else {"pretrained": pretrained}),
         "plan": run.plan.to_dict(),
         "progress": run.progress.state(),
         **described_hparams(run.module),
+        **({} if datamodule is None else {"datamodule_init": described_datamodule(datamodule)}),
     }
 
 

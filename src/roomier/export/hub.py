@@ -1,0 +1,76 @@
+"""Upload of an exported folder to the Hugging Face hub, with the package ``huggingface_hub``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from roomier.core.errors import RoomierError
+
+_INSTALL = "pip install 'roomier[hub]'"
+
+
+def push_to_hub(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Upload the files in ``folder`` to a model repository of the hub, in one commit. Create the repository if it does
+    not exist.
+
+    Args:
+        folder: folder that :func:`roomier.export.hugging_face.export_hugging_face` or
+            :func:`roomier.export.safetensors.export_safetensors` wrote.
+        repo_id: name of the repository, such as ``"user/model"``.
+        private: visibility of a new repository; None for the default of the account.
+        revision: branch, which must exist; None for the main branch.
+        message: message of the commit; None for the default of ``huggingface_hub``.
+        token: access token; None for the token of ``hf auth login`` or of the environment variable ``HF_TOKEN``.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        RoomierError: ``huggingface_hub`` is not installed, ``folder`` does not exist, ``repo_id`` is invalid, or the
+            hub rejects the upload.
+
+    Example:
+        >>> done = export_hugging_face("runs/version_0/checkpoints/last", "out")
+        >>> push_to_hub(done.folder, "user/model")
+        'https://huggingface.co/user/model'
+    """
+    hub = check_hub(repo_id)
+    if not Path(folder).is_dir():
+        raise RoomierError("folder", str(folder), "is not a folder", "Pass the folder of an export")
+    api = hub.HfApi(token=token)
+    try:
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
+    except Exception as error:  # errors of HTTP clients, which differ between versions of huggingface_hub
+        problem = f"was not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        action = f"Log in with `hf auth login`, and run `hf upload {repo_id} {folder}`. The folder is complete"
+        raise RoomierError("push_to_hub", repo_id, problem, action) from error
+    return str(address)
+
+
+def check_hub(repo_id: str) -> Any:
+    """Check that ``huggingface_hub`` is installed and that ``repo_id`` is a valid name, and return the package.
+
+    Raises:
+        RoomierError: one of the two conditions is not met.
+    """
+    try:
+        import huggingface_hub
+        import huggingface_hub.utils as checks
+    except ImportError as error:
+        raise RoomierError("push_to_hub", repo_id, "requires the package huggingface_hub", _INSTALL) from error
+    try:
+        checks.validate_repo_id(repo_id)  # type: ignore[attr-defined]  # loaded on access
+    except checks.HFValidationError as error:  # type: ignore[attr-defined]
+        problem = f"is not the name of a repository ({' '.join(str(error).split())[:160]})"
+        raise RoomierError("push_to_hub", repo_id, problem, "Use the form 'user/model'") from error
+    return huggingface_hub

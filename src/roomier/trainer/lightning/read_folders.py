@@ -1,0 +1,49 @@
+"""``load_from_checkpoint`` of Lightning's classes for the checkpoint folders of roomier.
+
+[Note: Lightning reads folders]
+Scripts written for Lightning call ``Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)``, and
+Lightning opens this path as a file. If Lightning is imported when a Trainer is created, Lightning's function that opens
+the file is replaced. The replacement returns the content of a checkpoint folder in Lightning's form, and calls
+Lightning's function for any other path. Lightning's code then creates the object, so its arguments and hooks are
+unchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.record import RECORD_NAME
+from roomier.checkpoint.run_state import peek_run
+from roomier.core.tree import map_tensors
+from roomier.export.lightning import lightning_content
+
+_FILES = ("lightning.pytorch.core.saving", "pytorch_lightning.core.saving")
+_NAME = "pl_load"
+
+
+def let_lightning_read_folders() -> None:
+    """Let ``load_from_checkpoint`` of LightningModule and LightningDataModule read checkpoint folders.
+
+    See [Note: Lightning reads folders]. This function has no effect if Lightning is not imported.
+    """
+    for name in _FILES:
+        file: Any = sys.modules.get(name)
+        read = getattr(file, _NAME, None)
+        if callable(read) and not isinstance(read, partial):
+            setattr(file, _NAME, partial(_read, read))
+
+
+def _read(read: Callable[..., Any], path: Any, map_location: Any = None, **options: Any) -> Any:
+    if not isinstance(path, str | Path) or not (at_home(path) / RECORD_NAME).is_file():
+        return read(path, map_location=map_location, **options)
+    content = lightning_content(at_home(path), peek_run(at_home(path)))
+    if not isinstance(map_location, str | torch.device):  # other values move tensors between devices of a file
+        return content
+    return map_tensors(lambda tensor: tensor.to(map_location), content)
