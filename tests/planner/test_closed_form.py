@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from roomier.activation.budget import BudgetTooSmallError
 from roomier.activation.offload import MIN_BYTES
 from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
@@ -168,16 +169,27 @@ def test_other_batch_sizes_are_interpolated_between_two() -> None:
         assert asked.estimate(plan, size).tensor_bytes == pytest.approx(exact.tensor_bytes, rel=0.002)
 
 
-def test_the_peak_with_a_budget_is_the_budget_within_the_range_of_recomputation() -> None:
+def test_the_peak_with_a_budget_is_the_peak_of_the_choice() -> None:
     asked = Estimator(gpt(6, 64), machine("cpu"))
     low, high = (asked.estimate(make_plan(recompute=policy), 64) for policy in ("full", "none"))
     middle = (low.tensor_bytes + high.tensor_bytes) // 2
-    for wanted, found in ((2**20, low.tensor_bytes), (middle, middle), (2**40, high.tensor_bytes)):
+    for wanted in (middle, 2**40):
         plan = make_plan(activation={"policy": "budget", "budget_bytes": wanted})
         forecast = asked.estimate(plan, 64)
-        assert forecast.tensor_bytes == pytest.approx(found, rel=0.02)
+        truth = dry_run(gpt(6, 64), plan, device=machine("cpu").device)
+        assert forecast.tensor_bytes == pytest.approx(truth.peak_bytes, rel=0.005)
+        assert forecast.tensor_bytes <= wanted
         quick, slow, found_s = (each.time.compute_s for each in (high, low, forecast) if each.time is not None)
         assert quick * 0.999 <= found_s <= slow * 1.001
+        assert forecast.remark.startswith("Activation budget: of 6 blocks ")
+    with pytest.raises(BudgetTooSmallError, match="peak of a step is at least"):
+        asked.estimate(make_plan(activation={"policy": "budget", "budget_bytes": 2**20}), 64)
+
+
+def test_a_budget_with_offloaded_activations_is_interpolated() -> None:
+    asked = Estimator(gpt(6, 256), machine("cuda"))
+    activation, offload = {"policy": "budget", "budget_fraction": 0.5}, {"activations": "cpu"}
+    assert "interpolated" in asked.estimate(make_plan(activation=activation, offload=offload), 256).remark
 
 
 def test_with_offloading_the_device_holds_the_activations_of_two_blocks() -> None:

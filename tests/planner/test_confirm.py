@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from roomier.activation.budget import BudgetTooSmallError
 from roomier.api.adapt import as_module
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_runs.confirm import confirm
-from roomier.planner.dry_runs.dry_run import DryRun, dry_run, within_budget
+from roomier.planner.dry_runs.dry_run import DryRun, dry_run
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.workload import Workload
 
@@ -43,30 +44,27 @@ def run_of(plan: Plan) -> DryRun:
     return dry_run(workload(), plan)
 
 
-def with_budget(**budget: Any) -> DryRun:
-    return within_budget(plan_of(policy="budget", **budget), run_of)
-
-
 def flops_of(run: DryRun) -> float:
     return sum(sum(each.flops.values()) for each in run.work.values())
 
 
-def test_the_peak_with_a_budget_is_the_budget_between_full_and_no_recomputation() -> None:
+def test_the_forecast_of_a_budget_is_between_full_and_no_recomputation() -> None:
     least, most = run_of(plan_of(policy="full")), run_of(plan_of())
     middle = (least.peak_bytes + most.peak_bytes) // 2
-    found = with_budget(budget_bytes=middle)
-    assert found.peak_bytes == middle
-    assert with_budget(budget_fraction=0.5).peak_bytes == pytest.approx(middle, abs=1)
-    assert with_budget(budget_bytes=2**20).peak_bytes == least.peak_bytes
-    assert with_budget(budget_bytes=2**40).peak_bytes == most.peak_bytes
+    found = run_of(plan_of(policy="budget", budget_bytes=middle))
+    assert 0.9 * middle < found.peak_bytes <= middle
     assert flops_of(most) < flops_of(found) < flops_of(least)
+    assert run_of(plan_of(policy="budget", budget_bytes=2**40)).peak_bytes == most.peak_bytes
+    with pytest.raises(BudgetTooSmallError, match=r"activation\.budget='1\.0 MiB': is too small"):
+        run_of(plan_of(policy="budget", budget_bytes=2**20))
 
 
 def test_a_budget_is_confirmed_by_a_dry_run() -> None:
     plan = plan_of(policy="budget", budget_fraction=0.25)
     found = confirm(workload(), plan, machine("cpu"))
-    assert dry_run(workload(), plan).stretches == found.timeline
+    assert dry_run(workload(), plan, device=machine("cpu").device).stretches == found.timeline
     assert found.method == "dry run"
+    assert found.remark.startswith("Activation budget: of 4 blocks ")
 
 
 def test_activations_in_host_memory_of_a_gpu_are_forecast_by_the_closed_form() -> None:

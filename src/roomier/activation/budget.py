@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 
 from roomier.activation.block_forward import BlockForward, Keep, Recompute
 from roomier.activation.choose import Stage, choose, least_peak_bytes, lost_ns, peak_bytes
+from roomier.activation.live_bytes import LiveBytes
 from roomier.activation.profile import Recorder
-from roomier.activation.stages import MOVED, WAYS, Profile, Way, profile_of, with_equal_times, worst_of
+from roomier.activation.stages import MOVED, WAYS, Profile, Way, profile_of, with_equal_times, with_lost_ns, worst_of
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
@@ -38,6 +39,20 @@ _MEASURED_STEP = 2
 _LAST_ATTEMPT = 5  # last step that can be measured; skipped steps are not measured
 
 Sizes = tuple[int, ...]
+
+
+class Estimates(Protocol):
+    """Protocol of the values that replace measurements in a dry run, in which tensors have no memory and operations
+    take no time."""
+
+    def live_bytes(self) -> LiveBytes:
+        """Return the measurement of the bytes in use."""
+        ...
+
+    def lost_ns(self, block: int, keep: Keep) -> int:
+        """Return the time per step for the recomputation of the block with index ``block``, in nanoseconds, if the
+        block saves the activations of ``keep``."""
+        ...
 
 
 class BudgetedRecompute(Recompute):
@@ -54,6 +69,7 @@ class BudgetedRecompute(Recompute):
         predicted_bytes: predicted peak memory of a step on the rank with the highest peak; None before the choice.
         lost_ns: predicted time per step for recomputation and for copies that do not overlap with computation, in
             nanoseconds; None before the choice.
+        estimates: values that replace measurements in a dry run; None in a run.
     """
 
     def __init__(
@@ -67,6 +83,7 @@ class BudgetedRecompute(Recompute):
         super().__init__(blocks)
         self.predicted_bytes: int | None = None
         self.lost_ns: int | None = None
+        self.estimates: Estimates | None = None
         self._activation = activation
         self._device = device
         self._ranks = ranks
@@ -113,7 +130,8 @@ class BudgetedRecompute(Recompute):
     def _measure(self, optimizers: Sequence[Optimizer], sizes: Sizes) -> None:
         self._keep_least()
         self._sizes = _larger_of(sizes, self._sizes)
-        self._recorder = Recorder(self.blocks, self._device)
+        live = None if self.estimates is None else self.estimates.live_bytes()
+        self._recorder = Recorder(self.blocks, self._device, live)
         self._recorder.start()
         for optimizer in optimizers:
             for leaf in torch_private.iter_leaves([optimizer.param_groups, list(optimizer.state.values())]):
@@ -123,7 +141,8 @@ class BudgetedRecompute(Recompute):
     def _decide(self) -> None:
         assert self._recorder is not None
         self._recorder.note_update()
-        profiles = self._ranks.gather(profile_of(self._recorder, self._copy_times))
+        own = profile_of(self._recorder, self._copy_times)
+        profiles = self._ranks.gather(own if self.estimates is None else with_lost_ns(own, self.estimates.lost_ns))
         self._recorder, self._is_recorded = None, False
         if len({profile.order for profile in profiles}) > 1:
             problem = "different blocks ran on different ranks, or in a different order, so the ranks cannot choose"
@@ -138,12 +157,12 @@ class BudgetedRecompute(Recompute):
 
     def _choose(self, stages: Sequence[Stage], is_first: bool) -> None:
         assert self._profile is not None
-        budget_bytes = self._budget_bytes(stages)
+        budget_bytes = budget_bytes_of(self._activation, stages)
         choice = choose(stages, budget_bytes)
         if choice is None:
             least_bytes = least_peak_bytes(stages)
             if is_first:
-                raise _too_small(budget_bytes, least_bytes)
+                raise too_small(budget_bytes, least_bytes)
             notice(
                 f"the larger batch does not fit into {format_bytes(budget_bytes)}, so each block saves the minimum of "
                 "activations"
@@ -155,15 +174,6 @@ class BudgetedRecompute(Recompute):
         self.predicted_bytes = peak_bytes(stages, choice)
         self.lost_ns = lost_ns(stages, choice)
         self._print_choice(budget_bytes, [WAYS[index] for index in choice[1:]])
-
-    def _budget_bytes(self, stages: Sequence[Stage]) -> int:
-        if self._activation.budget_bytes is not None:
-            return self._activation.budget_bytes
-        assert self._activation.budget_fraction is not None
-        least_bytes = peak_bytes(stages, [0] * len(stages))
-        most_bytes = peak_bytes(stages, [0] + [WAYS.index(Way(Keep.ALL))] * (len(stages) - 1))
-        # Saving all activations can require less memory, because nothing is recomputed.
-        return least_bytes + round(self._activation.budget_fraction * max(most_bytes - least_bytes, 0))
 
     def _print_choice(self, budget_bytes: int, ways: Sequence[Way]) -> None:
         assert self.predicted_bytes is not None
@@ -194,7 +204,34 @@ class BudgetedRecompute(Recompute):
             )
 
 
-def _too_small(budget_bytes: int, least_bytes: int) -> TrainingError:
+def budget_bytes_of(activation: ActivationPlan, stages: Sequence[Stage]) -> int:
+    """Return the budget of ``activation`` in bytes, for the blocks of ``stages``."""
+    if activation.budget_bytes is not None:
+        return activation.budget_bytes
+    assert activation.budget_fraction is not None
+    least_bytes = peak_bytes(stages, [0] * len(stages))
+    most_bytes = peak_bytes(stages, [0] + [WAYS.index(Way(Keep.ALL))] * (len(stages) - 1))
+    # Saving all activations can require less memory, because nothing is recomputed.
+    return least_bytes + round(activation.budget_fraction * max(most_bytes - least_bytes, 0))
+
+
+class BudgetTooSmallError(TrainingError):
+    """An activation budget that no choice meets.
+
+    Attributes:
+        least_bytes: the smallest budget in bytes that a choice meets.
+    """
+
+    least_bytes = 0
+
+
+def too_small(budget_bytes: int, least_bytes: int) -> BudgetTooSmallError:
+    """Return the error for a budget that no choice meets.
+
+    Args:
+        budget_bytes: the budget.
+        least_bytes: the smallest budget that a choice meets.
+    """
     problem = (
         f"is too small. The peak of a step is at least {least_bytes / 2**30:.3g} GiB ({format_bytes(least_bytes)}), "
         "with only the inputs of blocks saved"
@@ -203,7 +240,9 @@ def _too_small(budget_bytes: int, least_bytes: int) -> TrainingError:
         "Increase the budget. Or use smaller micro-batches with accumulate_grad_batches, chunked_loss=True if the "
         "logits are large, or strategy='zero2' on several ranks"
     )
-    return TrainingError("activation.budget", f"{format_bytes(budget_bytes)}", problem, action)
+    error = BudgetTooSmallError("activation.budget", f"{format_bytes(budget_bytes)}", problem, action)
+    error.least_bytes = least_bytes
+    return error
 
 
 def _sizes_of(batches: Sequence[Any]) -> Sizes:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.tree import tensors
 from roomier.device import memory
 from roomier.device.capability import capabilities_of
@@ -141,7 +141,7 @@ class CountedBytes:
         return result
 
     def _see(self, tensor: Tensor, *, was_there: bool = False, is_resized: bool = False) -> None:
-        if tensor.device.type != self._device_type or not is_strided(tensor):
+        if torch_fake.device_type_of(tensor) != self._device_type or not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
         key = id(storage)

@@ -27,7 +27,7 @@ from roomier.activation.block_forward import BlockForward, Keep
 from roomier.activation.live_bytes import LiveBytes, is_strided, live_bytes_on
 from roomier.activation.offload import Offload
 from roomier.activation.selective import ATTENTION, PRODUCTS, OnDevice, Products
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.tree import tensors
 from roomier.core.wrapped_forward import WrappedForward
 from roomier.device.capability import capabilities_of
@@ -106,6 +106,7 @@ class Recorder:
     Args:
         blocks: forwards of the blocks.
         device: device of the step.
+        live: measurement of the bytes in use; None uses the measurement for ``device``.
 
     Attributes:
         calls: calls of blocks, in their order.
@@ -114,13 +115,13 @@ class Recorder:
         live: measurement of the bytes in use.
     """
 
-    def __init__(self, blocks: Sequence[BlockForward], device: torch.device) -> None:
+    def __init__(self, blocks: Sequence[BlockForward], device: torch.device, live: LiveBytes | None = None) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moment] = []
         self.interception = Interception()
         self._blocks = blocks
         self._device = device
-        self.live: LiveBytes = live_bytes_on(device)
+        self.live: LiveBytes = live_bytes_on(device) if live is None else live
         self._alive: list[Call] = []
         self._own: Call | None = None
         self._last_second: tuple[Call, Any] | None = None  # the last second forward, and the time at which it ended
@@ -141,7 +142,7 @@ class Recorder:
             if isinstance(block.forward, _Observed):
                 block.forward = block.forward.forward
         synchronize(self._device)
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and not torch_fake.makes_fake_tensors():
             self.interception = measured_interception()
 
     def note_update(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -211,6 +211,28 @@ def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
         )
         for stage in stages
     ]
+
+
+def with_lost_ns(profile: Profile, lost_ns: Callable[[int, Keep], int]) -> Profile:
+    """Replace the measured times of all options that save activations on the device.
+
+    Args:
+        profile: measurements of one rank.
+        lost_ns: function that returns the time per step of a block, in nanoseconds, from the index of the block and the
+            activations that the block saves.
+    """
+    first, *stages = profile.stages
+    timed = [
+        replace(
+            stage,
+            options=tuple(
+                option if way.offloads else replace(option, lost_ns=lost_ns(block, way.keep))
+                for option, way in zip(stage.options, WAYS, strict=False)
+            ),
+        )
+        for block, stage in zip(profile.order, stages, strict=True)
+    ]
+    return replace(profile, stages=(first, *timed))
 
 
 def _sizes(stage: Stage) -> tuple[int, ...]:

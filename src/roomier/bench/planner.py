@@ -13,8 +13,8 @@ of a row are:
   (:mod:`roomier.bench.planner_rss`). ``error`` does not depend on it.
 
 By default, each model runs with each strategy on each number of ranks, and every pair of options occurs in at least one
-row. ``--all`` runs every legal combination, which takes hours, and ``--quick`` runs each model two times. GPUs are not
-measured.
+row. ``--all`` runs every legal combination, which takes hours, ``--quick`` runs each model two times, and ``--budgets``
+runs each model with three activation budgets. GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from roomier.bench.machine import circumstances
-from roomier.bench.planner_cases import Case, all_cases, few_cases, some_cases
+from roomier.bench.planner_cases import Case, all_cases, budget_cases, few_cases, some_cases
 from roomier.bench.planner_rss import MODEL, WideGPT, make_batch, make_plan
 from roomier.bench.planner_truth import measured_peak
 from roomier.bench.rank_processes import run_on_ranks
@@ -51,20 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how_many = parser.add_mutually_exclusive_group()
     how_many.add_argument("--quick", action="store_true", help="each model twice: under 3 minutes on 2 cores")
     how_many.add_argument("--all", action="store_true", help="every legal combination: hours")
+    how_many.add_argument("--budgets", action="store_true", help="each model with three activation budgets")
     parser.add_argument("--models", default="", help="only these models, separated by commas")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Forecast and measure all cases."""
     facts = circumstances()
-    cases = all_cases() if options.all else few_cases() if options.quick else some_cases()
-    cases = _of_models(cases, options.models)
+    cases = _of_models(_cases_of(options), options.models)
     found: list[dict[str, Any]] = []
     for num_ranks in sorted({each.num_ranks for each in cases}):
         chosen = [each.as_dict() for each in cases if each.num_ranks == num_ranks]
         settings = {"ranks": num_ranks, "cases": chosen}
         found += run_on_ranks("roomier.bench.planner_ranks", num_ranks, settings)["rows"]
-    if not options.models:
+    if not (options.models or options.budgets):
         found += [_witnessed(recompute) for recompute in _WITNESSED]
     rows = [each for each in found if "error" in each]
     errors = [each["error"] for each in rows]
@@ -104,6 +104,12 @@ def table(result: Mapping[str, Any]) -> RenderableType:
             format_bytes(row["rss_bytes"]) if "rss_bytes" in row else "",
         )
     return shown
+
+
+def _cases_of(options: argparse.Namespace) -> list[Case]:
+    if options.budgets:
+        return budget_cases()
+    return all_cases() if options.all else few_cases() if options.quick else some_cases()
 
 
 def _of_models(cases: Sequence[Case], text: str) -> list[Case]:

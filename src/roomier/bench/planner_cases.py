@@ -10,6 +10,7 @@ from roomier.bench.planner_models import MODELS
 from roomier.plan import Plan
 
 RECOMPUTE = ("none", "full", "selective")
+BUDGETS = ("budget 0.25", "budget 0.5", "budget 0.75")
 PRECISIONS = ("32-true", "bf16-mixed")
 OPTIMIZERS = ("adamw", "adafactor", "adamw8bit")
 SETUPS = (
@@ -29,7 +30,7 @@ class Case:
         model: name of the model.
         strategy: name of the strategy.
         num_ranks: number of ranks.
-        recompute: policy of activation checkpointing.
+        recompute: policy of activation checkpointing. For an activation budget, ``"budget"`` and the fraction.
         precision: mode of precision.
         optimizer: name of the optimizer.
         accumulate: micro-batches per step.
@@ -57,12 +58,14 @@ class Case:
         parallel: dict[str, Any] = {"strategy": self.strategy, "devices": self.num_ranks, "accelerator": "cpu"}
         if self.strategy == "hsdp":
             parallel["shard_size"] = self.num_ranks // 2
+        policy, _, fraction = self.recompute.partition(" ")
+        budget = {"budget_fraction": float(fraction)} if fraction else {}
         sections: dict[str, Any] = {
             "parallel": parallel,
             "precision": {"mode": self.precision},
             "batch": {"accumulate_grad_batches": self.accumulate, "gradient_clip_val": 1.0},
             "optimizer": {"name": self.optimizer, "lr": 1e-4},
-            "activation": {"policy": self.recompute},
+            "activation": {"policy": policy, **budget},
         }
         if self.model == _LORA:
             sections["adapter"] = {"lora_rank": 4}
@@ -105,6 +108,25 @@ def few_cases() -> list[Case]:
             j = 3 * i + 7 * turn + i // len(SETUPS)
             cases.append(_case(model, SETUPS[j % len(SETUPS)], i + j + 5 * turn, accumulate=1 + (i + turn) % 2))
     return cases
+
+
+def budget_cases() -> list[Case]:
+    """Return every model that has blocks with several activation budgets on one rank, and a GPT on two ranks."""
+    names = [name for name in _names() if name not in _WITHOUT_BLOCKS]
+    cases = [
+        Case(model, "single", 1, budget, PRECISIONS[(i + j) % 2], "adamw", accumulate=1 + i % 2)
+        for i, model in enumerate(names)
+        for j, budget in enumerate(BUDGETS)
+    ]
+    strategies = ("ddp", "zero1", "zero2", "zero3")
+    return [
+        *cases,
+        *(
+            Case("gpt", strategy, 2, budget, PRECISIONS[i % 2], "adamw")
+            for i, strategy in enumerate(strategies)
+            for budget in BUDGETS
+        ),
+    ]
 
 
 def _case(model: str, setup: tuple[str, int], number: int, accumulate: int) -> Case:

@@ -24,6 +24,8 @@ from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
 from roomier.core.world import World
+from roomier.hardware.this_machine import this_machine
+from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE
 from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.workload import Workload
 
@@ -43,7 +45,9 @@ def _forecast(case: Case) -> dict[str, Any]:
     network, batch = MODELS[case.network]()
     module = as_module(network)
     try:
-        found = dry_run(Workload(module, batch, batch_size_of(batch)), case.plan())
+        plan = case.plan()
+        device = this_machine(1).device if plan.activation.policy == "budget" else TYPICAL_DEVICE
+        found = dry_run(Workload(module, batch, batch_size_of(batch)), plan, device=device)
     except RoomierError as refusal:
         return {"refusal": str(refusal)}
     except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from roomier.plan import Plan
 
 
 def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None) -> Snapshot:
-    """Return the memory at the peak of a step of ``plan`` on a CPU. The step follows one or two warm-up steps.
+    """Return the memory at the peak of a step of ``plan`` on a CPU. The step follows one to four warm-up steps.
 
     Args:
         module: the model. The function trains a copy.
@@ -43,19 +44,21 @@ def measured_step(
     _disable_logging(copied)
 
     num_batches = plan.batch.accumulate_grad_batches
+    num_untracked = 2 if plan.activation.policy == "budget" else 0  # the second step of a budget is timed
     num_steps_before = 2 if plan.parallel.strategy == "ddp" else 1  # DDP is created after the first step
-    windows = [[map_tensors(torch.clone, batch) for _ in range(num_batches)] for _ in range(num_steps_before + 1)]
+    num_steps = num_untracked + num_steps_before + 1
+    windows = [[map_tensors(torch.clone, batch) for _ in range(num_batches)] for _ in range(num_steps)]
 
-    def step(tracker: MemoryTracker) -> None:
-        tracker.enter("forward")
+    def step(enter: Callable[[str], None]) -> None:
+        enter("forward")
         batches = windows.pop()  # kept alive during the update, as in a training loop
         engine.forward_backward(lambda each, _: copied.training_step(each, 0), batches)
-        tracker.enter("update")
+        enter("update")
         if plan.batch.gradient_clip_val is not None:
             engine.clip()
         engine.step()
         del batches
-        tracker.enter("rest")
+        enter("rest")
 
     with quiet():
         engine, _ = build(
@@ -63,11 +66,13 @@ def measured_step(
         )
         if (scaling := engine.scaler.state()) is not None:  # the initial scale is so large that steps would be skipped
             engine.scaler.load({**scaling, "scale": 1.0})
+        for _ in range(num_untracked):
+            step(lambda phase: None)
         with tracking(engine) as tracker:
             for _ in range(num_steps_before):
-                step(tracker)
+                step(tracker.enter)
             tracker.restart()
-            step(tracker)
+            step(tracker.enter)
         engine.close()
     return tracker
 

@@ -233,7 +233,7 @@ def without_interception() -> AbstractContextManager[Any]:
 def handles_dispatch(kind: type) -> bool:
     """Return whether tensors of class ``kind`` implement operations on inner tensors, as DTensor does."""
     own = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+    return own not in (None, torch._C._disabled_torch_dispatch_impl) and kind.__name__ != "FakeTensor"
 
 
 def is_in_backward() -> bool:

@@ -236,6 +236,15 @@ class MemoryTracker:
             num_bytes[change.storage.kind] += change.num_bytes
             yield Snapshot(change.phase, num_bytes, change.place)
 
+    def bytes_at_start(self) -> int:
+        """Return the bytes of the storages that existed at the start."""
+        return sum(change.num_bytes for change in self._at_start)
+
+    def changes_since(self, index: int) -> list[int]:
+        """Return the changes of the bytes in use since the start, without the first ``index`` changes."""
+        self._note_sizes()
+        return [change.num_bytes for change in self._changes[index:]]
+
     def saved_bytes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors that each place allocated in a forward and that its backward needs."""
         found: dict[str, list[int]] = {}

@@ -82,6 +82,8 @@ class Forecast:
         pinned_bytes: part of ``host_bytes`` that is pinned.
         disk_bytes: bytes that one rank stores on disk.
         traffic: transfers in one step.
+        remark: sentence about the choice for an activation budget, or about a less accurate method; empty without a
+            budget.
     """
 
     plan: Plan
@@ -95,6 +97,7 @@ class Forecast:
     pinned_bytes: int = 0
     disk_bytes: int = 0
     traffic: Traffic = Traffic()
+    remark: str = ""
 
     @cached_property
     def peak(self) -> Stretch:
@@ -157,6 +160,7 @@ class Forecast:
             "plan": self.plan.to_dict(),
             "micro_batch": self.micro_batch,
             "method": self.method,
+            "remark": self.remark,
             "peak_bytes": self.peak_bytes,
             "peak_at": {"phase": self.peak.phase, "place": self.peak.place},
             "bytes_by_kind": {kind.value: count for kind, count in self.bytes_by_kind.items()},

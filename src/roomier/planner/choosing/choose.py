@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from roomier.activation.budget import BudgetTooSmallError
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
@@ -112,6 +113,9 @@ def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
         return RoomierError("strategy", plan.parallel.strategy, problem, "Set a strategy, and remove memory_budget")
     if len({(each.field, each.problem) for each in priced.errors}) == 1:  # a single error that all plans have in common
         return priced.errors[0]
+    too_small = [each for each in priced.errors if isinstance(each, BudgetTooSmallError)]
+    if too_small and len(too_small) == len(priced.errors):
+        return min(too_small, key=lambda each: each.least_bytes)
     reasons = "; ".join(dict.fromkeys(each.reason for each in priced.refused))
     action = "Change these settings, or set a strategy"
     return PlanError("strategy", plan.parallel.strategy, f"every plan is rejected: {reasons}", action)

@@ -1,9 +1,11 @@
 """Forecasts by dry run, which are slower than the closed form but execute the code of the real run.
 
 [Note: limits of a dry run]
-A dry run has only one memory for device, host and disk. Plans that move activations out of the memory of the device are
-therefore forecast with the closed form. Plans that offload model states are forecast with the closed form on all
-devices, because a dry run has no tiers.
+A dry run has only one memory for device, host and disk. Plans that move activations out of the memory of the device, or
+that offload parameters, are therefore forecast with the closed form. If a plan offloads only optimizer states, a dry
+run has all states on the device, and the formulas for tiers (:mod:`roomier.planner.formula.offloaded`) change its
+timeline. With an activation budget in addition, the closed form is used, because the choice depends on the memory of
+the states.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
+from roomier.planner.dry_runs.within_budget import remark_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
@@ -22,7 +25,7 @@ from roomier.planner.workload import Workload
 def is_seen_by_dry_run(plan: Plan, machine: Machine) -> bool:
     """Return whether a dry run can forecast ``plan``; see [Note: limits of a dry run]."""
     offload = plan.offload
-    if offload.optimizer_states != "none" or offload.parameters != "none":
+    if offload.parameters != "none" or (offload.optimizer_states != "none" and plan.activation.policy == "budget"):
         return False
     return not leave_device(plan, machine)
 
@@ -42,7 +45,10 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
     """
     if not is_seen_by_dry_run(plan, machine):
         return Estimator(workload, machine).estimate(plan, workload.batch_size)
-    run = dry_run_by_depth(workload, plan, is_pairwise=machine.device.kind == "cpu", like=machine.device.kind)
+    device = machine.device
+    run = dry_run_by_depth(workload, plan, is_pairwise=device.kind == "cpu", like=device.kind, device=device)
+    if plan.offload.optimizer_states != "none":
+        return Estimator(workload, machine).with_states_away(plan, run, workload.batch_size)
     stretches = workload.calibrated(run.stretches, plan)
     return Forecast(
         plan=plan,
@@ -52,5 +58,6 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
         timeline=stretches,
         fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in stretches)),
         host_bytes=compiler_bytes(plan, workload.num_parameters),
-        time=step_time(workload, plan, machine, run.work),
+        time=step_time(workload, plan, machine, run.work, chosen=run.keeps),
+        remark=remark_of(run.keeps),
     )

@@ -5,24 +5,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from roomier.activation.block_forward import Keep
+from roomier.activation.budget import BudgetedRecompute
 from roomier.api.kept_weights import KeptWeights
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.facts import Facts
+from roomier.engine.levers import Levers
 from roomier.engine.optimizers import configure
+from roomier.hardware.machine import Device
 from roomier.memory.kinds import Kind, total_bytes
+from roomier.memory.predict import layout_of
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.averaging import WeightAverage, tensors_to_average
-from roomier.plan import ActivationPlan, Plan
+from roomier.plan import OffloadPlan, Plan
+from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, DryEstimates
 from roomier.planner.dry_runs.places import named_places, reporting_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
 from roomier.planner.fake.fake_world import fake_world
@@ -77,10 +85,12 @@ class DryRun:
     Attributes:
         stretches: parts of the step in execution order.
         work: amount of computation, by phase and part of the model.
+        keeps: with an activation budget, the activations that each block saves.
     """
 
     stretches: tuple[Stretch, ...]
     work: Mapping[Part, Work]
+    keeps: Mapping[str, Keep] = field(default_factory=dict)
 
     @property
     def peak(self) -> Stretch:
@@ -93,11 +103,32 @@ class DryRun:
         return self.peak.peak_bytes
 
 
-def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu") -> DryRun:
+class _DryEngine(EagerEngine):
+    """Engine of a dry run.
+
+    Attributes:
+        recompute: recomputation of its blocks.
+    """
+
+    def __init__(self, facts: Facts, optimizers: Sequence[Optimizer], *, levers: Levers, **others: Any) -> None:
+        super().__init__(facts, optimizers, levers=levers, **others)
+        self.recompute = levers.recompute
+
+
+def dry_run(
+    workload: Workload,
+    plan: Plan,
+    *,
+    rank: int = 0,
+    is_pairwise: bool = True,
+    like: str = "cpu",
+    device: Device = TYPICAL_DEVICE,
+) -> DryRun:
     """Run a step of ``workload`` under ``plan`` without memory or a device.
 
     Only the shapes of the module are copied, and no values are computed. [Note: values in a dry run] describes code
-    that reads values of tensors. :func:`within_budget` handles plans with an activation budget.
+    that reads values of tensors. With an activation budget, the second step is measured as in a run, and the result is
+    the third step, in which the choice applies. All optimizer states and parameters are on the device.
 
     Args:
         workload: module and micro-batch.
@@ -106,76 +137,36 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
         is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
         like: kind of the device whose kernels determine the saved memory; see
             :func:`roomier.planner.fake.fake_world.fake_world`.
+        device: device whose speed determines the time of recomputation, for an activation budget.
 
     Raises:
-        RoomierError: ``build`` rejects the plan, or shapes in the step depend on unknown values.
+        RoomierError: ``build`` rejects the plan, shapes in the step depend on unknown values, or an activation budget
+            is too small.
     """
-    if plan.activation.policy == "budget":
-        return within_budget(
-            plan, lambda given: dry_run(workload, given, rank=rank, is_pairwise=is_pairwise, like=like)
-        )
-    plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"))
+    cpu = torch.device("cpu")
+    reads_gradients = layout_of(plan, cpu).reads_in_backward
+    offload = OffloadPlan(activations=plan.offload.activations)
+    plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"), offload=offload)
     local_size = plan.parallel.devices
     world = World(rank, plan.parallel.num_ranks, rank % local_size, rank // local_size, local_size)
-    device = torch.device("cpu")
     with fake_world(world, is_pairwise=is_pairwise, like=like) as ranks:
-        module = shapes_of(workload.module, precision_of(plan.precision.mode, device).weight_dtype)
+        module = shapes_of(workload.module, precision_of(plan.precision.mode, cpu).weight_dtype)
         engine, _ = build(
-            plan, module, lambda blocks: configure(plan, module, lambda: _NUM_STEPS, blocks), EagerEngine, ranks
+            plan, module, lambda blocks: configure(plan, module, lambda: _NUM_STEPS, blocks), _DryEngine, ranks
         )
+        if reads_gradients:  # reductions then complete before backward continues
+            for each in engine.module.parameters():
+                if each.requires_grad:
+                    each.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
         return _tracked_step(
             engine,
             module,
             _copies(engine, [each for each in workload.copies if each.is_on(like)]),
             lambda: _micro_batches(workload, plan, like),
-            clips=plan.batch.gradient_clip_val,
-            num_steps_before=2 if plan.parallel.strategy == "ddp" else 1,  # DDP is constructed in the second step
+            plan,
+            device,
+            like,
         )
-
-
-def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
-    """Return the step of a ``plan`` with an activation budget, interpolated between full recomputation and no
-    recomputation.
-
-    Blocks select recomputation by measured times, so the actual step is between the step with full recomputation and
-    the step without recomputation.
-
-    The peak equals the budget. If the budget is outside the range of the two peaks, the peak equals the nearer of the
-    two peaks. Activations are copied from the step without recomputation, and are limited to the highest level at which
-    the peak is within the budget. Work is interpolated in proportion to the bytes.
-
-    Args:
-        plan: plan with the activation policy ``"budget"``.
-        run: function that returns the step of a given plan without an activation budget.
-    """
-    wanted = plan.activation
-    least = run(replace(plan, activation=ActivationPlan("full")))
-    most = run(replace(plan, activation=ActivationPlan()))
-    low, high = least.peak_bytes, most.peak_bytes
-    budget_bytes = wanted.budget_bytes
-    if budget_bytes is None:
-        assert wanted.budget_fraction is not None
-        budget_bytes = low + round(wanted.budget_fraction * max(high - low, 0))
-    if budget_bytes >= high or high <= low:
-        return most
-    if budget_bytes <= low:
-        return least
-    moments = [moment for each in most.stretches for moment in (each.begin, each.peak, each.end)]
-    over = ((moment, total_bytes(moment) - budget_bytes) for moment in moments)
-    height = max(0, min(moment[Kind.ACTIVATION] - num_bytes for moment, num_bytes in over if num_bytes > 0))
-
-    def held(moment: NumBytes) -> NumBytes:
-        return {**moment, Kind.ACTIVATION: min(moment[Kind.ACTIVATION], height)}
-
-    stretches = (
-        replace(each, begin=held(each.begin), peak=held(each.peak), end=held(each.end)) for each in most.stretches
-    )
-    share = (budget_bytes - low) / (high - low)
-    work = {
-        part: least.work.get(part, Work()) * (1 - share) + most.work.get(part, Work()) * share
-        for part in {**least.work, **most.work}
-    }
-    return DryRun(tuple(stretches), work)
 
 
 def _micro_batches(workload: Workload, plan: Plan, like: str) -> Sequence[Any]:
@@ -201,7 +192,7 @@ class _OneByOne(Sequence[Any]):
         return self._make()
 
 
-def _copies(engine: EagerEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
+def _copies(engine: _DryEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
     """Return the tensors that callbacks retain from the start of a run, such as averages."""
     saved = engine.weights() if any(each.with_buffers for each in copies) else {}
     buffers = [(name, each) for name, each in engine.module.named_buffers() if name in saved]
@@ -213,14 +204,16 @@ def _copies(engine: EagerEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
 
 
 def _tracked_step(
-    engine: EagerEngine,
+    engine: _DryEngine,
     module: Module,
     copies: Sequence[Tensor],
     make_batches: Callable[[], Sequence[Any]],
-    *,
-    clips: float | None,
-    num_steps_before: int,
+    plan: Plan,
+    device: Device,
+    like: str,
 ) -> DryRun:
+    # DDP is constructed in the second step, and the second step of an activation budget is measured.
+    num_steps_before = 2 if plan.parallel.strategy == "ddp" or plan.activation.policy == "budget" else 1
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     places = named_places(engine.module, engine.blocks)
     counter = WorkCounter()
@@ -237,7 +230,7 @@ def _tracked_step(
         engine.forward_backward(training_step, batches)
         tracker.place = ""
         tracker.enter("update")
-        if clips is not None:
+        if plan.batch.gradient_clip_val is not None:
             engine.clip()
         engine.step()
         at_hand.clear()
@@ -250,14 +243,27 @@ def _tracked_step(
             tracker.place = place
 
         stack.enter_context(reporting_places(places, tell))
+        counting = counter.counting(lambda: (tracker.phase, tracker.place))
+        budgeted = engine.recompute if isinstance(engine.recompute, BudgetedRecompute) else None
+        if budgeted is not None:
+            stack.enter_context(counting)
+            names = [places[block.module] for block in budgeted.blocks]
+            budgeted.estimates = DryEstimates(tracker, counter.by_part, names, plan, device, like)
         for _ in range(num_steps_before):  # creates optimizer states, and identifies the kinds of storages
+            counter.by_part.clear()
             step(tracker)
+        if budgeted is None:
+            stack.enter_context(counting)
+        else:
+            budgeted.begin_step(engine.optimizers, [])  # chooses before the restart of the tracker
         tracker.restart()
-        stack.enter_context(counter.counting(lambda: (tracker.phase, tracker.place)))
+        counter.by_part.clear()
         step(tracker)
-        moments = list(stretches_of(tracker.moments()))
+        moments = tuple(stretches_of(tracker.moments()))
+    work = dict(counter.by_part)
     engine.close()
-    return DryRun(tuple(moments), dict(counter.by_part))
+    keeps = {} if budgeted is None else {places[each.module]: each.keep for each in budgeted.blocks}
+    return DryRun(moments, work, {place: keep for place, keep in keeps.items() if ("backward", place) in work})
 
 
 def stretches_of(moments: Iterator[Snapshot]) -> Iterator[Stretch]:

@@ -19,13 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
+from roomier.activation.block_forward import Keep
+from roomier.activation.budget import BudgetTooSmallError
+from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
+from roomier.hardware.machine import Device
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
-from roomier.planner.dry_runs.dry_run import DryRun, NumBytes, Stretch, dry_run, within_budget
+from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, recomputation_ns
+from roomier.planner.dry_runs.dry_run import DryRun, NumBytes, Stretch, dry_run
 from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
+from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.workload import Workload
 
@@ -42,34 +49,56 @@ class _IsNotLinear(Exception):  # noqa: N818 - a finding, not an error; callers 
 
 
 def dry_run_by_depth(
-    workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu"
+    workload: Workload,
+    plan: Plan,
+    *,
+    rank: int = 0,
+    is_pairwise: bool = True,
+    like: str = "cpu",
+    device: Device = TYPICAL_DEVICE,
 ) -> DryRun:
     """Return the same result as :func:`roomier.planner.dry_runs.dry_run.dry_run`, but trace only a few blocks of a deep
     model.
 
-    See [Note: depth].
+    See [Note: depth]. With an activation budget, the step of a deep model is computed from three steps without a
+    budget; see [Note: a step within a budget].
 
     Raises:
-        RoomierError: ``build`` rejects the plan.
+        RoomierError: ``build`` rejects the plan, or an activation budget is too small.
     """
 
+    def run(traced: Workload, given: Plan = plan) -> DryRun:
+        return dry_run(traced, given, rank=rank, is_pairwise=is_pairwise, like=like, device=device)
+
     if plan.activation.policy == "budget":
-        return within_budget(
-            plan, lambda given: dry_run_by_depth(workload, given, rank=rank, is_pairwise=is_pairwise, like=like)
-        )
-
-    def trace(traced: Workload) -> DryRun:
-        return dry_run(traced, plan, rank=rank, is_pairwise=is_pairwise, like=like)
-
-    repeats = find_repeats(workload, plan, least=_LEAST)
+        uniform = {keep: replace(plan, activation=activation) for keep, activation in UNIFORM.items()}
+    else:
+        uniform = {Keep.ALL: plan}
+    repeats = find_repeats(workload, uniform[Keep.ALL], least=_LEAST)
     if _saves(repeats):
         try:
-            return _from_shallow_copies(workload, repeats, trace)
-        except PlanError:
+            runs = {
+                keep: _from_shallow_copies(workload, repeats, partial(run, given=given))
+                for keep, given in uniform.items()
+            }
+            return _chosen(workload, plan, runs, device)
+        except (PlanError, BudgetTooSmallError):
             raise
         except Exception as error:  # a model may fail in any way with fewer blocks than it was constructed with
             report_full_trace(workload.module, repeats, error)
-    return trace(workload)
+    return run(workload)
+
+
+def _chosen(workload: Workload, plan: Plan, runs: Mapping[Keep, DryRun], device: Device) -> DryRun:
+    if plan.activation.policy != "budget":
+        return runs[Keep.ALL]
+    names = {module: name for name, module in network_of(workload.module).named_modules()}
+
+    def lost_ns(place: str, keep: Keep) -> int:
+        forward = runs[Keep.ALL].work.get(("forward", place), Work())
+        return recomputation_ns(forward, keep, plan, device)
+
+    return within_budget(plan.activation, runs, {names[each] for each in workload.blocks}, lost_ns)
 
 
 def _saves(repeats: Sequence[Repeat]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roomier.activation.block_forward import Keep
 from roomier.activation.offload import MIN_BYTES
 from roomier.api.wrapped import network_of
 from roomier.core import torch_fake
@@ -28,7 +29,10 @@ from roomier.optim.averaging import tensors_to_average
 from roomier.parallel.shard import closed_blocks, root_parameters_of, units_of
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
 from roomier.plan.levers import LEVERS, without
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.budget_estimates import recomputation_ns
+from roomier.planner.dry_runs.dry_run import DryRun, Stretch
+from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, remark_of, within_budget
+from roomier.planner.dry_runs.work import Work
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.forecast import Forecast, Traffic
@@ -36,7 +40,7 @@ from roomier.planner.formula.closed_form import Order, States, timeline
 from roomier.planner.formula.deep_trace import take_deep_trace
 from roomier.planner.formula.fixed_bytes import compiler_bytes, fixed_bytes
 from roomier.planner.formula.moved import leave_device, moved_to_host
-from roomier.planner.formula.offloaded import Group, Offloaded, offloaded
+from roomier.planner.formula.offloaded import Group, Offloaded, added, offloaded
 from roomier.planner.formula.trace import Trace
 from roomier.planner.formula.update_bytes import state_tensors, update_bytes
 from roomier.planner.timing.step_time import step_time
@@ -45,6 +49,7 @@ from roomier.precision.policy import precision_of
 
 _NUM_STEPS = 1000  # length of the run, for schedules. It does not affect memory.
 _CPU = torch.device("cpu")
+_INTERPOLATED = "The activation budget is interpolated between full recomputation and no recomputation."
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,24 @@ class _Built:
     optimizers: list[Optimizer]
     names: dict[str, Any]
     groups: dict[str, list[tuple[str, list[str]]]]  # "whole", "sharded", "regions": module -> names of its weights
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One optimizer step.
+
+    Attributes:
+        trace: trace of one micro-batch. With a choice for an activation budget, blocks save all activations in it. None
+            for a dry run.
+        run: the step.
+        moved_bytes: activations outside the device.
+        remark: see :class:`roomier.planner.forecast.Forecast`.
+    """
+
+    trace: Trace | None
+    run: DryRun
+    moved_bytes: int
+    remark: str
 
 
 class Estimator:
@@ -89,21 +112,44 @@ class Estimator:
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
-        With an activation budget, the peak equals the budget, limited to the range between the peak with full
-        recomputation and the peak without recomputation. Work is interpolated in proportion to the bytes.
+        With an activation budget, the choice of the run is computed; see [Note: a step within a budget]. The choice
+        cannot be computed if blocks also offload activations, or if blocks do not run backward in the reverse order of
+        their forward. In these cases, the peak equals the budget, limited to the range between the peak with full
+        recomputation and the peak without recomputation, and ``remark`` states this.
 
         Raises:
-            RoomierError: ``build`` rejects the plan.
+            RoomierError: ``build`` rejects the plan, or an activation budget is too small.
         """
         layout = self._layout(plan)
-        trace, moved_bytes = self._trace_within_budget(plan, layout, micro_batch)
-        num_micro_batches = plan.batch.accumulate_grad_batches
-        work = {part: each * num_micro_batches for part, each in trace.work.items()}
         states = self._states_of(plan, layout)
-        moves = plan.offload.activations != "none"
-        stretches = self._workload.calibrated(self._timeline(trace, states, layout), plan)
+        step = self._step(plan, layout, states, micro_batch)
+        return self._forecast(plan, micro_batch, step, states, "closed form")
+
+    def with_states_away(self, plan: Plan, run: DryRun, micro_batch: int) -> Forecast:
+        """Return the forecast of ``plan``, which offloads only optimizer states, from a dry run.
+
+        Args:
+            plan: plan that offloads optimizer states.
+            run: dry run of ``plan`` with all optimizer states on the device.
+            micro_batch: samples of a micro-batch on each rank.
+        """
+        states = self._states_of(plan, self._layout(plan))
+        less = {kind: -num_bytes for kind, num_bytes in states.away.kept_less.items()}
+        stretches = []
+        for each in run.stretches:
+            begin, peak, end = (added(moment, less) for moment in (each.begin, each.peak, each.end))
+            if each.phase == "update" and not states.away.on_cpu:  # units are updated one after the other
+                peak = added(begin, states.update)
+            stretches.append(Stretch(each.phase, each.place, begin, peak, end))
+        step = _Step(None, DryRun(states.away.on_device(stretches), run.work), 0, "")
+        return self._forecast(plan, micro_batch, step, states, "dry run")
+
+    def _forecast(self, plan: Plan, micro_batch: int, step: _Step, states: States, method: str) -> Forecast:
         away = states.away
-        moved_bytes = round(moved_bytes * self._workload.activation_factor)
+        moves = plan.offload.activations != "none"
+        stretches = self._workload.calibrated(step.run.stretches, plan)
+        num_micro_batches = plan.batch.accumulate_grad_batches
+        moved_bytes = round(step.moved_bytes * self._workload.activation_factor)
         is_on_disk = plan.offload.activations == "disk"
         host_bytes = away.host_bytes + (0 if is_on_disk else moved_bytes)
         each_way = moved_bytes * num_micro_batches if is_on_disk else 0
@@ -111,7 +157,7 @@ class Estimator:
             plan=plan,
             machine=self._machine,
             micro_batch=micro_batch,
-            method="closed form",
+            method=method,
             timeline=stretches,
             fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
             host_bytes=host_bytes + compiler_bytes(plan, self._workload.num_parameters),
@@ -119,30 +165,60 @@ class Estimator:
                 self._sized(micro_batch),
                 plan,
                 self._machine,
-                work,
+                step.run.work,
                 units=states.units,
-                kept_bytes=trace.moved_bytes(self._blocks, MIN_BYTES) if moves else None,
+                kept_bytes=step.trace.moved_bytes(self._blocks, MIN_BYTES) if step.trace and moves else None,
                 away=away,
+                chosen=step.run.keeps or None,
             ),
             pinned_bytes=host_bytes if self._machine.device.has_own_memory else 0,
             disk_bytes=away.disk_bytes + (moved_bytes if is_on_disk else 0),
             traffic=away.traffic + Traffic(disk_read_bytes=each_way, disk_written_bytes=each_way),
+            remark=step.remark,
         )
 
     def memory(self, plan: Plan, micro_batch: int) -> tuple[Stretch, ...]:
         """Return only the timeline of :meth:`estimate`, without computing the duration of the step."""
         layout = self._layout(plan)
-        trace, _ = self._trace_within_budget(plan, layout, micro_batch)
-        return self._workload.calibrated(self._timeline(trace, self._states_of(plan, layout), layout), plan)
+        step = self._step(plan, layout, self._states_of(plan, layout), micro_batch)
+        return self._workload.calibrated(step.run.stretches, plan)
 
     def _layout(self, plan: Plan) -> Layout:
         on_cpu = self._machine.device.kind == "cpu"
         return replace(layout_of(plan, _CPU), on_gloo=on_cpu, holds_all_batches=on_cpu)
 
-    def _trace_within_budget(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
+    def _step(self, plan: Plan, layout: Layout, states: States, micro_batch: int) -> _Step:
+        remark = ""
+        if plan.activation.policy != "budget":
+            trace, moved_bytes = self._trace_on_device(plan, layout, micro_batch)
+        else:
+            if plan.offload.activations == "none":
+                try:
+                    return self._chosen_step(plan, layout, states, micro_batch)
+                except NotNestedError:
+                    pass
+            (trace, moved_bytes), remark = self._interpolated(plan, layout, micro_batch), _INTERPOLATED
+        return _Step(trace, self._run(trace, plan, layout, states), moved_bytes, remark)
+
+    def _run(self, trace: Trace, plan: Plan, layout: Layout, states: States) -> DryRun:
+        num_micro_batches = plan.batch.accumulate_grad_batches
+        work = {part: each * num_micro_batches for part, each in trace.work.items()}
+        return DryRun(self._timeline(trace, states, layout), work)
+
+    def _chosen_step(self, plan: Plan, layout: Layout, states: States, micro_batch: int) -> _Step:
+        plans = {keep: replace(plan, activation=activation) for keep, activation in UNIFORM.items()}
+        traces = {keep: self._trace_of(each, layout, micro_batch) for keep, each in plans.items()}
+        runs = {keep: self._run(trace, plan, layout, states) for keep, trace in traces.items()}
+
+        def lost_ns(place: str, keep: Keep) -> int:
+            forward = runs[Keep.ALL].work.get(("forward", place), Work())
+            return recomputation_ns(forward, keep, plan, self._machine.device)
+
+        found = within_budget(plan.activation, runs, self._blocks, lost_ns)
+        return _Step(traces[Keep.ALL], found, 0, remark_of(found.keeps))
+
+    def _interpolated(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
         wanted = plan.activation
-        if wanted.policy != "budget":
-            return self._trace_on_device(plan, layout, micro_batch)
         least, _ = self._trace_on_device(replace(plan, activation=ActivationPlan("full")), layout, micro_batch)
         most, _ = self._trace_on_device(replace(plan, activation=ActivationPlan()), layout, micro_batch)
         share = wanted.budget_fraction

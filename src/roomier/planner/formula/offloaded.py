@@ -439,12 +439,13 @@ def _with(
 ) -> Stretch:
     """Return ``stretch`` with additional bytes at its begin, at its peak and at its end."""
     begin, peak, end = (
-        _sum(moment, more) for moment, more in ((stretch.begin, before), (stretch.peak, during), (stretch.end, after))
+        added(moment, more) for moment, more in ((stretch.begin, before), (stretch.peak, during), (stretch.end, after))
     )
     return Stretch(stretch.phase, stretch.place, begin, max((peak, begin, end), key=total_bytes), end)
 
 
-def _sum(moment: NumBytes, more: Mapping[Kind, int]) -> NumBytes:
+def added(moment: NumBytes, more: Mapping[Kind, int]) -> NumBytes:
+    """Return the sum of two numbers of bytes for each kind."""
     return {kind: moment.get(kind, 0) + more.get(kind, 0) for kind in {**moment, **more}}
 
 

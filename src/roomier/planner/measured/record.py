@@ -209,6 +209,7 @@ def record_from(data: Mapping[str, Any]) -> Record:
         pinned_bytes=stored.get("pinned_bytes", 0),
         disk_bytes=stored.get("disk_bytes", 0),
         traffic=Traffic(**stored.get("traffic", {})),
+        remark=stored.get("remark", ""),
     )
     ranks = tuple(
         Measured(

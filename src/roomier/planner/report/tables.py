@@ -83,6 +83,7 @@ def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table
     for name, count in lower.items():
         if count:
             table.add_row(name, format_bytes(count))
+    table.caption, table.caption_justify = forecast.remark or None, "left"
     return table
 
 

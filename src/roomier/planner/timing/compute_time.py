@@ -109,49 +109,76 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
     return rates[name] * device.product_efficiency
 
 
-def second_forward(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[Part, Work]:
+def second_forward(work: Mapping[Part, Work], keeps: Mapping[str, Keep]) -> dict[Part, Work]:
     """Return the work that the backward of each block recomputes, derived from the forward work of a step.
 
-    The recomputed work is the full forward of each block with ``"full"``, of one block in ``n`` with ``"every_n"``, and
-    all operations except matrix products with ``"selective"``. The blocks that an activation budget selects are unknown
-    before the run. All blocks are therefore assumed to be recomputed in full, as in the first steps of the run.
+    The recomputed work is the full forward of a block that saves only its input, and all operations except matrix
+    products of a block that saves the results of products.
+
+    Args:
+        work: work of a step, by phase and part.
+        keeps: recomputed blocks, and the activations that each block saves.
+    """
+    return {("backward", place): _again(work["forward", place], keep) for place, keep in keeps.items()}
+
+
+def repeating(work: Mapping[Part, Work], plan: Plan, keeps: Mapping[str, Keep]) -> dict[Part, Work]:
+    """Return the overhead of recomputation, which a dry run does not count; see [Note: cost of Python].
+
+    Args:
+        work: work of all micro-batches, by phase and part.
+        plan: plan with the number of micro-batches.
+        keeps: recomputed blocks, and the activations that each block saves.
+    """
+    return {("backward", place): _overhead(work["forward", place], keep, plan) for place, keep in keeps.items()}
+
+
+def recomputed_blocks(
+    work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str], chosen: Mapping[str, Keep] | None = None
+) -> dict[str, Keep]:
+    """Return the recomputed blocks and the activations that each block saves.
 
     Args:
         work: work of a step, by phase and part.
         plan: plan with the activation policy.
         blocks: names of the blocks, in the order of the model.
+        chosen: choice for an activation budget. If None, all blocks are assumed to be recomputed in full, as in the
+            first steps of a run with a budget.
     """
-    found = {}
-    for place, keep in _repeated(work, plan, blocks).items():
-        first = work["forward", place]
-        again = Work(other_bytes=first.other_bytes, num_operations=first.num_operations)
-        found["backward", place] = again if keep is Keep.PRODUCTS else first
-    return found
-
-
-def repeating(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[Part, Work]:
-    """Return the overhead of recomputation, which a dry run does not count; see [Note: cost of Python].
-
-    Args:
-        work: work of all micro-batches, by phase and part.
-        plan: plan with the activation policy.
-        blocks: names of the blocks, in the order of the model.
-    """
-    hooks = _OPERATIONS_OF_REPEATING * plan.batch.accumulate_grad_batches
-    return {
-        ("backward", place): Work(num_operations=hooks + _SEEN_BY_PYTHON[keep] * work["forward", place].num_operations)
-        for place, keep in _repeated(work, plan, blocks).items()
-    }
-
-
-def _repeated(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[str, Keep]:
-    """Return the recomputed blocks and the activations that each block saves."""
     activation = plan.activation
     if activation.policy == "none":
         return {}
-    keeps = keeps_of(activation, len(blocks)) if activation.policy != "budget" else [Keep.INPUT] * len(blocks)
+    if activation.policy == "budget":
+        keeps = [Keep.INPUT if chosen is None else chosen.get(place, Keep.ALL) for place in blocks]
+    else:
+        keeps = keeps_of(activation, len(blocks))
     return {
         place: keep
         for place, keep in zip(blocks, keeps, strict=True)
         if keep is not Keep.ALL and ("forward", place) in work
     }
+
+
+def recomputation_s(forward: Work, keep: Keep, plan: Plan, device: Device) -> float:
+    """Return the seconds per step that the recomputation of a block adds.
+
+    Args:
+        forward: work of the forward of the block in all micro-batches.
+        keep: activations that the block saves.
+        plan: plan with the number of micro-batches and the precision of matrix products.
+        device: device that computes.
+    """
+    if keep is Keep.ALL:
+        return 0.0
+    return duration(_again(forward, keep) + _overhead(forward, keep, plan), device, plan.precision.matmul).on(device)
+
+
+def _again(forward: Work, keep: Keep) -> Work:
+    if keep is Keep.PRODUCTS:
+        return Work(other_bytes=forward.other_bytes, num_operations=forward.num_operations)
+    return forward
+
+
+def _overhead(forward: Work, keep: Keep, plan: Plan) -> Work:
+    hooks = _OPERATIONS_OF_REPEATING * plan.batch.accumulate_grad_batches
+    return Work(num_operations=hooks + _SEEN_BY_PYTHON[keep] * forward.num_operations)

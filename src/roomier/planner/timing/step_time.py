@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from roomier.activation.block_forward import Keep
 from roomier.api.wrapped import network_of
 from roomier.hardware.machine import Device, Machine
 from roomier.memory.predict import layout_of
@@ -26,7 +27,7 @@ from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.forecast import StepTime, Traffic
 from roomier.planner.formula.offloaded import Offloaded
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s
-from roomier.planner.timing.compute_time import Duration, duration, repeating, second_forward
+from roomier.planner.timing.compute_time import Duration, duration, recomputed_blocks, repeating, second_forward
 from roomier.planner.timing.tier_time import Durations, added_s, transfer_s
 from roomier.planner.timing.timeline import Segment, Transfer, play
 from roomier.planner.timing.traffic import Exchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
@@ -57,6 +58,7 @@ def step_time(
     units: Sequence[Unit] | None = None,
     kept_bytes: Mapping[str, float] | None = None,
     away: Offloaded | None = None,
+    chosen: Mapping[str, Keep] | None = None,
 ) -> StepTime:
     """Return the duration of one optimizer step.
 
@@ -72,6 +74,8 @@ def step_time(
             half of the bytes that the forward of the block moves outside of matrix products, because each result is
             written one time and read one time.
         away: model states in lower tiers; None if all model states are on the device.
+        chosen: activations that each block saves, as chosen for an activation budget. If None and ``plan`` has an
+            activation budget, all blocks are assumed to be recomputed in full.
 
     Raises:
         RoomierError: the rate of the device is not known for a dtype.
@@ -86,8 +90,9 @@ def step_time(
     blocks = _names_of_blocks(workload) if _treats_blocks_apart(plan) else []
     layout = layout_of(plan, device)
     traffic = traffic_of(units, plan, layout, machine)
-    again = second_forward(work, plan, blocks)
-    for part, each in repeating(work, plan, blocks).items():
+    keeps = recomputed_blocks(work, plan, blocks, chosen)
+    again = second_forward(work, keeps)
+    for part, each in repeating(work, plan, keeps).items():
         again[part] += each
         work = {**work, part: work.get(part, Work()) + each}
     step = _Step(plan, machine, layout, traffic, num_buckets_of(units), work)

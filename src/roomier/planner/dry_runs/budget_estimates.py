@@ -1,0 +1,126 @@
+"""Values that replace the measurements of an activation budget in a dry run: bytes by shapes, times by a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from roomier.activation.block_forward import Keep
+from roomier.activation.live_bytes import CountedBytes, LiveBytes
+from roomier.hardware.machine import Device
+from roomier.memory.tracker import MemoryTracker
+from roomier.plan import Plan
+from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.timing.compute_time import recomputation_s
+
+TYPICAL_DEVICE = Device(
+    "typical CPU",
+    "cpu",
+    memory_bytes=2**36,
+    flops_per_s=dict.fromkeys(("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"), 1e11),
+    memory_bytes_per_s=2e10,
+    operation_s=3e-6,
+)
+"""Device whose speed is assumed if a dry run is not for a certain machine. The speed affects only the choice between
+recomputations with different bytes. The values are assumptions."""
+
+
+def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> int:
+    """Return the nanoseconds per step that the recomputation of a block adds.
+
+    Args:
+        forward: work of the forward of the block in all micro-batches.
+        keep: activations that the block saves.
+        plan: plan with the number of micro-batches.
+        device: device that computes.
+    """
+    return round(1e9 * recomputation_s(forward, keep, plan, device))
+
+
+class DryEstimates:
+    """Implementation of :class:`roomier.activation.budget.Estimates` for a dry run.
+
+    Args:
+        tracker: tracker of the dry run.
+        work: work of the measured step, by phase and part of the model.
+        blocks: names of the blocks, in the order of the network.
+        plan: plan of the dry run.
+        device: device that computes.
+        like: type of the device that the fake tensors represent. A run on a CPU counts the storages of operations. On
+            all other devices, the allocator also reports tensors that no operation uses, and the memory of the update.
+    """
+
+    def __init__(
+        self,
+        tracker: MemoryTracker,
+        work: Mapping[Part, Work],
+        blocks: Sequence[str],
+        plan: Plan,
+        device: Device,
+        like: str,
+    ) -> None:
+        self._tracker = tracker
+        self._work = work
+        self._blocks = blocks
+        self._plan = plan
+        self._device = device
+        self._like = like
+
+    def live_bytes(self) -> LiveBytes:
+        """Return the measurement of the bytes in use."""
+        return CountedBytes(torch.device("cpu")) if self._like == "cpu" else TrackedBytes(self._tracker)
+
+    def lost_ns(self, block: int, keep: Keep) -> int:
+        """Return the time per step for the recomputation of a block, in nanoseconds."""
+        forward = self._work.get(("forward", self._blocks[block]), Work())
+        return recomputation_ns(forward, keep, self._plan, self._device)
+
+
+class TrackedBytes:
+    """Bytes in use according to a memory tracker, which replaces the statistics of an allocator.
+
+    Args:
+        tracker: active tracker. It must not be restarted while this object is in use.
+    """
+
+    own_ns = 0
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+        self._num_seen = 0
+        self._before = 0  # changes before the start
+        self._level = 0
+        self._peak = 0
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes that were in use before the start."""
+        return self._tracker.bytes_at_start() + self._before
+
+    def start(self) -> None:
+        """Start the measurement."""
+        changes = self._tracker.changes_since(0)
+        self._num_seen, self._before = len(changes), sum(changes)
+
+    def stop(self) -> None:
+        """Do nothing. The update after this call is measured, because the allocator of a device reports it."""
+
+    def note(self, tensor: Tensor) -> None:
+        """Do nothing. The tracker counts all tensors of the optimizer."""
+
+    def level(self) -> int:
+        """Return the bytes in use in addition to :attr:`base_bytes`."""
+        changes = self._tracker.changes_since(self._num_seen)
+        self._num_seen += len(changes)
+        for num_bytes in changes:
+            self._level += num_bytes
+            self._peak = max(self._peak, self._level)
+        return self._level
+
+    def take_peak(self) -> int:
+        """Return the peak since the previous call."""
+        level = self.level()
+        peak, self._peak = self._peak, level
+        return peak

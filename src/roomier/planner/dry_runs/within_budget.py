@@ -1,0 +1,190 @@
+"""The step of a plan with an activation budget, computed from steps in which all blocks save the same activations.
+
+[Note: a step within a budget]
+Three steps are known: all blocks save only their input, or also the results of products, or all activations. At any
+time, the steps differ by the bytes that the blocks between their forward and their backward save, and by the memory of
+the running block. The difference after the forward of a block is the memory that the activations of this block require.
+These values form the optimization problem that a run solves after its measured step (:mod:`roomier.activation.choose`).
+For a choice, the stretches of each block come from the step in which all blocks save the activations that this block
+saves. The difference of the bytes that the earlier blocks save is added.
+
+A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
+the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
+
+from roomier.activation.block_forward import Keep
+from roomier.activation.budget import budget_bytes_of, too_small
+from roomier.activation.choose import Option, Stage, choose, least_peak_bytes
+from roomier.activation.profile import KEEPS
+from roomier.memory.kinds import Kind, total_bytes
+from roomier.plan import ActivationPlan
+from roomier.planner.dry_runs.dry_run import DryRun, NumBytes, Stretch
+
+UNIFORM = {
+    Keep.INPUT: ActivationPlan("full"),
+    Keep.PRODUCTS: ActivationPlan("selective"),
+    Keep.ALL: ActivationPlan(),
+}
+"""Settings with which all blocks save the same activations."""
+
+_OUTSIDE = ("", "")
+LostNs = Callable[[str, Keep], int]
+
+
+_NAMES = {
+    Keep.ALL: "all activations",
+    Keep.PRODUCTS: "the results of products",
+    Keep.INPUT: "only their input",
+}
+
+
+def remark_of(keeps: Mapping[str, Keep]) -> str:
+    """Return a sentence about the choice for an activation budget; empty if there is no choice."""
+    if not keeps:
+        return ""
+    counts = Counter(keeps.values())
+    parts = [f"{counts[keep]} save {name}" for keep, name in _NAMES.items() if counts[keep]]
+    return f"Activation budget: of {len(keeps)} blocks {', '.join(parts)}."
+
+
+class NotNestedError(Exception):
+    """The blocks do not run backward in the reverse order of their forward, or the steps have different orders."""
+
+    def __str__(self) -> str:
+        return "runs its blocks in an order that an activation budget cannot be computed for"
+
+
+def within_budget(
+    activation: ActivationPlan, runs: Mapping[Keep, DryRun], blocks: Collection[str], lost_ns: LostNs
+) -> DryRun:
+    """Return the step with the choice that a run makes for an activation budget.
+
+    Args:
+        activation: settings with a budget.
+        runs: the steps with the settings of :data:`UNIFORM`.
+        blocks: names of the blocks.
+        lost_ns: function that returns the nanoseconds per step that the recomputation of a block adds.
+
+    Raises:
+        BudgetTooSmallError: the budget is too small.
+        NotNestedError: the choice cannot be computed from ``runs``.
+    """
+    steps = {keep: _Sections(run.stretches, blocks) for keep, run in runs.items()}
+    base = steps[Keep.INPUT]
+    if any(each.keys != base.keys for each in steps.values()):
+        raise NotNestedError
+    order, alive = base.order, base.num_alive
+    more = {keep: _more_bytes(each, base) for keep, each in steps.items()}
+    stages = _stages(steps, more, lost_ns)
+    budget_bytes = budget_bytes_of(activation, stages)
+    choice = choose(stages, budget_bytes)
+    if choice is None:
+        raise too_small(budget_bytes, least_peak_bytes(stages))
+    keeps = dict(zip(order, (KEEPS[index] for index in choice[1:]), strict=True))
+    added: list[NumBytes] = [dict.fromkeys(Kind, 0)]  # for the first k blocks
+    for number, keep in enumerate(keeps.values()):
+        own = _sum(more[keep][number + 1], more[keep][number], -1)
+        added.append(_sum(added[-1], own, 1))
+    stretches: list[Stretch] = []
+    for index, ((_, place), num_before) in enumerate(zip(base.keys, alive, strict=True)):
+        keep = keeps.get(place, Keep.INPUT)
+        change = _sum(added[num_before], more[keep][num_before], -1) if place else added[num_before]
+        stretches += (_raised(each, change) for each in steps[keep].parts[index])
+    work = {part: runs[keeps.get(part[1], Keep.INPUT)].work.get(part) for run in runs.values() for part in run.work}
+    return DryRun(tuple(stretches), {part: each for part, each in work.items() if each is not None}, keeps)
+
+
+class _Sections:
+    """Stretches of a step, divided into the visits of blocks and the intervals between two visits.
+
+    Attributes:
+        keys: phase and block of each section; empty strings for the intervals.
+        parts: stretches of each section. An interval can have no stretches.
+        order: blocks that run backward, in the order of their forward.
+        num_alive: for each section, the number of blocks between their forward and their backward, without the block of
+            the section.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], blocks: Collection[str]) -> None:
+        # A block that no backward needs saves no activations.
+        needed = {each.place for each in stretches if each.phase == "backward" and each.place in blocks}
+        self.keys = [_OUTSIDE]
+        self.parts: list[list[Stretch]] = [[]]
+        for key, group in groupby(stretches, lambda each: _key_of(each, needed)):
+            if key == _OUTSIDE:
+                self.parts[-1] += group
+            else:
+                self.keys += [key, _OUTSIDE]
+                self.parts += [list(group), []]
+        self.order = list(dict.fromkeys(place for phase, place in self.keys if phase == "forward"))
+        self.num_alive: list[int] = []
+        num_alive = 0
+        for phase, place in self.keys:
+            if phase == "backward":
+                num_alive -= 1
+            if place and self.order[num_alive : num_alive + 1] != [place]:
+                raise NotNestedError
+            self.num_alive.append(num_alive)
+            if phase == "forward":
+                num_alive += 1
+        if num_alive:
+            raise NotNestedError
+
+
+def _key_of(stretch: Stretch, blocks: Collection[str]) -> tuple[str, str]:
+    return (stretch.phase, stretch.place) if stretch.place in blocks else _OUTSIDE
+
+
+def _more_bytes(step: _Sections, base: _Sections) -> list[NumBytes]:
+    """Return the bytes that the first k blocks save in ``step`` in addition to ``base``, for each k."""
+    found: list[NumBytes] = [dict.fromkeys(Kind, 0)]
+    for index, (phase, _) in enumerate(base.keys):
+        if phase == "forward" and base.num_alive[index] == len(found) - 1:  # in the first micro-batch
+            found.append(_sum(step.parts[index][-1].end, base.parts[index][-1].end, -1))
+    return found
+
+
+def _stages(
+    steps: Mapping[Keep, _Sections], more: Mapping[Keep, Sequence[NumBytes]], lost_ns: LostNs
+) -> Sequence[Stage]:
+    base = steps[Keep.INPUT]
+    outside = [0] * (len(base.order) + 1)
+    own = {keep: [0] * (len(base.order) + 1) for keep in KEEPS}
+    for index, ((_, place), num_before) in enumerate(zip(base.keys, base.num_alive, strict=True)):
+        if not place:
+            outside[num_before] = max(outside[num_before], _peak_bytes(base.parts[index]))
+            continue
+        for keep, step in steps.items():
+            peak = _peak_bytes(step.parts[index]) - total_bytes(more[keep][num_before])
+            own[keep][num_before + 1] = max(own[keep][num_before + 1], peak)
+    stages = [Stage((Option(0, outside[0], 0),), outside[0])]
+    for number, place in enumerate(base.order, start=1):
+        options = tuple(
+            Option(
+                kept_bytes=total_bytes(more[keep][number]) - total_bytes(more[keep][number - 1]),
+                own_peak_bytes=own[keep][number],
+                lost_ns=lost_ns(place, keep),
+            )
+            for keep in KEEPS
+        )
+        stages.append(Stage(options, outside[number]))
+    return stages
+
+
+def _peak_bytes(stretches: Sequence[Stretch]) -> int:
+    return max((each.peak_bytes for each in stretches), default=0)
+
+
+def _raised(stretch: Stretch, change: NumBytes) -> Stretch:
+    moments = (_sum(moment, change, 1) for moment in (stretch.begin, stretch.peak, stretch.end))
+    return Stretch(stretch.phase, stretch.place, *moments)
+
+
+def _sum(one: Mapping[Kind, int], other: Mapping[Kind, int], factor: int) -> NumBytes:
+    return {kind: one.get(kind, 0) + factor * other.get(kind, 0) for kind in Kind}
