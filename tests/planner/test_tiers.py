@@ -124,7 +124,7 @@ class TierPrices(FixedPrices):
         return replace(
             found,
             machine=machine(disk_free_bytes=10 * KIB),
-            method="closed form" if tiers_of(plan) != ("none", "none") else "dry run",
+            method="dry run",
             disk_bytes=self._disk_bytes if is_on_disk else 0,
             traffic=Traffic(disk_written_bytes=KIB if is_on_disk else 0),
         )
