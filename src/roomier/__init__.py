@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
     from roomier.device.rng import seed_everything
-    from roomier.engine.prepared import prepare
     from roomier.plan import Plan
+    from roomier.prepared.accelerator import Accelerator
+    from roomier.prepared.prepare import prepare
     from roomier.trainer import Trainer
 
 __version__ = version("roomier")
@@ -23,6 +24,7 @@ _FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", 
 
 # Imported when first used, because a Plan or the help of the command should not have to wait for the import of torch.
 _HOMES = {
+    "Accelerator": "roomier.prepared.accelerator",
     "Callback": "roomier.api.callback",
     "CheckpointError": "roomier.core.errors",
     "DataError": "roomier.core.errors",
@@ -34,7 +36,7 @@ _HOMES = {
     "RoomierError": "roomier.core.errors",
     "Trainer": "roomier.trainer",
     "TrainingError": "roomier.core.errors",
-    "prepare": "roomier.engine.prepared",
+    "prepare": "roomier.prepared.prepare",
     "seed_everything": "roomier.device.rng",
 }
 
@@ -53,6 +55,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Accelerator",
     "Callback",
     "CheckpointError",
     "DataError",

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from roomier.engine.prepared import PreparedEngine, prepare
+from roomier.engine.prepared import PreparedEngine
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
+from roomier.prepared.prepare import prepare
 
 WIDTH, TOKENS, CHUNK_BYTES = 8, 512, 2**20
 VOCABULARIES = (1024, 8192, 65536)

@@ -40,10 +40,11 @@ from roomier.bench.machine import circumstances
 from roomier.bench.rank_processes import run_on_ranks
 from roomier.engine.offloaded_updates import OffloadedUpdates
 from roomier.engine.parameter_tier import NUM_STATE_BUFFERS
-from roomier.engine.prepared import PreparedEngine, prepare
+from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.timing.tier_time import Durations, waits_s
+from roomier.prepared.prepare import prepare
 from roomier.tiers.buffers import ALIGNMENT_BYTES, allocate
 from roomier.tiers.disk import DiskTier
 from roomier.tiers.scratch import Scratch

@@ -13,8 +13,8 @@ import torch
 
 from roomier.bench.offload import batch_of, model_of
 from roomier.core.host_memory import give_back_freed
-from roomier.engine.prepared import prepare
 from roomier.plan import plan_from_flags
+from roomier.prepared.prepare import prepare
 
 _NUM_WARMUP = 2  # steps in which states and buffers are created
 

@@ -1,10 +1,9 @@
-"""``roomier.prepare``: the engine for custom training loops."""
+"""Engines for custom training loops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -82,53 +81,72 @@ class PreparedEngine(EagerEngine):
             )
 
 
-def prepare(
-    module: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    plan: Plan | Mapping[str, Any] | str | Path | None = None,
-    max_steps: int | None = None,
-) -> PreparedEngine:
-    """Return the engine that the Trainer uses, for a custom training loop.
+AnyPrepared = TypeVar("AnyPrepared", bound=PreparedEngine)
 
-    ``engine.step()`` clips the gradients according to ``plan``. If you call ``engine.clip(...)`` before
-    ``engine.step()``, your call replaces this clipping. For example, you can set a different limit or read the norm
-    that ``engine.clip`` returns.
+
+def build_prepared(
+    plan: Plan,
+    module: nn.Module,
+    given: Sequence[Optimizer],
+    engine_class: type[AnyPrepared],
+    *,
+    max_steps: int | None = None,
+    allows_none: bool = False,
+) -> tuple[AnyPrepared, Configured]:
+    """Join the ranks of ``plan`` and return an engine of ``module``.
 
     Args:
-        module: any ``nn.Module``. The module is moved and converted in place.
-        optimizer: one or several optimizers of the module's parameters. None creates the optimizer that ``plan`` names.
-        plan: a Plan, a mapping, or the path of a YAML or JSON file. None is ``Plan()``.
-        max_steps: number of optimizer steps, for a schedule that ``plan`` names. Call ``engine.scheduler.step()`` after
-            each optimizer step.
+        plan: the plan.
+        module: any ``nn.Module``, which is moved, converted and sharded in place.
+        given: the optimizers of its parameters. If ``module`` is sharded, they receive the sharded parameters.
+        engine_class: the class of the engine.
+        max_steps: number of optimizer steps, for a schedule that ``plan`` names.
+        allows_none: allow a model without an optimizer.
 
     Raises:
-        PlanError: there is no optimizer, both ``optimizer`` and ``plan`` define one, or ``plan`` is invalid.
-
-    Example:
-        >>> engine = roomier.prepare(model, optimizer, plan=roomier.Plan())
-        >>> for batches in windows:
-        ...     loss = engine.forward_backward(training_step, batches)
-        ...     engine.step()
+        PlanError: there is no optimizer, both ``given`` and ``plan`` define one, or an optimizer has states of
+            parameters that are sharded.
     """
-    plan = Plan() if plan is None else Plan.of(plan)
-    given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
     def optimizers(blocks: Sequence[nn.Module]) -> Configured:
         if given and plan.optimizer.name is not None:
             raise PlanError(
                 "optimizer", plan.optimizer.name, "an optimizer was passed as well", "Remove one of the two"
             )
-        if given:
-            return Configured(given)
+        if given or (allows_none and plan.optimizer.name is None):
+            replace_parameters()
+            return Configured(list(given))
         if plan.optimizer.name is None:
             raise PlanError("optimizer", None, "none was passed, and the plan names none", "Pass one")
-        return configure_by_name(plan, network_of(wrapped), lambda: max_steps or float("inf"), blocks)
+        return configure_by_name(plan, network, lambda: max_steps or float("inf"), blocks)
 
     wrapped = as_module(module)
+    network = network_of(wrapped)
+    replace_parameters = replacement_of_parameters(network, given)
     world = place(plan.parallel.devices, plan.parallel.num_nodes, present_launch())
     ranks = join(world, resolve_device(plan.parallel.accelerator).type)
-    engine, configured = build(plan, wrapped, optimizers, PreparedEngine, ranks)
-    engine.scheduler = configured.schedulers[0].scheduler if configured.schedulers else None
+    built = build(plan, wrapped, optimizers, engine_class, ranks)
     set_matmul_precision(plan.precision.matmul)
-    return engine
+    return built
+
+
+def replacement_of_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Return a function that gives ``optimizers`` the parameters that replaced those of ``network`` since this call.
+
+    Sharding replaces parameters. The new parameters have the same names.
+    """
+    names = {id(each): name for name, each in network.named_parameters(remove_duplicate=False)}
+
+    def replace_parameters() -> None:
+        now = dict(network.named_parameters(remove_duplicate=False))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                before = list(group["params"])
+                group["params"][:] = [now.get(names.get(id(each), ""), each) for each in before]
+                replaced = [old for old, new in zip(before, group["params"], strict=True) if new is not old]
+                if any(each in optimizer.state for each in replaced):
+                    problem = "has states of parameters that are now sharded"
+                    action = "Call prepare before the first step, and load saved states afterwards"
+                    raise PlanError("optimizer", type(optimizer).__name__, problem, action)
+
+    return replace_parameters

@@ -15,7 +15,7 @@ from roomier.migrate.lightning_plugins import answer_accelerator, answer_plugin
 from roomier.migrate.objects import kind_of, name_of, setting_of
 
 _LONGEST_HANG_S = 1800
-_SHARDINGS = {
+SHARDINGS = {
     "FULL_SHARD": "zero3",
     "SHARD_GRAD_OP": "zero2",
     "HYBRID_SHARD": "hsdp",
@@ -219,7 +219,7 @@ def _fsdp(answers: Answers, strategy: object) -> None:
     mesh = keywords.pop("device_mesh", None)
     name = name_of("FULL_SHARD" if sharding is None else sharding)
     remark = "the weights of a block are also freed after its forward" if name == "_HYBRID_SHARD_ZERO2" else ""
-    answers.use("sharding_strategy", name, "strategy", _SHARDINGS[name], remark)
+    answers.use("sharding_strategy", name, "strategy", SHARDINGS[name], remark)
     if mesh is not None:
         size = mesh[1] if isinstance(mesh, (tuple, list)) else mesh.size(1)
         answers.use("device_mesh", mesh, "strategy.shard_size", size)
@@ -232,14 +232,14 @@ def _fsdp(answers: Answers, strategy: object) -> None:
         answers.use("activation_checkpointing_policy", "...", "activation_checkpointing", "full", remark)
     mixed = setting_of(strategy, "mixed_precision")
     if mixed is not None:
-        _answer_mixed_precision(answers, mixed)
+        answer_mixed_precision(answers, mixed)
     state_dict = setting_of(strategy, "_state_dict_type")
     if state_dict not in (None, "full"):
         answers.ignore("state_dict_type", state_dict, WITHOUT_EFFECT["state_dict_type"])
     _answer_rest(answers, keywords)
 
 
-def _answer_mixed_precision(answers: Answers, mixed: Any) -> None:
+def answer_mixed_precision(answers: Answers, mixed: Any) -> None:
     """Answer torch's MixedPrecision, or the dict of its fields."""
     fields = mixed if isinstance(mixed, Mapping) else vars(mixed)
     parameter = fields.get("param_dtype")

@@ -1,0 +1,1 @@
+"""Custom training loops: the objects of Accelerate over roomier's engine."""

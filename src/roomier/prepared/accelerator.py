@@ -1,0 +1,442 @@
+"""Accelerator: the members of ``accelerate.Accelerator`` over roomier's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from roomier.core.errors import PlanError, RoomierError, TrainingError, did_you_mean
+from roomier.core.tree import map_tensors
+from roomier.device.capability import usable_device
+from roomier.device.memory import release_cached
+from roomier.device.resolve import resolve_device
+from roomier.device.transfer import BatchMover
+from roomier.engine.model_engine import ModelEngine
+from roomier.engine.prepared import build_prepared
+from roomier.launch import join, place, present_launch
+from roomier.migrate.accelerate import MEMBERS, PRECISIONS
+from roomier.plan import Plan
+from roomier.precision.policy import precision_of, set_matmul_precision
+from roomier.prepared.accumulation import Accumulation
+from roomier.prepared.loader import PreparedLoader, prepared_loader
+from roomier.prepared.model import PreparedModel
+from roomier.prepared.optimizer import PreparedOptimizer, PreparedScheduler
+from roomier.prepared.settings import plan_of
+from roomier.prepared.storage import Storage
+from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tensors
+
+
+class UnsupportedMemberError(RoomierError, AttributeError):
+    """A member of ``accelerate.Accelerator`` that roomier does not have. The error contains the equivalent."""
+
+
+class Accelerator(Storage):
+    """Objects for a custom training loop, with the interface of ``accelerate.Accelerator``.
+
+    In a script for Accelerate, replace the import and add a Plan. The Plan determines the strategy, the precision and
+    the memory techniques. The launcher (torchrun, ``accelerate launch``, SLURM or MPI) determines the number of ranks,
+    unless the Plan names it.
+
+    Gradients are the mean over the micro-batches of an optimizer step and over the ranks. Each rank reads full batches,
+    and the last batch of an epoch is completed with the first samples of the epoch, as in Accelerate.
+
+    Args:
+        plan: a Plan, a mapping, or the path of a YAML or JSON file. None uses ``"ddp"`` for several ranks.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None uses the precision of the plan.
+        gradient_accumulation_steps: number of micro-batches per optimizer step.
+        split_batches: divide each batch of a loader among the ranks. By default, each rank reads one batch per step.
+        step_scheduler_with_optimizer: step schedulers only after an optimizer step, one time per rank.
+        log_with: names of loggers, or loggers, for :meth:`log`.
+        project_dir: folder of logs.
+        keywords: other keywords of ``accelerate.Accelerator``. roomier converts a keyword, reports that it has no
+            effect, or rejects it with the equivalent.
+
+    Attributes:
+        plan: the Plan of the loop.
+
+    Raises:
+        PlanError: a keyword is not supported or contradicts the plan, or a custom loop does not support the plan.
+
+    Example:
+        >>> accelerator = Accelerator(plan={"precision": {"mode": "bf16-mixed"}}, gradient_accumulation_steps=2)
+        >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        >>> for inputs, targets in loader:
+        ...     with accelerator.accumulate(model):
+        ...         accelerator.backward(loss_function(model(inputs), targets))
+        ...         optimizer.step()
+        ...         scheduler.step()
+        ...         optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan | Mapping[str, Any] | str | Path | None = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        split_batches: bool = False,
+        step_scheduler_with_optimizer: bool = True,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        **keywords: Any,
+    ) -> None:
+        given = {**keywords, "mixed_precision": mixed_precision}
+        if gradient_accumulation_steps != 1:
+            given["gradient_accumulation_steps"] = gradient_accumulation_steps
+        self.plan = plan_of(plan, given)
+        wanted = self.plan.parallel
+        ranks = join(place(wanted.devices, wanted.num_nodes, present_launch()), resolve_device(wanted.accelerator).type)
+        mode = self.plan.precision.mode
+        project = keywords.get("project_config")
+        super().__init__(
+            ranks, usable_device(wanted.accelerator, mode), log_with=log_with, project_dir=project_dir, project=project
+        )
+        set_matmul_precision(self.plan.precision.matmul)
+        self._precision = precision_of(mode, self.device)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        loaders = keywords.get("dataloader_config")
+        self.split_batches = split_batches or bool(getattr(loaders, "split_batches", False))
+        plugin = keywords.get("gradient_accumulation_plugin")
+        self._accumulation = Accumulation(
+            self.plan.batch.accumulate_grad_batches, bool(getattr(plugin, "sync_with_dataloader", True))
+        )
+        self._mover = BatchMover(self.device)
+        self._optimizers: list[PreparedOptimizer] = []
+
+    # Preparation --------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Return ``args`` in the same order, ready for the loop. A single object is returned alone.
+
+        Models, optimizers, DataLoaders and schedulers are prepared. Other objects are returned unchanged. Pass a model
+        together with its optimizers, because sharding replaces the parameters.
+
+        Args:
+            args: the objects.
+            device_placement: must contain only True or None.
+
+        Raises:
+            PlanError: the strategy does not support the models, or an optimizer belongs to no prepared model.
+        """
+        if device_placement is not None and any(each is False for each in device_placement):
+            problem = "contains False, but prepare moves all objects"
+            raise PlanError("device_placement", device_placement, problem, "Leave the object out of prepare")
+        models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, PreparedModel)]
+        optimizers = [each for each in args if _is_new(each, Optimizer, PreparedOptimizer)]
+        self._check_owners(models, optimizers)
+        done = self._prepare_models(models, optimizers)
+        for each in optimizers:
+            done[id(each)] = PreparedOptimizer(each, self._engine_of(each), self._accumulation)
+            self._optimizers.append(done[id(each)])
+        for each in args:
+            if _is_new(each, LRScheduler, PreparedScheduler):
+                done[id(each)] = self._prepared_scheduler(each)
+            elif _is_new(each, DataLoader, PreparedLoader):
+                done[id(each)] = self._prepared_loader(each)
+            elif type(each).__name__ in ("DummyOptim", "DummyScheduler"):
+                action = "Create a torch optimizer and scheduler"
+                raise PlanError("prepare", type(each).__name__, "stands for a setting of DeepSpeed", action)
+        found = tuple(done.get(id(each), each) for each in args)
+        return found[0] if len(found) == 1 else found
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, **_: Any) -> Any:
+        """Return one prepared model."""
+        return self.prepare(model, device_placement=[device_placement])
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Return one prepared optimizer of a prepared model."""
+        return self.prepare(optimizer, device_placement=[device_placement])
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, **_: Any) -> Any:
+        """Return one prepared loader."""
+        return self.prepare(data_loader, device_placement=[device_placement])
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return one prepared scheduler."""
+        return self.prepare(scheduler)
+
+    def _prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, Any]:
+        done: dict[int, Any] = {}
+        with_parameters = [each for each in models if any(True for _ in each.parameters())]
+        self._check_number_of_models(len(self._engines) + len(with_parameters))
+        for model in models:
+            if model not in with_parameters:  # such as a loss function
+                done[id(model)] = model.to(self.device)
+                continue
+            own = [each for each in optimizers if _shares_parameters(each, model)]
+            engine, _ = build_prepared(self.plan, model, own, ModelEngine, allows_none=True)
+            if self._engines:
+                self._engines[-1].chain(engine)
+            self._engines.append(engine)
+            done[id(model)] = PreparedModel(engine, self)
+        return done
+
+    def _check_number_of_models(self, number: int) -> None:
+        strategy = self.plan.parallel.strategy
+        if number > 1 and self.use_distributed and strategy not in ("single", "ddp"):
+            problem = "supports one model per Accelerator"
+            raise PlanError("strategy", strategy, problem, "Use strategy='ddp', or put the models into one nn.Module")
+        if number > 1 and self.plan.offload.optimizer_states != "none":
+            problem = "is supported for one model per Accelerator"
+            action = "Put the models into one nn.Module, or use 'none'"
+            raise PlanError("offload.optimizer_states", self.plan.offload.optimizer_states, problem, action)
+
+    def _check_owners(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        known = [*models, *(each.module for each in self._engines)]
+        for optimizer in optimizers:
+            num_owners = sum(_shares_parameters(optimizer, each) for each in known)
+            if num_owners != 1:
+                problem = "has no parameters of a prepared model"
+                action = "Pass the model and its optimizer to one call of prepare"
+                if num_owners:
+                    problem, action = "has parameters of several models", "Create one optimizer for each model"
+                raise PlanError("optimizer", type(optimizer).__name__, problem, action)
+
+    def _engine_of(self, optimizer: Optimizer) -> ModelEngine:
+        [owner] = [each for each in self._engines if _shares_parameters(optimizer, each.module)]
+        if not any(each is optimizer for each in owner.optimizers):
+            owner.add_optimizer(optimizer)
+        return owner
+
+    def _prepared_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        prepared = PreparedScheduler(
+            scheduler,
+            self._optimizers,
+            self._accumulation,
+            num_processes=self.num_processes,
+            steps_with_optimizer=self.step_scheduler_with_optimizer,
+            splits_batches=self.split_batches,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _prepared_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
+        prepared = prepared_loader(
+            loader, self.ranks, self._move, self._accumulation, splits_batches=self.split_batches
+        )
+        self._loaders.append(prepared)
+        return prepared
+
+    def _move(self, batch: Any) -> Any:
+        return self._precision.convert_batch(self._mover(batch))
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of ``loss``, divided by the number of accumulated micro-batches."""
+        loss = loss / self._accumulation.num_steps
+        if self._engines:
+            self._engines[0].backward(loss, **kwargs)
+        else:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Return the context of one micro-batch.
+
+        Gradients accumulate until the last micro-batch of an optimizer step, or the last batch of the loader. Before
+        this micro-batch, optimizers and schedulers have no effect.
+        """
+        self._accumulation.advance()
+        with ExitStack() as stack:
+            for each in () if self.sync_gradients else models:
+                stack.enter_context(self.no_sync(each))
+            yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backward passes do not reduce the gradients of ``model`` over the ranks."""
+        return model.no_sync() if isinstance(model, PreparedModel) else nullcontext()
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """Return a context without effect, because all ranks read the same number of batches.
+
+        Raises:
+            PlanError: ``even_batches`` is False.
+        """
+        if even_batches is False:
+            problem = "is not supported, because all ranks must run the same number of steps"
+            raise PlanError("even_batches", False, problem, "Remove it, and use gather_for_metrics")
+        return nullcontext()
+
+    @property
+    def sync_gradients(self) -> bool:
+        """True if the current micro-batch is the last micro-batch of an optimizer step."""
+        return self._accumulation.is_syncing
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._accumulation.is_syncing = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Number of micro-batches per optimizer step."""
+        return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._accumulation.num_steps = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """True if the last step of an optimizer was skipped, because its gradients were not finite."""
+        return any(each.step_was_skipped for each in self._optimizers)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide the gradients of ``optimizer`` (default: all) by the loss scale. A second call has no effect."""
+        wanted = self._optimizers if optimizer is None else optimizer
+        for each in wanted if isinstance(wanted, (list, tuple)) else [wanted]:
+            self._engine_of(each.optimizer).unscale(each.optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Scale the gradients of ``parameters`` to at most ``max_norm``.
+
+        Returns:
+            The norm before clipping, over all ranks (0-dim).
+
+        Raises:
+            TrainingError: gradients are scaled or sharded, and still accumulate.
+        """
+        own = self._begin_clip("clip_grad_norm_", parameters)
+        if not self._engines:
+            return nn.utils.clip_grad_norm_(own, max_norm, norm_type)
+        return self._engines[0].clip_norm_of(own, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp each element of the gradients of ``parameters`` to ``[-clip_value, clip_value]``.
+
+        Raises:
+            TrainingError: gradients are scaled or sharded, and still accumulate.
+        """
+        own = self._begin_clip("clip_grad_value_", parameters)
+        if not self._engines:
+            nn.utils.clip_grad_value_(own, clip_value)
+        else:
+            self._engines[0].clip_values_of(own, clip_value)
+
+    def _begin_clip(self, name: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+        own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for engine in self._engines:
+            if not self.sync_gradients and (engine.is_sharded or engine.scaler.is_on):
+                problem = "was called while gradients accumulate"
+                raise TrainingError(
+                    name, None, problem, f"Write if accelerator.sync_gradients: accelerator.{name}(...)"
+                )
+            engine.begin_clip(own)
+        return own
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """Return a context in the precision of the plan, for computations outside the model."""
+        if autocast_handler is not None and not autocast_handler.enabled:
+            return torch.autocast(self.device.type, enabled=False)
+        return self._precision.forward_context()()
+
+    # Metrics ------------------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Return ``tensor`` (nested tensors) concatenated over the ranks along the first dimension.
+
+        Raises:
+            TrainingError: a tensor has a different shape on another rank.
+        """
+        return gathered(tensor, self.ranks, self.device)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return ``input_data`` of all ranks without the samples that complete the last batch of a loader.
+
+        Args:
+            input_data: nested tensors with one row per sample, or a list of objects.
+            use_gather_object: gather objects, which need not have the same shape on all ranks.
+        """
+        if self.ranks.is_alone:
+            return input_data
+        gathers_tensors = holds_only_tensors(input_data) and not use_gather_object
+        data = self.gather(input_data) if gathers_tensors else gathered_objects(input_data, self.ranks)
+        loader = self._accumulation.loaders[-1] if self._accumulation.loaders else None
+        if loader is None or not loader.end_of_dataloader:
+            return data
+        if not gathers_tensors:
+            return data[: loader.num_kept(len(data))]
+        return map_tensors(lambda each: each[: loader.num_kept(len(each))], data)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader that begins each epoch after ``num_batches`` batches of this rank."""
+        prepared = dataloader if type(dataloader) is PreparedLoader else self._prepared_loader(dataloader)
+        return prepared.without_first(num_batches)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Release all prepared objects, and return None for each of ``objects``."""
+        for engine in self._engines:
+            engine.close()
+        for each in (self._engines, self._optimizers, self._schedulers, self._loaders, self._registered):
+            each.clear()
+        release_cached(self.device)
+        return [None for _ in objects]
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Call :meth:`free_memory`."""
+        return self.free_memory(*objects)
+
+    # Properties ---------------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"`` or ``"bf16"``."""
+        return {mode: word for word, mode in PRECISIONS.items()}.get(self.plan.precision.mode, "no")
+
+    @property
+    def distributed_type(self) -> str:
+        """``"NO"``, ``"MULTI_CPU"``, ``"MULTI_GPU"`` or ``"FSDP"``, which equal the values of ``DistributedType``."""
+        if self.ranks.is_alone:
+            return "NO"
+        if self.plan.parallel.strategy != "ddp":
+            return "FSDP"
+        return f"MULTI_{'CPU' if self.device.type == 'cpu' else 'GPU'}"
+
+    @property
+    def state(self) -> Accelerator:
+        """This object, which has the members of Accelerate's state, such as ``num_processes``."""
+        return self
+
+    @property
+    def should_save_model(self) -> bool:
+        """True on rank 0."""
+        return self.is_main_process
+
+    @property
+    def even_batches(self) -> bool:
+        """True, because all ranks read the same number of batches."""
+        return True
+
+    @property
+    def non_blocking(self) -> bool:
+        """True, because copies from pinned memory do not block the host."""
+        return True
+
+    def __repr__(self) -> str:
+        place = f"rank {self.process_index} of {self.num_processes} on {self.device}"
+        return f"Accelerator({self.distributed_type}, {place}, mixed_precision={self.mixed_precision!r})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        action = MEMBERS.get(name) or did_you_mean(name, [each for each in dir(type(self)) if each[0] != "_"])
+        raise UnsupportedMemberError("accelerator", name, "is not a member of roomier's Accelerator", action)
+
+
+def _is_new(value: Any, kind: type, prepared: type) -> bool:
+    return isinstance(value, kind) and type(value) is not prepared  # isinstance reports the kind of the original
+
+
+def _shares_parameters(optimizer: Optimizer, module: nn.Module) -> bool:
+    own = {id(each) for each in module.parameters()}
+    return any(id(each) in own for group in optimizer.param_groups for each in group["params"])

@@ -1,0 +1,269 @@
+"""Prepared loader: this rank's batches on its device, and whether the last batch is reached."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from roomier.core.errors import PlanError
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
+from roomier.data.divided import share_of
+from roomier.data.rebuild import can_be_rebuilt, rebuilt, set_loader_epoch
+from roomier.data.share import Share
+from roomier.prepared.accumulation import Accumulation
+from roomier.prepared.shares import LaterBatches, ShardedBatches, ShardedStream, with_generator
+
+
+@dataclass
+class Order:
+    """Position in the epochs of a loader, which all copies of the loader share.
+
+    Attributes:
+        epoch: number of epochs that were read.
+        start: states of the generators at the start of the running epoch: ``"torch"``, and ``"generator"`` if the
+            loader has one. None between epochs.
+        resumed: value of ``start`` in a checkpoint. The next epoch draws the same order from it.
+    """
+
+    epoch: int = 0
+    start: dict[str, Tensor] | None = None
+    resumed: dict[str, Tensor] | None = None
+
+
+class PreparedLoader:
+    """Batches of this rank, on its device. ``isinstance`` reports the class of the loader.
+
+    One batch is read ahead, so the loader is at its end when it yields the last batch.
+
+    Args:
+        loader: loader of this rank's batches.
+        move: function that moves a batch to the device.
+        accumulation: position of the loop.
+        share: batches of this rank, if ``loader`` yields the batches of all ranks.
+        generator: generator of the order of the samples, whose state rank 0 broadcasts before each epoch.
+        ranks: all ranks.
+
+    Attributes:
+        end_of_dataloader: whether the last batch was yielded.
+        order: position in the epochs.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        move: Callable[[Any], Any],
+        accumulation: Accumulation,
+        ranks: Ranks,
+        *,
+        share: Share | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.loader = loader
+        self.end_of_dataloader = False
+        self.order = Order()
+        self._move = move
+        self._accumulation = accumulation
+        self._ranks = ranks
+        self._share = share or Share()
+        self._generator = generator
+        self._num_discarded = 0
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        order, resumed = self.order, self.order.resumed
+        now = torch.get_rng_state()
+        if resumed is not None:
+            torch.set_rng_state(resumed["torch"])
+        order.start, order.resumed = self._start_of_order(resumed), None
+        set_loader_epoch(self.loader, order.epoch)
+        self.end_of_dataloader = False
+        self._accumulation.loaders.append(self)
+        try:
+            batches = islice(self._share.of(iter(self.loader)), self._num_discarded, None)
+            for batch in batches:
+                if resumed is not None:  # the order is drawn when the first batch is read
+                    torch.set_rng_state(now)
+                on_device = self._move(batch)
+                for following in batches:
+                    yield on_device
+                    on_device = self._move(following)
+                self.end_of_dataloader = True
+                yield on_device
+            order.epoch, order.start = order.epoch + 1, None
+        finally:
+            self._accumulation.loaders.remove(self)
+
+    def _start_of_order(self, resumed: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        start = {"torch": torch.get_rng_state()}
+        if self._generator is not None:
+            own = self._generator.get_state() if resumed is None else resumed["generator"]
+            self._generator.set_state(self._ranks.from_zero(own))
+            start["generator"] = self._generator.get_state()
+        return start
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of epochs that were read, and the states that determine the order of the next batches.
+
+        The number of batches of the running epoch is not included. After :meth:`load_state_dict`, skip these batches
+        with ``accelerator.skip_first_batches``.
+        """
+        generator = None if self._generator is None else self._generator.get_state()
+        return {"epoch": self.order.epoch, "start": self.order.start, "generator": generator}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        self.order.epoch, self.order.start, self.order.resumed = state["epoch"], None, state["start"]
+        if self._generator is not None and state["generator"] is not None:
+            self._generator.set_state(state["generator"])
+
+    def __len__(self) -> int:
+        return max(0, int(self._share.count(len(self.loader))) - self._num_discarded)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Number of samples per step, over all ranks."""
+        own = getattr(self.loader.batch_sampler, "batch_size", None) or self.loader.batch_size or 1
+        return int(own) * self._ranks.world.size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples of the dataset, over all ranks."""
+        dataset: Any = self.loader.dataset
+        return len(dataset.dataset if isinstance(dataset, ShardedStream) else dataset)
+
+    def num_kept(self, num_rows: int) -> int:
+        """Return how many of ``num_rows`` rows, gathered after the last batch, are not repeated."""
+        for part in (self.loader.batch_sampler, self.loader.sampler, self.loader.dataset):
+            count = getattr(part, "num_kept", None)
+            if count is not None:
+                return int(count(num_rows, self._ranks.world.size))
+        return num_rows
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the loader, its samplers and its dataset."""
+        self.order.epoch = epoch
+        set_loader_epoch(self.loader, epoch)
+
+    def without_first(self, num_batches: int) -> PreparedLoader:
+        """Return a loader that begins each epoch after ``num_batches`` batches of this rank."""
+        later = copy.copy(self)
+        if self._share.divides or isinstance(self.loader.dataset, IterableDataset) or not can_be_rebuilt(self.loader):
+            later._num_discarded += num_batches
+        else:
+            later.loader = rebuilt_with(self.loader, LaterBatches(_index_sampler(self.loader), num_batches))
+        return later
+
+    def __repr__(self) -> str:
+        return repr(self.loader)
+
+    def __copy__(self) -> PreparedLoader:
+        copied = object.__new__(PreparedLoader)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def prepared_loader(
+    loader: DataLoader[Any],
+    ranks: Ranks,
+    move: Callable[[Any], Any],
+    accumulation: Accumulation,
+    *,
+    splits_batches: bool = False,
+) -> PreparedLoader:
+    """Return ``loader`` with this rank's batches on its device.
+
+    Args:
+        loader: the user's loader, which is unchanged.
+        ranks: all ranks.
+        move: function that moves a batch to the device.
+        accumulation: position of the loop.
+        splits_batches: divide each batch among the ranks, instead of reading one batch per rank.
+
+    Raises:
+        PlanError: ``splits_batches`` is set, and the batches cannot be divided by the number of ranks.
+    """
+    if ranks.is_alone:
+        return PreparedLoader(loader, move, accumulation, ranks)
+    share = share_of(loader, ranks.world)
+    if share.divided_by is not None:
+        notice(f"{share.divided_by} already shards the loader across ranks, so roomier does not shard it again")
+        return PreparedLoader(loader, move, accumulation, ranks)
+    if splits_batches:
+        _check_divisible(loader, ranks)
+    if not can_be_rebuilt(loader):
+        notice(
+            f"{type(loader).__name__} overrides __iter__ or __len__, so each rank reads all batches and uses one in "
+            f"{ranks.world.size}. The last incomplete round is dropped"
+        )
+        return PreparedLoader(loader, move, accumulation, ranks, share=share)
+    if isinstance(loader.dataset, IterableDataset):
+        return PreparedLoader(_of_stream(loader, ranks, splits_batches), move, accumulation, ranks)
+    batches, generator = _with_common_order(_index_sampler(loader), ranks)
+    own = rebuilt_with(loader, ShardedBatches(batches, ranks.world, splits=splits_batches))
+    return PreparedLoader(own, move, accumulation, ranks, generator=generator)
+
+
+def rebuilt_with(loader: DataLoader[Any], index_sampler: Any) -> DataLoader[Any]:
+    """Return a copy of ``loader`` that reads the indices of ``index_sampler``."""
+    if loader.batch_sampler is None:
+        return rebuilt(loader, sampler=index_sampler)
+    return rebuilt(loader, batch_sampler=index_sampler)
+
+
+def _index_sampler(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _of_stream(loader: DataLoader[Any], ranks: Ranks, splits: bool) -> DataLoader[Any]:
+    size = loader.batch_size
+    if splits and size is not None:
+        size //= ranks.world.size
+    if loader.num_workers:
+        notice("gather_for_metrics cannot drop repeated samples of an iterable dataset with workers")
+    stream = ShardedStream(loader.dataset, ranks.world, size, drop_last=loader.drop_last)
+    changes: dict[str, Any] = {"dataset": stream, "batch_size": size}
+    if loader.batch_sampler is not None:
+        changes["batch_sampler"] = copy.copy(loader.batch_sampler)
+        changes["batch_sampler"].batch_size = size
+    return rebuilt(loader, **changes)
+
+
+def _with_common_order(batches: Any, ranks: Ranks) -> tuple[Any, torch.Generator | None]:
+    """Return ``batches`` with a sampler that draws the same order on every rank, and the generator of this sampler."""
+    sampler = getattr(batches, "sampler", batches)
+    if not hasattr(sampler, "generator"):
+        return batches, None
+    generator = sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_())  # every rank draws, as in Accelerate
+        generator = torch.Generator().manual_seed(ranks.from_zero(seed))
+    copied = with_generator(sampler, generator)
+    if sampler is batches:
+        return copied, generator
+    batches = copy.copy(batches)
+    batches.sampler = copied
+    return batches, generator
+
+
+def _check_divisible(loader: DataLoader[Any], ranks: Ranks) -> None:
+    size = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
+    if size is None or size % ranks.world.size:
+        problem = f"requires batches whose size is a multiple of the {ranks.world.size} ranks, but the size is {size}"
+        action = f"Set DataLoader(batch_size={ranks.world.size}) or a multiple of it, or split_batches=False"
+        raise PlanError("split_batches", True, problem, action)

@@ -1,0 +1,70 @@
+"""Prepared model: calls the network through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from roomier.engine.model_engine import ModelEngine
+from roomier.engine.optimizer_state import shard_like
+
+
+class PreparedModel(nn.Module):
+    """Model whose forward runs in the precision and with the strategy of a Plan.
+
+    Attributes of the network that ``nn.Module`` does not have can be read from the prepared model. Calls of its other
+    methods do not use the engine.
+
+    Attributes:
+        module: the network.
+        engine: the engine that runs the network.
+        accelerator: the Accelerator that prepared the network.
+    """
+
+    module: nn.Module
+
+    def __init__(self, engine: ModelEngine, accelerator: Any) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.engine = engine
+        self.accelerator = accelerator
+        self.training = engine.module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the network."""
+        return self.engine.call(args, kwargs)
+
+    def train(self, mode: bool = True) -> PreparedModel:
+        """Set the mode of the network, and free parameters that an evaluation unsharded."""
+        self.engine.settle()
+        super().train(mode)
+        return self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which gradients accumulate and are not reduced over the ranks."""
+        before, self.engine.reduces = self.engine.reduces, False
+        try:
+            yield
+        finally:
+            self.engine.reduces = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the network, under its own names. Sharded parameters are DTensors."""
+        self.engine.settle()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state of the network, from full or sharded tensors."""
+        own = self.state_dict()
+        sharded = {name: shard_like(own.get(name), each) for name, each in state_dict.items()}
+        return self.module.load_state_dict(sharded, strict=strict, assign=assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)

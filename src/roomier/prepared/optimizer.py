@@ -1,0 +1,151 @@
+"""Prepared optimizers and schedulers, which act only at the end of an accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from roomier.engine.model_engine import ModelEngine
+from roomier.prepared.accumulation import Accumulation
+
+_STATE = ("param_groups", "state", "defaults")
+
+
+class PreparedOptimizer:
+    """Proxy of ``optimizer`` whose ``step`` and ``zero_grad`` have no effect while gradients accumulate.
+
+    ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. All other attributes are read
+    from the optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        engine: the engine of its model.
+        accumulation: position of the loop.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: ModelEngine, accumulation: Accumulation) -> None:
+        self.optimizer = optimizer
+        self._engine = engine
+        self._accumulation = accumulation
+        self._num_skipped: Tensor | None = None  # before the last step
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.optimizer)
+
+    def step(self, closure: Any = None) -> None:
+        """Update the parameters, unless gradients accumulate or are not finite."""
+        if not self._accumulation.is_syncing:
+            return
+        if self._engine.scaler.is_on:
+            self._num_skipped = self._engine.scaler.num_skipped.clone()
+        self._engine.step(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients, unless gradients accumulate.
+
+        Args:
+            set_to_none: set gradients to None instead of zeros.
+        """
+        if not self._accumulation.is_syncing:
+            return
+        if set_to_none:  # the zero_grad of some optimizers takes no argument
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step was skipped because gradients were not finite. The host waits for the device."""
+        return self._num_skipped is not None and bool(self._engine.scaler.num_skipped > self._num_skipped)
+
+    def train(self) -> None:
+        """Set an optimizer with separate modes, such as a schedule-free optimizer, to training."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Set an optimizer with separate modes, such as a schedule-free optimizer, to evaluation."""
+        self._set_mode("eval")
+
+    def _set_mode(self, name: str) -> None:
+        set_mode = getattr(self.optimizer, name, None)
+        if callable(set_mode):
+            set_mode()
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.optimizer.__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _STATE:
+            setattr(self.optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class PreparedScheduler:
+    """Proxy of ``scheduler`` that steps with the optimizer.
+
+    A scheduler that a script creates counts the batches of all processes. One optimizer step consumes one batch per
+    process, so the scheduler steps one time per process, unless ``splits_batches`` is set.
+
+    Args:
+        scheduler: the scheduler.
+        optimizers: the prepared optimizers that it can belong to.
+        accumulation: position of the loop.
+        num_processes: number of ranks.
+        steps_with_optimizer: if False, each call of ``step`` steps the scheduler one time.
+        splits_batches: whether the batches of a loader are divided among the ranks.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        accumulation: Accumulation,
+        *,
+        num_processes: int,
+        steps_with_optimizer: bool,
+        splits_batches: bool,
+    ) -> None:
+        self.scheduler = scheduler
+        own = [each for each in optimizers if _is_of(scheduler, each)]
+        self._optimizers = own or list(optimizers)
+        self._accumulation = accumulation
+        self._num_repeats = 1 if splits_batches else num_processes
+        self._steps_with_optimizer = steps_with_optimizer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.scheduler)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler, unless gradients accumulate or the optimizer step was skipped."""
+        if not self._steps_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self._accumulation.is_syncing or any(each.step_was_skipped for each in self._optimizers):
+            return
+        num_all = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises after its last step
+        for _ in range(self._num_repeats):
+            if num_all is None or self.scheduler.last_epoch < num_all:
+                self.scheduler.step(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.scheduler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+
+def _is_of(scheduler: Any, optimizer: PreparedOptimizer) -> bool:
+    owner = getattr(scheduler, "optimizer", None)
+    return owner is optimizer or owner is optimizer.optimizer

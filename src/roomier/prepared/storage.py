@@ -1,0 +1,200 @@
+"""Members of an Accelerator that read or write: weights, checkpoints and logged values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from roomier.core.errors import RoomierError
+from roomier.core.ranks import Ranks
+from roomier.engine.model_engine import ModelEngine
+from roomier.prepared.loader import PreparedLoader
+from roomier.prepared.model import PreparedModel
+from roomier.prepared.optimizer import PreparedScheduler
+from roomier.prepared.processes import Processes
+from roomier.prepared.saving import full_weights, load_loop, save_loop, write_weights
+from roomier.prepared.trackers import NO_TRACKER, Trackers
+
+
+class Storage(Processes):
+    """Members of an Accelerator that read or write.
+
+    Args:
+        ranks: all ranks.
+        device: device of this rank.
+        log_with: names of loggers, or loggers.
+        project_dir: folder of logs.
+        project: Accelerate's ``ProjectConfiguration``; None for its defaults.
+
+    Attributes:
+        project_dir: folder of the project; None if there is none.
+        logging_dir: folder of logs; None if there is none.
+    """
+
+    def __init__(
+        self, ranks: Ranks, device: torch.device, *, log_with: Any, project_dir: str | Path | None, project: Any
+    ) -> None:
+        super().__init__(ranks, device)
+        folder = project_dir or getattr(project, "project_dir", None)
+        self.project_dir = None if folder is None else str(folder)
+        self.logging_dir: str | None = getattr(project, "logging_dir", None) or self.project_dir
+        self._saves_on_each_node = bool(getattr(project, "save_on_each_node", False))
+        self._trackers = Trackers(log_with, None if self.logging_dir is None else Path(self.logging_dir))
+        self._engines: list[ModelEngine] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._loaders: list[PreparedLoader] = []
+        self._registered: list[Any] = []
+
+    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """Return the network of a prepared model."""
+        if not isinstance(model, PreparedModel):
+            return model
+        model.engine.settle()
+        return model.module
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the unsharded state of ``model``. Every rank must call this method.
+
+        Tensors of a sharded model are on the CPU of rank 0, and missing on other ranks.
+        """
+        return full_weights(self.unwrap_model(model), self.ranks)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save ``obj`` on rank 0 with ``torch.save``, or with ``safetensors`` if ``safe_serialization`` is set."""
+        if not (self.is_local_main_process if self._saves_on_each_node else self.is_main_process):
+            return
+        if safe_serialization:
+            save_file(dict(obj), f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the unsharded weights of ``model`` to a folder. Every rank must call this method.
+
+        Args:
+            model: a prepared model.
+            save_directory: folder, which is created.
+            max_shard_size: maximum size of one file, as a number of bytes or a text such as ``"5GB"``.
+            safe_serialization: write safetensors files; otherwise one pickle, ``pytorch_model.bin``.
+        """
+        weights, folder = self.get_state_dict(model), Path(save_directory)
+        if self.is_main_process and safe_serialization:
+            write_weights(folder, weights, max_shard_size)
+        elif self.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(weights, folder / "pytorch_model.bin")
+        self.wait_for_everyone()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects with ``state_dict`` and ``load_state_dict`` to the checkpoints of :meth:`save_state`.
+
+        Raises:
+            RoomierError: an object lacks one of these methods.
+        """
+        for each in objects:
+            if not all(callable(getattr(each, name, None)) for name in ("state_dict", "load_state_dict")):
+                problem = "has no state_dict and load_state_dict"
+                raise RoomierError("register_for_checkpointing", each, problem, "Define both methods")
+        self._registered += objects
+
+    def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
+        """Write models, optimizers, schedulers, loaders, registered objects and random states as a checkpoint folder.
+
+        Every rank must call this method. Each rank writes its shards as safetensors files.
+
+        Args:
+            output_dir: the folder.
+            safe_serialization: must be True.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RoomierError: ``output_dir`` is missing, or ``safe_serialization`` is False.
+            CheckpointError: the folder cannot be written.
+        """
+        if not safe_serialization:
+            problem = "is not supported, because checkpoints contain no pickles"
+            raise RoomierError("safe_serialization", False, problem, "Remove it")
+        folder = _folder("output_dir", output_dir)
+        save_loop(folder, self._engines, self._states(), self.ranks)
+        return str(folder)
+
+    def load_state(self, input_dir: str | Path | None = None) -> None:
+        """Restore a checkpoint of :meth:`save_state`. The strategy and the number of ranks can differ.
+
+        Raises:
+            RoomierError: ``input_dir`` is missing, or the checkpoint contains other objects.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
+        """
+        load_loop(_folder("input_dir", input_dir), self._engines, self._states(), self.ranks)
+
+    def _states(self) -> dict[str, list[Any]]:
+        schedulers = [each.scheduler for each in self._schedulers]
+        return {"schedulers": schedulers, "loaders": list(self._loaders), "registered": list(self._registered)}
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """Start the loggers of ``log_with`` on rank 0, and log ``config`` as hyperparameters.
+
+        Raises:
+            RoomierError: ``init_kwargs`` is not empty.
+        """
+        if init_kwargs:
+            action = "Pass a logger with its arguments: log_with=roomier.loggers.WandbLogger(...)"
+            raise RoomierError("init_kwargs", init_kwargs, "is not supported", action)
+        if self.is_main_process:
+            self._trackers.start(project_name, config)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The started loggers."""
+        return list(self._trackers.started)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a started logger. On ranks other than rank 0, return an object that ignores all calls.
+
+        Args:
+            name: name of the logger.
+            unwrap: return the object of the service, such as the run of Weights & Biases.
+
+        Raises:
+            RoomierError: no logger has this name.
+        """
+        if not self.is_main_process:
+            return NO_TRACKER
+        found = self._trackers.named(name)
+        return found.experiment if unwrap else found
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Log numbers on rank 0.
+
+        Args:
+            values: numbers by name.
+            step: step of the row. None counts the calls.
+            log_kwargs: has no effect.
+        """
+        if self.is_main_process:
+            self._trackers.log(values, step)
+
+    def end_training(self) -> None:
+        """Close the loggers."""
+        if self.is_main_process:
+            self._trackers.finish()
+
+
+def _folder(name: str, given: str | Path | None) -> Path:
+    if given is None:
+        problem = "is required, because folders are not named automatically"
+        raise RoomierError(name, None, problem, "Pass a folder, such as 'checkpoints/step-100'")
+    return Path(given)
