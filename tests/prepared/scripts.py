@@ -24,7 +24,8 @@ inputs = torch.randn(NUM_SAMPLES, 4)
 labels = inputs.argmax(dim=1)
 train_loader = DataLoader(TensorDataset(inputs, labels), batch_size=3, shuffle=True)
 eval_loader = DataLoader(TensorDataset(inputs, labels), batch_size=4)
-model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4))
+blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(*blocks), nn.Linear(8, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
 num_batches = 2 * len(train_loader)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * num_batches))
@@ -90,7 +91,40 @@ for _ in range(3):
 weights = {**accelerator.get_state_dict(generator), **accelerator.get_state_dict(critic)}
 """
 
-SCRIPTS = {"classifier": CLASSIFIER, "adversaries": ADVERSARIES}
+LANGUAGE_MODEL = """
+import torch
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
+
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+tokens = torch.randint(0, 50, (NUM_SAMPLES, 12))
+loader = DataLoader([{"input_ids": each, "labels": each} for each in tokens], batch_size=2, shuffle=True)
+sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+ids = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
+model = GPT2LMHeadModel(GPT2Config(**sizes, **ids, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+scheduler = get_scheduler("linear", optimizer, 2, 20)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+rates, lengths, rows = [], [], []
+for epoch in range(2):
+    for batch in loader:
+        with accelerator.accumulate(model):
+            outputs = model(**batch)
+            assert outputs.logits.dtype == torch.float32
+            accelerator.backward(outputs.loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+weights = accelerator.get_state_dict(model)
+"""
+
+SCRIPTS = {"classifier": CLASSIFIER, "adversaries": ADVERSARIES, "language_model": LANGUAGE_MODEL}
 
 
 def for_roomier(script: str, make: str) -> str:

@@ -220,6 +220,33 @@ def test_collectives(on_ranks: RankPool) -> None:
         }
 
 
+class Manual(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def gradient_of_a_manual_module() -> list[float]:
+    torch.manual_seed(0)
+    accelerator = roomier.Accelerator(plan=plan_from_flags(strategy="zero2", accelerator="cpu", devices=2))
+    module = Manual()
+    before = module.layer.weight.detach().clone()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    accelerator.backward(model(torch.full((1, 3), 1.0 + accelerator.process_index)).sum())
+    optimizer.step()
+    after = accelerator.get_state_dict(model).get("layer.weight")
+    return [] if after is None else (before - after).flatten().tolist()
+
+
+def test_a_module_with_manual_optimization(on_ranks: RankPool) -> None:
+    assert on_ranks(2, gradient_of_a_manual_module)[0] == pytest.approx([1.5] * 3)  # mean over the ranks
+
+
 class Counter:
     """Object with a state."""
 

@@ -111,6 +111,23 @@ def test_fsdp_plugins() -> None:
         roomier.Accelerator(cpu=True, fsdp_plugin=offloading)
 
 
+class DeepSpeedPlugin:
+    """Has the attributes of Accelerate's class, which requires the package deepspeed."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.deepspeed_config = config
+
+
+def test_deepspeed_plugins() -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    plan = roomier.Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config)).plan
+    assert plan.parallel.strategy == "zero3"
+    assert plan.precision.mode == "bf16-mixed"
+    assert plan.batch.gradient_clip_val == 0.5
+    with pytest.raises(roomier.PlanError, match="differs from 'bf16-mixed', which DeepSpeedPlugin requests"):
+        roomier.Accelerator(cpu=True, mixed_precision="fp16", deepspeed_plugin=DeepSpeedPlugin(config))
+
+
 REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"mixed_precision": "fp8"}, "mixed_precision='fp8'.*Use one of: no, fp16, bf16"),
     ({"device_placement": False}, "device_placement=False"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,21 @@ def test_sharded_strategies(on_ranks: RankPool) -> None:
 def test_mixed_precision_on_shards(on_ranks: RankPool) -> None:
     found = on_ranks.each(2, run, [("classifier", 17, made(strategy, 2, "bf16")) for strategy in ("ddp", "zero3")])
     assert largest_difference(found[1][0]["weights"], found[0][0]["weights"]) < 0.02  # bf16 has 8 bits
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face(on_ranks: RankPool) -> None:
+    for precision in ("no", "bf16"):
+        theirs = run("language_model", 13, precision=precision)
+        check_equal(run("language_model", 13, made("single", 1, precision)), theirs)
+    calls = [("language_model", 13, None), ("language_model", 13, made("ddp", 2))]
+    calls += [("language_model", 13, made(strategy, 2)) for strategy in ("zero2", "zero3")]
+    theirs, *ours = on_ranks.each(2, run, calls)
+    for of_strategy in ours:
+        check_equal(of_strategy[0], theirs[0])
+
+
+def test_optimizer_states_on_disk(tmp_path: Path) -> None:
+    plan = {"offload": {"optimizer_states": "disk", "folder": str(tmp_path)}}
+    make = f"accelerator = Accelerator(cpu=True, plan={plan}, gradient_accumulation_steps=2)"
+    check_equal(run("classifier", NUM_SAMPLES, make), run("classifier", NUM_SAMPLES))

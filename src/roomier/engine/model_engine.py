@@ -64,7 +64,8 @@ class ModelEngine(PreparedEngine):
             updates=updates,
         )
         self.is_sharded = parallel.runner is not None and parallel.loss_factor == 1
-        self._mean_factor = parallel.loss_factor / self.ranks.world.size
+        # With manual optimization, the gradients of a sharded model are already the mean.
+        self._mean_factor = 1.0 if facts.is_manual else parallel.loss_factor / self.ranks.world.size
         # Autocast returns 16-bit outputs, and a loss in the loop would be computed in 16 bits. If levers compute the
         # loss from the output layer, the output stands for logits that are never computed.
         self._widens = facts.precision.autocast_dtype is not None and levers.output_layer is None
@@ -130,13 +131,14 @@ class ModelEngine(PreparedEngine):
     def _watch(self, output: Any) -> None:
         if not any(each.requires_grad for each in self.module.parameters()):
             return
-        found = [each for each in tensors(output) if each.requires_grad]
+        found = list(tensors(output))
         if not found:
-            problem = "contains no tensor that requires a gradient"
+            problem = "contains no tensor, so roomier cannot find out which models a backward pass reaches"
             action = "Return a tensor, or a list, tuple or dict of tensors, or prepare one model per Accelerator"
             raise TrainingError("output of the model", type(output).__name__, problem, action)
         for each in found:
-            each.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+            if each.requires_grad:
+                each.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
 
     def _note_backward(self, _: Tensor) -> None:
         self._is_in_backward = True
