@@ -29,7 +29,7 @@ def test_one_process(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(EXAMPLE)],
         cwd=tmp_path,

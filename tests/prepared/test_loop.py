@@ -319,7 +319,10 @@ def test_saved_weights(tmp_path: Path) -> None:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     model = accelerator.prepare(tied)
+    accelerator.save_model(model, tmp_path / "weights", max_shard_size=40)
+    assert len(list((tmp_path / "weights").iterdir())) == 3  # two files and their index
     accelerator.save_model(model, tmp_path / "weights")
+    assert [each.name for each in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
     other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     other[1].weight = other[0].weight
     load_model(other, tmp_path / "weights" / "model.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int | str) -> None:
-    """Write safetensors files of limited size. Tied weights are written one time.
+    """Write safetensors files of limited size, in place of the files of an earlier call.
+
+    Tied weights are written one time.
 
     Raises:
         RoomierError: a value is not a tensor.
@@ -115,7 +118,12 @@ def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int 
         names.setdefault(key, []).append(name)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = [_to_write(first, weights[first], tuple(tied)) for first, *tied in names.values()]
-    write_tensors(folder, tensors, size)
+    with TemporaryDirectory(dir=folder) as new:
+        write_tensors(Path(new), tensors, size)
+        for earlier in folder.glob("model*.safetensors*"):
+            earlier.unlink()
+        for file in Path(new).iterdir():
+            file.replace(folder / file.name)
 
 
 def _to_write(name: str, tensor: Tensor, tied: tuple[str, ...]) -> ToWrite:
