@@ -374,7 +374,7 @@ def test_exact_choices_on_two_ranks(on_ranks: RankPool, strategy: str) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", {"name": "hsdp", "shard_size": 2}], ids=str)
 def test_exact_choices_on_four_ranks(on_ranks: RankPool, strategy: Any, precision: str) -> None:
-    names = [name for name in EXACT_ON_RANKS if is_supported(name, strategy=strategy, precision=precision)]
+    names = [name for name in EXACT_ON_RANKS if is_supported(name, devices=4, strategy=strategy, precision=precision)]
     rejected = {name for name in EXACT_ON_RANKS if name not in names}
     not_with_ddp = {"optimizer.step_in_backward=exact", "offload.parameters=disk", "offload.update=speculative"}
     assert rejected == (not_with_ddp if strategy == "ddp" else set())
