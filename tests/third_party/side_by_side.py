@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,14 @@ from typing import Any
 import torch
 
 from roomier import Trainer
+
+if importlib.util.find_spec("torchvision") is not None:
+    # torchvision of PyPI is built for CUDA. With a CPU build of torch, its operators are not available, and its import
+    # requires the declaration of two of them.
+    with contextlib.suppress(RuntimeError):
+        VISION_OPERATORS = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            VISION_OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -24,10 +34,16 @@ def quiet_trainer(kind: Any, folder: Path, **keywords: Any) -> Any:
     return kind(**{"accelerator": "cpu", "logger": False, "default_root_dir": folder, **quiet, **keywords})
 
 
-def both(make: Callable[[], tuple[Any, dict[str, Any]]], folder: Path, **keywords: Any) -> list[tuple[Any, Any]]:
-    """Fit the module and data that ``make`` returns under Lightning and under roomier, with equal seeds."""
+def both(
+    make: Callable[[], tuple[Any, dict[str, Any]]], folder: Path, library: Any = pl, **keywords: Any
+) -> list[tuple[Any, Any]]:
+    """Fit the module and data that ``make`` returns under Lightning and under roomier, with equal seeds.
+
+    Args:
+        library: ``lightning.pytorch``, or ``pytorch_lightning`` for modules of this package.
+    """
     runs = []
-    for kind in (pl.Trainer, Trainer):
+    for kind in (library.Trainer, Trainer):
         pl.seed_everything(0, verbose=False)
         module, data = make()
         pl.seed_everything(1, verbose=False)
