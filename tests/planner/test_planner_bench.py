@@ -71,4 +71,4 @@ def test_the_table_shows_the_worst_row_and_failures() -> None:
 
 def test_an_unknown_model_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(RoomierError, match=r"gpt_tide.*gpt_tied"):
-        planner.measure(argparse.Namespace(quick=True, all=False, models="gpt_tide"))
+        planner.measure(argparse.Namespace(quick=True, all=False, budgets=False, models="gpt_tide"))
