@@ -18,7 +18,7 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choosing import nearest
 from roomier.planner.deadline import Deadline
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.workload import Workload
 
@@ -63,8 +63,8 @@ def gpus(devices: int = 2, num_nodes: int = 1) -> Machine:
 
 def forecast(plan: Plan, micro_batch: int, peak_bytes: int, step_s: float, method: str = "dry run") -> Forecast:
     held = {Kind.PARAMETER: peak_bytes}
-    stretch = Stretch("forward", "", held, held, held)
-    return Forecast(plan, this_machine(), micro_batch, method, (stretch,), time=StepTime(step_s))
+    interval = Interval("forward", "", held, held, held)
+    return Forecast(plan, this_machine(), micro_batch, method, (interval,), time=StepTime(step_s))
 
 
 class FixedPrices:

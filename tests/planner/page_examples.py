@@ -9,7 +9,7 @@ from roomier.hardware.machine import Device, Link, Machine
 from roomier.memory.kinds import Kind
 from roomier.plan import plan_from_flags
 from roomier.planner.choice import Choice, Considered
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.measured.record import Measured, Record
 from roomier.planner.report.grids import Grid
@@ -25,9 +25,9 @@ def machine(name: str = "a100-40gb") -> Machine:
     return Machine(device, 8, 1, link, link, link, link, link, 512 * GIB, "data sheets")
 
 
-def timeline(states: float, kept: float, *, gathered: float = 0.0, gradient: float = 1.0) -> tuple[Stretch, ...]:
+def timeline(states: float, kept: float, *, gathered: float = 0.0, gradient: float = 1.0) -> tuple[Interval, ...]:
     """Return a step whose activations grow and shrink block by block. Sizes are in GiB."""
-    found: list[Stretch] = []
+    found: list[Interval] = []
 
     def held(activation: float, gradients: float, temporary: float = 0.0) -> dict[Kind, int]:
         given = {
@@ -42,7 +42,7 @@ def timeline(states: float, kept: float, *, gathered: float = 0.0, gradient: flo
         return {kind: int(number * GIB) for kind, number in given.items()}
 
     def add(phase: str, place: str, begin: Any, end: Any, extra: float) -> None:
-        found.append(Stretch(phase, place, held(*begin), held(max(begin[0], end[0]), end[1], extra), held(*end)))
+        found.append(Interval(phase, place, held(*begin), held(max(begin[0], end[0]), end[1], extra), held(*end)))
 
     for index in range(NUM_BLOCKS):
         add("forward", f"gpt.blocks.{index}", (kept * index, 0.0), (kept * (index + 1), 0.0), 0.5)

@@ -16,7 +16,7 @@ from roomier.activation.profile import Call, Interception
 from roomier.memory.kinds import Kind
 from roomier.plan import ActivationPlan, Plan, plan_from_flags
 from roomier.planner.dry_runs import budget_estimates, shallow
-from roomier.planner.dry_runs.dry_run import DryRun, Stretch, dry_run
+from roomier.planner.dry_runs.dry_run import DryRun, Interval, dry_run
 from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, within_budget
 from roomier.planner.formula import estimate
@@ -101,7 +101,7 @@ def test_the_budget_of_a_deep_model_is_computed_from_copies_with_fewer_blocks(mo
     assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.001)
     assert flops_of(found) == pytest.approx(flops_of(expected))
     places, expected_places = (
-        [(each.phase, each.place) for each in run.stretches if each.place] for run in (found, expected)
+        [(each.phase, each.place) for each in run.intervals if each.place] for run in (found, expected)
     )
     assert places == expected_places
     closed = Estimator(workload, machine("cpu")).estimate(plan_of(0.6), 16)
@@ -150,11 +150,11 @@ def test_the_memory_of_the_update_counts_on_a_gpu() -> None:
 
 
 def runs_of(order: list[tuple[str, str]]) -> dict[Keep, DryRun]:
-    def stretch(phase: str, place: str) -> Stretch:
+    def interval(phase: str, place: str) -> Interval:
         moment = dict.fromkeys(Kind, 1)
-        return Stretch(phase, place, moment, moment, moment)
+        return Interval(phase, place, moment, moment, moment)
 
-    return {keep: DryRun(tuple(stretch(*each) for each in order), {}) for keep in UNIFORM}
+    return {keep: DryRun(tuple(interval(*each) for each in order), {}) for keep in UNIFORM}
 
 
 @pytest.mark.parametrize(

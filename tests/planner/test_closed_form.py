@@ -154,7 +154,7 @@ def test_a_deep_model_is_traced_by_a_few_of_its_blocks(is_sharded: bool) -> None
     deep, whole = (take(given, plan, is_sharded=is_sharded) for take in (take_deep_trace, take_trace))
     assert deep.is_like(whole)
     assert deep.levels == whole.levels
-    assert [each.highest for each in deep.passages] == [each.highest for each in whole.passages]
+    assert [each.highest for each in deep.executions] == [each.highest for each in whole.executions]
     blocks = [part for part in whole.work if "blocks" in part[1]]
     assert {part: deep.work[part] for part in blocks} == {part: whole.work[part] for part in blocks}
 

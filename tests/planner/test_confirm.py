@@ -62,7 +62,7 @@ def test_the_forecast_of_a_budget_is_between_full_and_no_recomputation() -> None
 def test_a_budget_is_confirmed_by_a_dry_run() -> None:
     plan = plan_of(policy="budget", budget_fraction=0.25)
     found = confirm(workload(), plan, machine("cpu"))
-    assert dry_run(workload(), plan, device=machine("cpu").device).stretches == found.timeline
+    assert dry_run(workload(), plan, device=machine("cpu").device).intervals == found.timeline
     assert found.method == "dry run"
     assert found.remark.startswith("Activation budget: of 4 blocks ")
 

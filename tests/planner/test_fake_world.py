@@ -307,7 +307,7 @@ def test_like_cuda_optimizers_update_all_parameters_together() -> None:
     module = as_module(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Flatten(0), nn.Linear(64, 1)))
     plan = plan_of({"optimizer": {"name": "rmsprop"}})
     on_cpu, on_cuda = (
-        max(each.peak_bytes for each in dry_run(Workload.of(module, torch.ones(64)), plan, like=like).stretches)
+        max(each.peak_bytes for each in dry_run(Workload.of(module, torch.ones(64)), plan, like=like).intervals)
         for like in ("cpu", "cuda")
     )
     assert on_cuda - on_cpu > 4 * 64 * 64 * 4

@@ -11,7 +11,7 @@ import pytest
 
 from roomier.memory.kinds import Kind
 from roomier.planner.choice import Considered
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.measured.record import record_from
 from roomier.planner.report.page import page_of, page_of_record
 from roomier.planner.report.style import COLOURS, NAMES
@@ -92,8 +92,8 @@ def test_names_of_the_user_are_escaped() -> None:
     evil = "<script>alert(1)</script>\"'"
     made = choice(place=evil)
     assert made.chosen is not None
-    stretches = [dataclasses.replace(each, place=evil) for each in made.chosen.timeline]
-    made = dataclasses.replace(made, chosen=dataclasses.replace(made.chosen, timeline=tuple(stretches)))
+    intervals = [dataclasses.replace(each, place=evil) for each in made.chosen.timeline]
+    made = dataclasses.replace(made, chosen=dataclasses.replace(made.chosen, timeline=tuple(intervals)))
     page = page_of(made, title=evil, subject=evil)
     assert "<script>" not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 5
@@ -141,7 +141,7 @@ def test_the_line_of_a_record_contains_forecast_and_measurement() -> None:
     assert record(allocator_bytes=30 * GIB).measured_bytes == 30 * GIB
 
 
-def test_neighbors_of_many_stretches_are_merged_without_losing_a_peak() -> None:
+def test_neighbors_of_many_intervals_are_merged_without_losing_a_peak() -> None:
     step = forecast("zero3", 8.0, 1.0, 0.6).timeline * 40
     drawn = joined(step, 100)
     assert 50 < len(drawn) < 300
@@ -162,7 +162,7 @@ def test_ticks_are_few_round_and_below_the_top(top_bytes: float) -> None:
 def test_a_step_without_bytes_can_be_drawn() -> None:
     nothing: dict[Kind, int] = {}
     empty = dataclasses.replace(forecast("ddp", 1.0, 0.1, 0.1), fixed_bytes={})
-    empty = dataclasses.replace(empty, timeline=(Stretch("rest", "", nothing, nothing, nothing),), time=None)
+    empty = dataclasses.replace(empty, timeline=(Interval("rest", "", nothing, nothing, nothing),), time=None)
     assert "0 B" in text_of(empty._repr_html_())
 
 

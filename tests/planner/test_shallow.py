@@ -85,7 +85,7 @@ def vit() -> Workload:
 
 
 def check_equal(found: DryRun, whole: DryRun) -> None:
-    assert found.stretches == whole.stretches
+    assert found.intervals == whole.intervals
     assert found.work.keys() == whole.work.keys()
     for part, work in whole.work.items():
         assert found.work[part].flops == pytest.approx(work.flops), part

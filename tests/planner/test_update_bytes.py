@@ -46,7 +46,7 @@ def test_a_few_blocks_of_a_weight_have_the_bytes_and_work_of_all(bits: int, monk
     few = dry_run(workload, plan)
     monkeypatch.setattr(torch_fake, "few_of", iter)
     every = dry_run(workload, plan)
-    assert few.stretches == every.stretches
+    assert few.intervals == every.intervals
     assert few.work == every.work
 
 

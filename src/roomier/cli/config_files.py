@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.constructor import ConstructorError
 
 from roomier.cli.explain import in_file
 from roomier.core.errors import RoomierError
 from roomier.core.paths import check_path
-from roomier.core.yaml_text import BoundedLoader, ExpansionError, check_aliases
+from roomier.core.yaml_text import ExpansionError, UniqueKeysLoader, check_aliases
 
 _ACTION = "Pass a YAML file. `--print_config` prints a template"
 _INIT_ARGS = "init_args"
-
-
-class _UniqueKeys(BoundedLoader):
-    """BoundedLoader that rejects duplicate keys. PyYAML would use only the last value of a duplicate key."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: list[Any] = []
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node)
-            if key in seen:
-                raise ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-            seen.append(key)
-        return super().construct_mapping(node, deep)
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -39,7 +25,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     check_path("config", path)
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeysLoader)
     except OSError as error:
         raise RoomierError("config", path, f"cannot be read: {error.strerror}", _ACTION) from None
     except (ValueError, yaml.YAMLError) as error:  # ValueError: invalid UTF-8 or an invalid date

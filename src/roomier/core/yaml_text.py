@@ -1,9 +1,11 @@
-"""YAML loader with limited expansion, so aliases cannot expand a short text to millions of values."""
+"""YAML loaders with limited expansion, so aliases cannot expand a short text to millions of values."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import yaml
 from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 MAX_VALUES_OF_ALIASES = 100_000
 
@@ -31,6 +33,36 @@ class BoundedLoader(yaml.SafeLoader):
         except RecursionError:
             raise ExpansionError(None, None, "the nesting is too deep", self.get_mark()) from None
         return node
+
+
+class DuplicateKeyError(ConstructorError):
+    """A mapping that contains a key more than one time.
+
+    Attributes:
+        key: the key.
+    """
+
+    def __init__(self, key: object, mark: yaml.Mark) -> None:
+        super().__init__(None, None, f"duplicate key {key!r}", mark)
+        self.key = key
+
+
+class UniqueKeysLoader(BoundedLoader):
+    """BoundedLoader that rejects duplicate keys. PyYAML would use only the last value of a duplicate key.
+
+    Raises:
+        DuplicateKeyError: a mapping contains a duplicate key.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Construct the mapping, and check its keys."""
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in seen:
+                raise DuplicateKeyError(key, key_node.start_mark)
+            seen.append(key)
+        return super().construct_mapping(node, deep)
 
 
 def check_aliases(text: str) -> None:

@@ -12,11 +12,12 @@ from roomier.core.errors import TrainingError
 from roomier.core.ranks import Ranks
 from roomier.parallel.agree import take_values_of_rank_zero
 from roomier.parallel.runner import StepRunner
+from roomier.parallel.unsharded import Unsharded
 
 NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
-class OwnGradients:
+class OwnGradients(Unsharded):
     """Implementation of :class:`roomier.engine.parallel.Parallel` without collectives in backward.
 
     Every rank stores the full model and the gradients of the batches that it computes.
@@ -28,20 +29,7 @@ class OwnGradients:
     Attributes:
         runner: module that runs a step in its forward.
         loss_factor: the number of ranks, because the optimizer averages over the ranks.
-        allows_inference_mode: True.
-        trace: constant, because each rank may run different parts of the model.
-        late_parameters: empty, because no parameter is reduced separately.
-        root_parameters: empty, because parameters are not sharded.
-        units: empty, because parameters are not sharded.
-        gathers_ahead: False, because parameters are not sharded.
     """
-
-    allows_inference_mode = True
-    trace = 0
-    late_parameters: Sequence[nn.Parameter] = ()
-    root_parameters: Sequence[nn.Parameter] = ()
-    units: Sequence[nn.Module] = ()
-    gathers_ahead = False
 
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
         take_values_of_rank_zero(network, ranks)
@@ -53,9 +41,6 @@ class OwnGradients:
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """This method is called before the forward of each micro-batch of a step."""
 
-    def begin_backward(self) -> None:
-        """Call before each backward pass."""
-
     def end_backward(self) -> None:
         """Call after each backward pass."""
 
@@ -63,9 +48,6 @@ class OwnGradients:
         """Copy the running statistics from rank 0, as DDP does. All other tensors are already identical."""
         for buffer in self._statistics:
             dist.broadcast(buffer, src=0)
-
-    def release(self) -> None:
-        """This method is a no-op, because no parameter is sharded."""
 
     def trained_parameters_changed(self) -> None:
         """This method is a no-op, because the optimizer averages all existing gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -18,9 +18,10 @@ from roomier.parallel.fake_ddp import FakeDDP
 from roomier.parallel.powersgd import PowerSGD
 from roomier.parallel.rounded import send_rounded
 from roomier.parallel.runner import StepRunner
+from roomier.parallel.unsharded import Unsharded
 
 
-class Replicas:
+class Replicas(Unsharded):
     """A network that every rank stores in full, with the methods that the engine calls in each step.
 
     DDP averages gradients over the ranks. The engine weights losses for a sum over the ranks, so it also multiplies the
@@ -47,23 +48,10 @@ class Replicas:
     Attributes:
         runner: module that runs a step in its forward.
         loss_factor: the number of ranks, by which DDP divides.
-        allows_inference_mode: True.
-        trace: constant, because each rank may run different parts of the model.
-        late_parameters: empty, because no parameter is reduced separately.
-        root_parameters: empty, because parameters are not sharded.
-        units: empty, because parameters are not sharded.
-        gathers_ahead: False, because parameters are not sharded.
 
     Raises:
         RoomierError: ``compression`` is used with manual optimization.
     """
-
-    allows_inference_mode = True
-    trace = 0
-    late_parameters: Sequence[nn.Parameter] = ()
-    root_parameters: Sequence[nn.Parameter] = ()
-    units: Sequence[nn.Module] = ()
-    gathers_ahead = False
 
     def __init__(
         self,
@@ -101,9 +89,6 @@ class Replicas:
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
-    def begin_backward(self) -> None:
-        """Call before each backward pass."""
-
     def end_backward(self) -> None:
         """Call after each backward pass.
 
@@ -121,9 +106,6 @@ class Replicas:
 
     def end_update(self) -> None:
         """This method is called after each update of the parameters."""
-
-    def release(self) -> None:
-        """This method is a no-op, because no parameter is sharded."""
 
     def trained_parameters_changed(self) -> None:
         """Construct DDP again if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters.
@@ -147,15 +129,6 @@ class Replicas:
                 "Set gradient_compression='none', or keep the set of trained parameters",
             )
         self.runner, self._ddp, self._wraps_next = self._ddp.module, None, False
-
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        nn.utils.clip_grad_value_(parameters, max_value)
-
-    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        return torch_private.join_norms(list(norms.values()))
 
     def _wrap(self) -> None:
         self._wraps_next = False

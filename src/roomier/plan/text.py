@@ -67,10 +67,10 @@ def load_yaml(text: str, source: str | None = None) -> object:
     """
     import yaml
 
-    from roomier.plan.yaml_dialect import Loader
+    from roomier.plan.yaml_dialect import load
 
     try:
-        return yaml.load(text, Loader=Loader)
+        return load(text)
     except PlanError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number outside Python's range

@@ -1,13 +1,11 @@
 """The YAML loader and dumper of Plans. Every written value is read back unchanged."""
 
 import re
-from collections.abc import Hashable
-from typing import Any
 
 import yaml
 
 from roomier.core.errors import PlanError
-from roomier.core.yaml_text import BoundedLoader
+from roomier.core.yaml_text import DuplicateKeyError, UniqueKeysLoader
 
 
 class Dumper(yaml.SafeDumper):
@@ -20,16 +18,21 @@ class Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
-class Loader(BoundedLoader):
-    """BoundedLoader that reads ``3e-4`` as a number and rejects duplicate keys. YAML 1.2 defines ``3e-4`` as a number,
-    but PyYAML reads a string."""
+class Loader(UniqueKeysLoader):
+    """UniqueKeysLoader that reads ``3e-4`` as a number, as YAML 1.2 defines. PyYAML reads ``3e-4`` as a string."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise PlanError("plan", key, "is a duplicate key", "Remove one of the two")
-        return super().construct_mapping(node, deep)
+
+def load(text: str) -> object:
+    """Return the value in one YAML document.
+
+    Raises:
+        PlanError: a mapping contains a duplicate key.
+        yaml.YAMLError, ValueError: the text is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=Loader)
+    except DuplicateKeyError as error:
+        raise PlanError("plan", error.key, "is a duplicate key", "Remove one of the two") from None
 
 
 _UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")

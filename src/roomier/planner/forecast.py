@@ -10,7 +10,7 @@ from typing import Any
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Interval
 
 _SHARE_OF_HOST = 0.8  # the remaining memory is for data, its workers and the system
 _SHARE_OF_DISK = 0.95
@@ -74,7 +74,7 @@ class Forecast:
         machine: machine that the forecast is for.
         micro_batch: samples of one micro-batch on each rank.
         method: ``"dry run"`` or ``"closed form"``.
-        timeline: stretches of one optimizer step after the first step, in their order.
+        timeline: memory during an optimizer step, in execution order. The first step of a run can differ.
         fixed_bytes: device memory in addition to tensors, by purpose (``"context"``, ``"allocator"``, ...).
         host_bytes: bytes that one rank uses in host memory: offloaded data, which is 0 if the device is the host, and
             the compiler of low-bit updates.
@@ -90,7 +90,7 @@ class Forecast:
     machine: Machine
     micro_batch: int
     method: str
-    timeline: tuple[Stretch, ...]
+    timeline: tuple[Interval, ...]
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
     host_bytes: int = 0
     time: StepTime | None = None
@@ -100,8 +100,8 @@ class Forecast:
     remark: str = ""
 
     @cached_property
-    def peak(self) -> Stretch:
-        """Stretch of the step with the highest total number of tensor bytes."""
+    def peak(self) -> Interval:
+        """Interval of the step with the highest total number of tensor bytes."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
 
     @property

@@ -20,7 +20,7 @@ from roomier.planner.fake import known_values
 
 if TYPE_CHECKING:
     from roomier.plan import Plan
-    from roomier.planner.dry_runs.dry_run import Stretch
+    from roomier.planner.dry_runs.dry_run import Interval
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ class Workload:
 
         return replace(self, batch=map_tensors(resized, self.batch, makes_anew=True), batch_size=batch_size)
 
-    def calibrated(self, stretches: tuple[Stretch, ...], plan: Plan) -> tuple[Stretch, ...]:
-        """Return ``stretches``, the forecast of a step of ``plan``, with activations scaled by ``activation_factor``.
+    def calibrated(self, intervals: tuple[Interval, ...], plan: Plan) -> tuple[Interval, ...]:
+        """Return ``intervals``, the forecast of a step of ``plan``, with activations scaled by ``activation_factor``.
 
-        The stretches of a plan with an activation budget are returned unchanged, because blocks measure activations and
+        The intervals of a plan with an activation budget are returned unchanged, because blocks measure activations and
         enforce the budget.
         """
         if self.activation_factor == 1 or plan.activation.policy == "budget":
-            return stretches
-        return tuple(each.with_activations(self.activation_factor) for each in stretches)
+            return intervals
+        return tuple(each.with_activations(self.activation_factor) for each in intervals)
 
     @cached_property
     def blocks(self) -> tuple[nn.Module, ...]:

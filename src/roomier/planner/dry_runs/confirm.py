@@ -49,14 +49,14 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
     run = dry_run_by_depth(workload, plan, is_pairwise=device.kind == "cpu", like=device.kind, device=device)
     if plan.offload.optimizer_states != "none":
         return Estimator(workload, machine).with_states_away(plan, run, workload.batch_size)
-    stretches = workload.calibrated(run.stretches, plan)
+    intervals = workload.calibrated(run.intervals, plan)
     return Forecast(
         plan=plan,
         machine=machine,
         micro_batch=workload.batch_size,
         method="dry run",
-        timeline=stretches,
-        fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in stretches)),
+        timeline=intervals,
+        fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in intervals)),
         host_bytes=compiler_bytes(plan, workload.num_parameters),
         time=step_time(workload, plan, machine, run.work, chosen=run.keeps),
         remark=remark_of(run.keeps),

@@ -46,8 +46,8 @@ _NUM_STEPS = 1000  # length of the run, for schedules. It does not affect memory
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Part of a step during which one part of the model runs.
+class Interval:
+    """Memory during an interval of a step in which one part of the model runs.
 
     Attributes:
         phase: ``"forward"``, ``"backward"`` or ``"update"``.
@@ -68,14 +68,14 @@ class Stretch:
         """Total bytes at the peak."""
         return total_bytes(self.peak)
 
-    def with_activations(self, factor: float) -> Stretch:
-        """Return this stretch with its activations and temporaries multiplied by ``factor``, because their sizes depend
-        on the batch."""
+    def with_activations(self, factor: float) -> Interval:
+        """Return this interval for a larger or smaller batch. Activations and temporaries are multiplied by
+        ``factor``."""
         moments = (
             {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
             for moment in (self.begin, self.peak, self.end)
         )
-        return Stretch(self.phase, self.place, *moments)
+        return Interval(self.phase, self.place, *moments)
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ class DryRun:
     """One optimizer step of one rank, after the first step.
 
     Attributes:
-        stretches: parts of the step in execution order.
+        intervals: intervals of the step in execution order.
         work: amount of computation, by phase and part of the model.
         keeps: with an activation budget, the activations that each block saves.
     """
 
-    stretches: tuple[Stretch, ...]
+    intervals: tuple[Interval, ...]
     work: Mapping[Part, Work]
     keeps: Mapping[str, Keep] = field(default_factory=dict)
 
     @property
-    def peak(self) -> Stretch:
-        """Stretch with the highest total of tensor bytes."""
-        return max(self.stretches, key=lambda each: each.peak_bytes)
+    def peak(self) -> Interval:
+        """Interval with the highest total of tensor bytes."""
+        return max(self.intervals, key=lambda each: each.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -259,14 +259,14 @@ def _tracked_step(
         tracker.restart()
         counter.by_part.clear()
         step(tracker)
-        moments = tuple(stretches_of(tracker.moments()))
+        moments = tuple(intervals_of(tracker.moments()))
     work = dict(counter.by_part)
     engine.close()
     keeps = {} if budgeted is None else {places[each.module]: each.keep for each in budgeted.blocks}
     return DryRun(moments, work, {place: keep for place, keep in keeps.items() if ("backward", place) in work})
 
 
-def stretches_of(moments: Iterator[Snapshot]) -> Iterator[Stretch]:
+def intervals_of(moments: Iterator[Snapshot]) -> Iterator[Interval]:
     """Merge consecutive snapshots of a tracked step that have the same phase and place.
 
     The first snapshot of ``moments`` is the state before the step.
@@ -278,5 +278,5 @@ def stretches_of(moments: Iterator[Snapshot]) -> Iterator[Stretch]:
             end = moment.num_bytes
             if moment.total() > total_bytes(peak):
                 peak = dict(end)
-        yield Stretch(phase, place, begin, peak, dict(end))
+        yield Interval(phase, place, begin, peak, dict(end))
         begin = dict(end)

@@ -6,12 +6,12 @@ traced. This copy contains the first two and the last two periods of the row. Fo
 additional period in the middle. The timelines of the two copies are equal except for the visits to the additional
 period, one in each forward and one in each backward pass. The difference between the timelines is the effect of one
 period on all points in time outside the visits. The difference between the end and the start of a visit is the effect
-of the visit on the following stretches. The timeline of the full model repeats the visit for each omitted period, and
+of the visit on the following intervals. The timeline of the full model repeats the visit for each omitted period, and
 each visit includes the effects of the previous visits.
 
 Two periods on each side are required, because each end of the row affects one adjacent block inside the row. Buffers of
 the last block are sent while the previous block computes, and no all-gather precedes the first block. The result is
-verified. If the timelines have different stretches outside the visits, or if the effect of a visit is inconsistent with
+verified. If the timelines have different intervals outside the visits, or if the effect of a visit is inconsistent with
 the difference between the timelines, the full model is traced.
 """
 
@@ -30,7 +30,7 @@ from roomier.hardware.machine import Device
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_runs.budget_estimates import TYPICAL_DEVICE, recomputation_ns
-from roomier.planner.dry_runs.dry_run import DryRun, NumBytes, Stretch, dry_run
+from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes, dry_run
 from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
 from roomier.planner.dry_runs.work import Part, Work
@@ -42,7 +42,7 @@ _LEAST = _NUM_TRACED + 2  # shorter rows are traced in full
 
 
 class _IsNotLinear(Exception):  # noqa: N818 - a finding, not an error; callers never see it
-    """The timelines of copies of two depths do not determine the timelines of models of different depths."""
+    """Raised if memory does not grow linearly with the number of blocks, so the full model must be traced."""
 
     def __str__(self) -> str:
         return "changes in more than the added blocks"
@@ -119,7 +119,7 @@ def _from_shallow_copies(workload: Workload, repeats: list[Repeat], trace: Calla
     for index, repeat in enumerate(repeats):
         deeper = at(*(count + (index == number) for number, count in enumerate(counts)))
         rows.append(_Row(index, repeat, base, deeper))
-    return DryRun(tuple(_stretches(base, rows)), _work(base, rows))
+    return DryRun(tuple(_intervals(base, rows)), _work(base, rows))
 
 
 class _Timeline:
@@ -127,28 +127,28 @@ class _Timeline:
 
     Attributes:
         work: amount of computation by part.
-        visits: groups of consecutive stretches. Each group has the number of its row if the group is the middle period
+        visits: groups of consecutive intervals. Each group has the number of its row if the group is the middle period
             of this row, otherwise None.
-        stretches: all stretches in their order.
+        intervals: all intervals in their order.
     """
 
     def __init__(self, run: DryRun, shallow: Shallow, repeats: Sequence[Repeat]) -> None:
         middle = {place: row for row, repeat in enumerate(repeats) for place in repeat.places(_NUM_FIRST)}
         self.work = {(phase, shallow.place_in_model(place)): each for (phase, place), each in run.work.items()}
-        found: list[tuple[int | None, Stretch]] = []
+        found: list[tuple[int | None, Interval]] = []
         row = None
-        for each in run.stretches:
-            stretch = replace(each, place=shallow.place_in_model(each.place))
-            if stretch.place or each.phase == "update":  # a stretch without a name belongs to the previous block
-                row = middle.get(stretch.place)
-            found.append((row, stretch))
+        for each in run.intervals:
+            interval = replace(each, place=shallow.place_in_model(each.place))
+            if interval.place or each.phase == "update":  # an interval without a name belongs to the previous block
+                row = middle.get(interval.place)
+            found.append((row, interval))
         self.visits = [(row, [each for _, each in group]) for row, group in groupby(found, lambda each: each[0])]
-        self.stretches = [each for _, each in found]
+        self.intervals = [each for _, each in found]
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Bytes by kind that are added at the start, the peak and the end of a stretch."""
+    """Bytes by kind that are added at the start, the peak and the end of an interval."""
 
     begin: NumBytes
     peak: NumBytes
@@ -157,9 +157,9 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Visit:
-    """The stretches of a middle period, and the growth in bytes from its start to its end."""
+    """The intervals of a middle period, and the growth in bytes from its start to its end."""
 
-    stretches: list[Stretch]
+    intervals: list[Interval]
     growth: NumBytes
 
 
@@ -169,8 +169,8 @@ class _Row:
     Attributes:
         repeat: the row.
         num_more: number of periods of the model that were not traced.
-        by_depth: for each stretch of the base, the bytes that an additional period adds.
-        visits: for an index into the stretches of the base, the visit of an additional period before this stretch.
+        by_depth: for each interval of the base, the bytes that an additional period adds.
+        visits: visits to the additional period. The key is the index of the following interval of the base.
         work: work that an additional period causes outside its blocks.
         own_work: work of the blocks of the period.
     """
@@ -180,16 +180,16 @@ class _Row:
         self.num_more = repeat.count - _NUM_TRACED
         self.by_depth: list[_Change] = []
         self.visits: dict[int, _Visit] = {}
-        for row, stretches in deeper.visits:
+        for row, intervals in deeper.visits:
             if row == number:
-                growth = _sum(stretches[-1].end, stretches[0].begin, -1)
-                self.visits[len(self.by_depth)] = _Visit(stretches, growth)
+                growth = _sum(intervals[-1].end, intervals[0].begin, -1)
+                self.visits[len(self.by_depth)] = _Visit(intervals, growth)
             else:
-                self._align(base, stretches)
-        if len(self.by_depth) != len(base.stretches):
+                self._align(base, intervals)
+        if len(self.by_depth) != len(base.intervals):
             raise _IsNotLinear
         for index, visit in self.visits.items():
-            # With any number of periods, the last visit ends where the following stretch begins.
+            # With any number of periods, the last visit ends where the following interval begins.
             if _sum(self.by_depth[index - 1].end, visit.growth, 1) != self.by_depth[index].begin:
                 raise _IsNotLinear
         own = set(repeat.places(_NUM_FIRST))
@@ -197,24 +197,24 @@ class _Row:
         self.work = {part: deeper.work.get(part, Work()) + base.work.get(part, Work()) * -1 for part in parts}
         self.own_work = {part: work for part, work in deeper.work.items() if part[1] in own}
 
-    def _align(self, base: _Timeline, stretches: list[Stretch]) -> None:
-        for stretch in stretches:
+    def _align(self, base: _Timeline, intervals: list[Interval]) -> None:
+        for interval in intervals:
             index = len(self.by_depth)
-            if index >= len(base.stretches):
+            if index >= len(base.intervals):
                 raise _IsNotLinear
-            before = base.stretches[index]
-            if (before.phase, before.place) != (stretch.phase, stretch.place):
+            before = base.intervals[index]
+            if (before.phase, before.place) != (interval.phase, interval.place):
                 raise _IsNotLinear
-            changes = (_sum(getattr(stretch, moment), getattr(before, moment), -1) for moment in _MOMENTS)
+            changes = (_sum(getattr(interval, moment), getattr(before, moment), -1) for moment in _MOMENTS)
             self.by_depth.append(_Change(*changes))
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
-        """Return True if the visit before a stretch of the base follows the previous period, False if the visit follows
-        the next period."""
-        for stretch in reversed(base.stretches[:index]):
-            if stretch.place in self.repeat.places(_NUM_FIRST - 1):
+        """Return True if the visit before interval ``index`` of the base runs after the previous period of the row
+        (forward), or False if the visit runs after the next period (backward)."""
+        for interval in reversed(base.intervals[:index]):
+            if interval.place in self.repeat.places(_NUM_FIRST - 1):
                 return True
-            if stretch.place in self.repeat.places(self.repeat.count - _NUM_LAST):
+            if interval.place in self.repeat.places(self.repeat.count - _NUM_LAST):
                 return False
         raise _IsNotLinear
 
@@ -226,38 +226,43 @@ def _sum(one: Mapping[Kind, int], other: Mapping[Kind, int], factor: int) -> Num
     return {kind: one.get(kind, 0) + factor * other.get(kind, 0) for kind in Kind}
 
 
-def _stretches(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Stretch]:
-    for index, stretch in enumerate(base.stretches):
+def _intervals(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Interval]:
+    for index, interval in enumerate(base.intervals):
         for row in rows:
             if index in row.visits:
                 yield from _visits(base, rows, row, index)
         added = [[(getattr(row.by_depth[index], moment), row.num_more) for row in rows] for moment in _MOMENTS]
-        yield _raised(stretch, stretch.place, added)
+        yield _raised(interval, interval.place, added)
 
 
-def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Iterator[Stretch]:
+def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Iterator[Interval]:
     visit, goes_up = row.visits[index], row.goes_up(base, index)
-    # The other rows, and the other added periods of this row, add the same number of bytes during all visits.
+    # Memory that the other rows and the other added periods of this row hold. It is the same during all visits.
     depth = [(each.by_depth[index - 1].end, each.num_more - (each is row)) for each in rows]
     names = row.repeat.places(_NUM_FIRST)
     for number in range(row.num_more):
         period = _NUM_FIRST + (number if goes_up else row.num_more - 1 - number)
         places = dict(zip(names, row.repeat.places(period), strict=True))
-        for stretch in visit.stretches:
-            yield _raised(stretch, places.get(stretch.place, ""), [[*depth, (visit.growth, number)]] * len(_MOMENTS))
+        for interval in visit.intervals:
+            yield _raised(interval, places.get(interval.place, ""), [[*depth, (visit.growth, number)]] * len(_MOMENTS))
 
 
-def _raised(stretch: Stretch, place: str, added: Sequence[Sequence[tuple[NumBytes, int]]]) -> Stretch:
-    """Return ``stretch`` at another place. Each of its three moments is increased by multiples of byte counts."""
+def _raised(interval: Interval, place: str, added: Sequence[Sequence[tuple[NumBytes, int]]]) -> Interval:
+    """Return ``interval`` for the part ``place``, with additional bytes.
+
+    Args:
+        added: for the start, the peak and the end of the interval, pairs of bytes by kind and the factor by which these
+            bytes are multiplied.
+    """
     found = []
     for moment, changes in zip(_MOMENTS, added, strict=True):
-        num_bytes: NumBytes = dict(getattr(stretch, moment))
+        num_bytes: NumBytes = dict(getattr(interval, moment))
         for change, times in changes:
             num_bytes = _sum(num_bytes, change, times)
         if min(num_bytes.values()) < 0:
             raise _IsNotLinear
         found.append(num_bytes)
-    return Stretch(stretch.phase, place, *found)
+    return Interval(interval.phase, place, *found)
 
 
 def _work(base: _Timeline, rows: Sequence[_Row]) -> dict[Part, Work]:

@@ -5,7 +5,7 @@ Three steps are known: all blocks save only their input, or also the results of 
 time, the steps differ by the bytes that the blocks between their forward and their backward save, and by the memory of
 the running block. The difference after the forward of a block is the memory that the activations of this block require.
 These values form the optimization problem that a run solves after its measured step (:mod:`roomier.activation.choose`).
-For a choice, the stretches of each block come from the step in which all blocks save the activations that this block
+For a choice, the intervals of each block come from the step in which all blocks save the activations that this block
 saves. The difference of the bytes that the earlier blocks save is added.
 
 A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
@@ -24,7 +24,7 @@ from roomier.activation.choose import Option, Stage, choose, least_peak_bytes
 from roomier.activation.profile import KEEPS
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.plan import ActivationPlan
-from roomier.planner.dry_runs.dry_run import DryRun, NumBytes, Stretch
+from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes
 
 UNIFORM = {
     Keep.INPUT: ActivationPlan("full"),
@@ -75,7 +75,7 @@ def within_budget(
         BudgetTooSmallError: the budget is too small.
         NotNestedError: the choice cannot be computed from ``runs``.
     """
-    steps = {keep: _Sections(run.stretches, blocks) for keep, run in runs.items()}
+    steps = {keep: _Sections(run.intervals, blocks) for keep, run in runs.items()}
     base = steps[Keep.INPUT]
     if any(each.keys != base.keys for each in steps.values()):
         raise NotNestedError
@@ -91,32 +91,32 @@ def within_budget(
     for number, keep in enumerate(keeps.values()):
         own = _sum(more[keep][number + 1], more[keep][number], -1)
         added.append(_sum(added[-1], own, 1))
-    stretches: list[Stretch] = []
+    intervals: list[Interval] = []
     for index, ((_, place), num_before) in enumerate(zip(base.keys, alive, strict=True)):
         keep = keeps.get(place, Keep.INPUT)
         change = _sum(added[num_before], more[keep][num_before], -1) if place else added[num_before]
-        stretches += (_raised(each, change) for each in steps[keep].parts[index])
+        intervals += (_raised(each, change) for each in steps[keep].parts[index])
     work = {part: runs[keeps.get(part[1], Keep.INPUT)].work.get(part) for run in runs.values() for part in run.work}
-    return DryRun(tuple(stretches), {part: each for part, each in work.items() if each is not None}, keeps)
+    return DryRun(tuple(intervals), {part: each for part, each in work.items() if each is not None}, keeps)
 
 
 class _Sections:
-    """Stretches of a step, divided into the visits of blocks and the intervals between two visits.
+    """Intervals of a step, divided into the visits of blocks and the intervals between two visits.
 
     Attributes:
         keys: phase and block of each section; empty strings for the intervals.
-        parts: stretches of each section. An interval can have no stretches.
+        parts: intervals of each section. An interval can have no intervals.
         order: blocks that run backward, in the order of their forward.
         num_alive: for each section, the number of blocks between their forward and their backward, without the block of
             the section.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], blocks: Collection[str]) -> None:
+    def __init__(self, intervals: Sequence[Interval], blocks: Collection[str]) -> None:
         # A block that no backward needs saves no activations.
-        needed = {each.place for each in stretches if each.phase == "backward" and each.place in blocks}
+        needed = {each.place for each in intervals if each.phase == "backward" and each.place in blocks}
         self.keys = [_OUTSIDE]
-        self.parts: list[list[Stretch]] = [[]]
-        for key, group in groupby(stretches, lambda each: _key_of(each, needed)):
+        self.parts: list[list[Interval]] = [[]]
+        for key, group in groupby(intervals, lambda each: _key_of(each, needed)):
             if key == _OUTSIDE:
                 self.parts[-1] += group
             else:
@@ -137,8 +137,8 @@ class _Sections:
             raise NotNestedError
 
 
-def _key_of(stretch: Stretch, blocks: Collection[str]) -> tuple[str, str]:
-    return (stretch.phase, stretch.place) if stretch.place in blocks else _OUTSIDE
+def _key_of(interval: Interval, blocks: Collection[str]) -> tuple[str, str]:
+    return (interval.phase, interval.place) if interval.place in blocks else _OUTSIDE
 
 
 def _more_bytes(step: _Sections, base: _Sections) -> list[NumBytes]:
@@ -177,13 +177,13 @@ def _stages(
     return stages
 
 
-def _peak_bytes(stretches: Sequence[Stretch]) -> int:
-    return max((each.peak_bytes for each in stretches), default=0)
+def _peak_bytes(intervals: Sequence[Interval]) -> int:
+    return max((each.peak_bytes for each in intervals), default=0)
 
 
-def _raised(stretch: Stretch, change: NumBytes) -> Stretch:
-    moments = (_sum(moment, change, 1) for moment in (stretch.begin, stretch.peak, stretch.end))
-    return Stretch(stretch.phase, stretch.place, *moments)
+def _raised(interval: Interval, change: NumBytes) -> Interval:
+    moments = (_sum(moment, change, 1) for moment in (interval.begin, interval.peak, interval.end))
+    return Interval(interval.phase, interval.place, *moments)
 
 
 def _sum(one: Mapping[Kind, int], other: Mapping[Kind, int], factor: int) -> NumBytes:

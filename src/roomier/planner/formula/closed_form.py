@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from roomier.memory.kinds import Kind
 from roomier.memory.walk import KINDS, Layout, UnitBytes, Walk
 from roomier.memory.weights import Unit
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.formula.offloaded import Offloaded
-from roomier.planner.formula.trace import Passage, Rise, Trace, Visit
+from roomier.planner.formula.trace import Execution, Rise, Trace, Visit
 
 _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
     KINDS.index(each) for each in (Kind.GRADIENT, Kind.ACTIVATION, Kind.TEMPORARY, Kind.COMMUNICATION)
@@ -51,8 +51,8 @@ class States:
     away: Offloaded = field(default_factory=Offloaded)
 
 
-def timeline(trace: Trace, states: States, layout: Layout, order: Order | None = None) -> tuple[Stretch, ...]:
-    """Return one optimizer step as stretches; see [Note: closed form].
+def timeline(trace: Trace, states: States, layout: Layout, order: Order | None = None) -> tuple[Interval, ...]:
+    """Return one optimizer step as intervals; see [Note: closed form].
 
     Args:
         trace: trace of one micro-batch, recorded for a sharded model if ``layout`` shards it.
@@ -65,8 +65,8 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
         step = _CutStep(trace, states, layout, order or Order(trace, states.units))
     else:
         step = _WholeStep(trace, states, layout)
-    stretches = [each for index in _micro_batches(layout) for each in step.micro_batch(index)]
-    return (*stretches, step.update())
+    intervals = [each for index in _micro_batches(layout) for each in step.micro_batch(index)]
+    return (*intervals, step.update())
 
 
 def _micro_batches(layout: Layout) -> Sequence[int]:
@@ -85,12 +85,12 @@ class _Step:
         self.other_batches_bytes = trace.batch_bytes * (self._num_batches - 1)
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
-    def update(self) -> Stretch:
-        """Return the stretch of the optimizer, during which the loop still references all batches or the last batch."""
+    def update(self) -> Interval:
+        """Return the interval of the optimizer's update. The batches that the loop still references are included."""
         self.owned[_ACTIVATION] += self.trace.batch_bytes * self._num_batches
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
-        return Stretch("update", "", begin, peak, begin)
+        return Interval("update", "", begin, peak, begin)
 
     def with_level(self, base: Sequence[int], level: Rise, gradient_bytes: int) -> list[int]:
         """Return the sum of ``base`` and the memory of the trace."""
@@ -110,14 +110,14 @@ class _WholeStep(_Step):
         if self._is_ddp:  # buckets
             self.owned[_GRADIENT] += states.gradient_bytes
 
-    def micro_batch(self, index: int) -> Iterator[Stretch]:
+    def micro_batch(self, index: int) -> Iterator[Interval]:
         is_last = index == self.layout.num_micro_batches - 1
         for visit in self.trace.visits:
             moments = [
                 self.with_level(self.owned, each, self._gradient_bytes(each, index, is_last))
                 for each in (visit.begin, self._highest(visit, index, is_last), visit.end)
             ]
-            yield _stretch(visit.passage, moments)
+            yield _interval(visit.execution, moments)
 
     def _highest(self, visit: Visit, index: int, is_last: bool) -> Rise:
         if self.layout.steps_in_backward:
@@ -137,7 +137,7 @@ class _WholeStep(_Step):
             return level.pending + max(0, before - complete)
         return before + (level.pending if index else level.gradient)
 
-    def update(self) -> Stretch:
+    def update(self) -> Interval:
         if not self._is_ddp and not self.layout.steps_in_backward:
             self.owned[_GRADIENT] += self.states.gradient_bytes
         return super().update()
@@ -153,7 +153,7 @@ class _CutStep(_Step):
             self._walk.add(kind, num_bytes)
         self._order = order
 
-    def micro_batch(self, index: int) -> Iterator[Stretch]:
+    def micro_batch(self, index: int) -> Iterator[Interval]:
         is_last = index == self.layout.num_micro_batches - 1
         yield from self._forward()
         begin = self.trace.levels[self._order.num_forward]
@@ -161,11 +161,11 @@ class _CutStep(_Step):
             keeps = begin.activation if number < self.layout.num_backwards - 1 else None
             yield from self._backward(is_first=index == 0, is_last=is_last, is_again=number > 0, kept_bytes=keeps)
 
-    def update(self) -> Stretch:
+    def update(self) -> Interval:
         self.owned = list(self._walk.now)
         return super().update()
 
-    def _forward(self) -> Iterator[Stretch]:
+    def _forward(self) -> Iterator[Interval]:
         walk, order = self._walk, self._order
         if order.root is not None:
             walk.enter(order.root, walk.gathered_ahead(order.root), "forward")
@@ -180,9 +180,9 @@ class _CutStep(_Step):
             if number == order.num_forward - 1:
                 walk.end_forward_of_all()
             moments.append(self.with_level(walk.now, visit.end, 0))
-            yield _stretch(visit.passage, moments)
+            yield _interval(visit.execution, moments)
 
-    def _backward(self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: int | None) -> Iterator[Stretch]:
+    def _backward(self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: int | None) -> Iterator[Interval]:
         walk, order = self._walk, self._order
         taken_over = 0  # gradients that the walk counts
         adds_in_place = self.layout.accumulates_unsharded and not is_first
@@ -215,7 +215,7 @@ class _CutStep(_Step):
             left = 0 if number == last else (end.pending if adds_in_place else end.gradient) - taken_over
             moments += self._with_notes(end, left)
             moments.append(self.with_level(walk.now, end, left))
-            yield _stretch(visit.passage, moments)
+            yield _interval(visit.execution, moments)
 
     def _end_late(self, *, is_first: bool, is_last: bool) -> None:
         """Complete the units whose backward ends with the backward of the model."""
@@ -239,39 +239,39 @@ class Order:
 
     Attributes:
         root: the unit that is gathered during the full step; None if the model has no such unit.
-        num_forward: number of passages that belong to the forward.
-        units_at: for each passage, the units that are required from its start. A block comes before its norms.
-        ending_at: for each passage, the units whose backward ends with the passage. Norms come before their block.
+        num_forward: number of executions that belong to the forward.
+        units_at: for each execution, the units that are required from its start. A block comes before its norms.
+        ending_at: for each execution, the units whose backward ends with the execution. Norms come before their block.
         late: units whose backward ends with the backward of the model.
         gathering: units in the order in which a backward pass gathers them.
     """
 
     def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:
-        passages = trace.passages
+        executions = trace.executions
         roots = [number for number, unit in enumerate(units) if unit.is_root]
         self.root = roots[0] if roots else None
-        self.num_forward = sum(each.phase == "forward" for each in passages)
-        of_place = {place: _units_of(place, units) for place in {each.place for each in passages}}
+        self.num_forward = sum(each.phase == "forward" for each in executions)
+        of_place = {place: _units_of(place, units) for place in {each.place for each in executions}}
         self.units_at = [
             [unit for unit in of_place[each.place] if each.phase == "forward" or self._is_needed(units[unit], each)]
-            for each in passages
+            for each in executions
         ]
         order = list(dict.fromkeys(unit for at in self.units_at[: self.num_forward] for unit in at))
         never = [number for number in range(len(units)) if number not in order and number not in roots]
         ends: dict[int, int] = {}
-        for number in range(self.num_forward, len(passages)):
-            for unit in of_place[passages[number].place]:
+        for number in range(self.num_forward, len(executions)):
+            for unit in of_place[executions[number].place]:
                 ends[unit] = number
         self.late = [*roots, *(each for each in order if units[each].ends_late or each not in ends), *never]
-        self.ending_at: list[list[int]] = [[] for _ in passages]
+        self.ending_at: list[list[int]] = [[] for _ in executions]
         for unit in reversed(order):
             if unit not in self.late:
                 self.ending_at[ends[unit]].append(unit)
         self.gathering = [unit for group in reversed(_grouped(order, units)) for unit in group]
 
     @staticmethod
-    def _is_needed(unit: Unit, passage: Passage) -> bool:
-        return not unit.is_inner or passage.needs_inner
+    def _is_needed(unit: Unit, execution: Execution) -> bool:
+        return not unit.is_inner or execution.needs_inner
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
@@ -298,10 +298,11 @@ def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
     return groups
 
 
-def _stretch(passage: Passage, moments: Sequence[Sequence[int]]) -> Stretch:
-    """Return the stretch that consists of the first, the largest and the last of ``moments``."""
-    return Stretch(
-        passage.phase, passage.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
+def _interval(execution: Execution, moments: Sequence[Sequence[int]]) -> Interval:
+    """Return the interval of ``execution``. Its start, peak and end are the first, the largest and the last of
+    ``moments``."""
+    return Interval(
+        execution.phase, execution.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
     )
 
 

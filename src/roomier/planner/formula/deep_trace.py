@@ -10,7 +10,7 @@ from roomier.core.errors import PlanError
 from roomier.plan import Plan
 from roomier.planner.dry_runs.repeats import Repeat, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.work import Part, Work
-from roomier.planner.formula.trace import Passage, Trace, take_trace
+from roomier.planner.formula.trace import Execution, Trace, take_trace
 from roomier.planner.workload import Workload
 
 _NUM_TRACED = 3  # periods. The first and the last differ from the others
@@ -21,8 +21,8 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: s
     """Return the same result as :func:`roomier.planner.formula.trace.take_trace`, but trace only a few blocks of a deep
     model.
 
-    If a model contains a row of equal blocks, a copy with three periods of these blocks is traced. The passages of the
-    middle period are repeated for the full length of the row (see [Note: equal blocks] in
+    If a model contains a row of equal blocks, a copy with three periods of these blocks is traced. The executions of
+    the middle period are repeated for the full length of the row (see [Note: equal blocks] in
     :mod:`roomier.planner.dry_runs.repeats`).
 
     Args:
@@ -54,39 +54,39 @@ def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Ca
 
     counts = [_NUM_TRACED] * len(repeats)
     base = at(counts)
-    others = [list(each.passages) for each in base.visits if each.row is None]
+    others = [list(each.executions) for each in base.visits if each.row is None]
     for row, repeat in enumerate(repeats):
         if base.keeps_memory(row):  # such as autocast's copies of weights, which are freed after the row
             deeper = at([count + (number == row) for number, count in enumerate(counts)])
-            more = [each.passages for each in deeper.visits if each.row is None]
+            more = [each.executions for each in deeper.visits if each.row is None]
             for mine, theirs in zip(others, more, strict=True):
                 mine[:] = [
-                    passage.between(other, repeat.count - _NUM_TRACED)
-                    for passage, other in zip(mine, theirs, strict=True)
+                    execution.between(other, repeat.count - _NUM_TRACED)
+                    for execution, other in zip(mine, theirs, strict=True)
                 ]
     return _written_out(base, others)
 
 
-def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
-    """Return the trace of the full model, in which the passages of ``others`` and the repeated visits to middle blocks
-    alternate."""
-    passages: list[Passage] = []
+def _written_out(base: _Shallow, others: Sequence[list[Execution]]) -> Trace:
+    """Return the trace of the full model. The executions of ``others`` and the repeated visits to middle blocks
+    alternate in it."""
+    executions: list[Execution] = []
     waiting = iter(others)
     for visit in base.visits:
         if visit.row is None:
-            passages += [replace(each, place=base.names(each.place)[0]) for each in next(waiting)]
+            executions += [replace(each, place=base.names(each.place)[0]) for each in next(waiting)]
             continue
-        times = range(max(len(base.names(each.place)) for each in visit.passages))
-        for time in times if visit.passages[0].phase == "forward" else times[::-1]:
-            passages += [
-                replace(each, place=base.names(each.place)[time] if each.place else "") for each in visit.passages
+        times = range(max(len(base.names(each.place)) for each in visit.executions))
+        for time in times if visit.executions[0].phase == "forward" else times[::-1]:
+            executions += [
+                replace(each, place=base.names(each.place)[time] if each.place else "") for each in visit.executions
             ]
     work: dict[Part, Work] = {}
     for (phase, place), amount in base.trace.work.items():
         for name in base.names(place):
             work[phase, name] = amount
     saved_bytes = {name: sizes for place, sizes in base.trace.saved_bytes.items() for name in base.names(place)}
-    return replace(base.trace, passages=tuple(passages), work=work, saved_bytes=saved_bytes)
+    return replace(base.trace, executions=tuple(executions), work=work, saved_bytes=saved_bytes)
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,16 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Consecutive passages of a middle block of ``row`` and the part after it, or of all parts between such visits."""
+    """Consecutive executions that belong together.
+
+    Attributes:
+        row: number of the row, if the executions are a middle block of this row and the part after the block. None for
+            all other executions.
+        executions: executions in their order.
+    """
 
     row: int | None
-    passages: tuple[Passage, ...]
+    executions: tuple[Execution, ...]
 
 
 class _Shallow:
@@ -120,8 +126,8 @@ class _Shallow:
         self._blocks = blocks
         self._row: int | None = None
         self._phase = ""
-        groups = groupby(trace.passages, self._row_at)
-        self.visits = [_Visit(row[1], tuple(passages)) for row, passages in groups]
+        groups = groupby(trace.executions, self._row_at)
+        self.visits = [_Visit(row[1], tuple(executions)) for row, executions in groups]
 
     def names(self, place: str) -> tuple[str, ...]:
         """Return the names that the part ``place`` has in the full model."""
@@ -130,17 +136,17 @@ class _Shallow:
     def keeps_memory(self, row: int) -> bool:
         """Return whether memory other than gradients remains allocated after the forward and backward of a middle
         block."""
-        ends = [each.end for visit in self.visits if visit.row == row for each in visit.passages]
+        ends = [each.end for visit in self.visits if visit.row == row for each in visit.executions]
         return any((sum(each.activation for each in ends), sum(each.temporary for each in ends)))
 
-    def _row_at(self, passage: Passage) -> tuple[str, int | None]:
-        block = self._blocks.get(passage.place)
-        if passage.place:
+    def _row_at(self, execution: Execution) -> tuple[str, int | None]:
+        block = self._blocks.get(execution.place)
+        if execution.place:
             self._row = block.row if block is not None and block.is_middle else None
-        elif passage.phase != self._phase:
+        elif execution.phase != self._phase:
             self._row = None
-        self._phase = passage.phase
-        return passage.phase if self._row is not None else "", self._row
+        self._phase = execution.phase
+        return execution.phase if self._row is not None else "", self._row
 
 
 def _blocks(repeats: Sequence[Repeat], counts: Sequence[int]) -> dict[str, _Block]:

@@ -30,7 +30,7 @@ from roomier.parallel.shard import closed_blocks, root_parameters_of, units_of
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
 from roomier.plan.levers import LEVERS, without
 from roomier.planner.dry_runs.budget_estimates import recomputation_ns
-from roomier.planner.dry_runs.dry_run import DryRun, Stretch
+from roomier.planner.dry_runs.dry_run import DryRun, Interval
 from roomier.planner.dry_runs.within_budget import UNIFORM, NotNestedError, remark_of, within_budget
 from roomier.planner.dry_runs.work import Work
 from roomier.planner.fake.fake_world import fake_world
@@ -135,19 +135,19 @@ class Estimator:
         """
         states = self._states_of(plan, self._layout(plan))
         less = {kind: -num_bytes for kind, num_bytes in states.away.kept_less.items()}
-        stretches = []
-        for each in run.stretches:
+        intervals = []
+        for each in run.intervals:
             begin, peak, end = (added(moment, less) for moment in (each.begin, each.peak, each.end))
             if each.phase == "update" and not states.away.on_cpu:  # units are updated one after the other
                 peak = added(begin, states.update)
-            stretches.append(Stretch(each.phase, each.place, begin, peak, end))
-        step = _Step(None, DryRun(states.away.on_device(stretches), run.work), 0, "")
+            intervals.append(Interval(each.phase, each.place, begin, peak, end))
+        step = _Step(None, DryRun(states.away.on_device(intervals), run.work), 0, "")
         return self._forecast(plan, micro_batch, step, states, "dry run")
 
     def _forecast(self, plan: Plan, micro_batch: int, step: _Step, states: States, method: str) -> Forecast:
         away = states.away
         moves = plan.offload.activations != "none"
-        stretches = self._workload.calibrated(step.run.stretches, plan)
+        intervals = self._workload.calibrated(step.run.intervals, plan)
         num_micro_batches = plan.batch.accumulate_grad_batches
         moved_bytes = round(step.moved_bytes * self._workload.activation_factor)
         is_on_disk = plan.offload.activations == "disk"
@@ -158,8 +158,8 @@ class Estimator:
             machine=self._machine,
             micro_batch=micro_batch,
             method=method,
-            timeline=stretches,
-            fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
+            timeline=intervals,
+            fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in intervals)),
             host_bytes=host_bytes + compiler_bytes(plan, self._workload.num_parameters),
             time=step_time(
                 self._sized(micro_batch),
@@ -177,11 +177,11 @@ class Estimator:
             remark=step.remark,
         )
 
-    def memory(self, plan: Plan, micro_batch: int) -> tuple[Stretch, ...]:
+    def memory(self, plan: Plan, micro_batch: int) -> tuple[Interval, ...]:
         """Return only the timeline of :meth:`estimate`, without computing the duration of the step."""
         layout = self._layout(plan)
         step = self._step(plan, layout, self._states_of(plan, layout), micro_batch)
-        return self._workload.calibrated(step.run.stretches, plan)
+        return self._workload.calibrated(step.run.intervals, plan)
 
     def _layout(self, plan: Plan) -> Layout:
         on_cpu = self._machine.device.kind == "cpu"
@@ -248,7 +248,7 @@ class Estimator:
             self._moved[id(whole)] = moved_to_host(whole, self._blocks)
         return self._moved[id(whole)]
 
-    def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Stretch, ...]:
+    def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Interval, ...]:
         if states.away.parameters:  # the gradients of a unit leave the device in backward
             layout = replace(layout, steps_in_backward=True)
         if not layout.is_sharded:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from roomier.activation.offload import MIN_BYTES
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.planner.formula.trace import Passage, Rise, Trace
+from roomier.planner.formula.trace import Execution, Rise, Trace
 
 
 def leave_device(plan: Plan, machine: Machine) -> bool:
@@ -35,16 +35,16 @@ def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
     kept = trace.moved_bytes(blocks, MIN_BYTES)
     order = list(kept)
     away_at = {place: sum(kept[each] for each in order[: max(0, number - 1)]) for number, place in enumerate(order)}
-    passages: list[Passage] = []
+    executions: list[Execution] = []
     away_bytes = 0
-    for each in trace.passages:
+    for each in trace.executions:
         if each.place in away_at:
             change = away_bytes - away_at[each.place]
             away_bytes -= change
             each = _begun_with(each, Rise(activation=change))
-        passages.append(each)
-    return replace(trace, passages=tuple(passages)), sum(kept.values())
+        executions.append(each)
+    return replace(trace, executions=tuple(executions)), sum(kept.values())
 
 
-def _begun_with(passage: Passage, change: Rise) -> Passage:
-    return replace(passage, moments=tuple(each.plus(change) for each in passage.moments))
+def _begun_with(execution: Execution, change: Rise) -> Execution:
+    return replace(execution, moments=tuple(each.plus(change) for each in execution.moments))

@@ -35,7 +35,7 @@ from roomier.offload.states import aligned, record_size
 from roomier.offload.units import first_leaving
 from roomier.plan import Plan
 from roomier.plan.offload_rules import update_mode
-from roomier.planner.dry_runs.dry_run import NumBytes, Stretch
+from roomier.planner.dry_runs.dry_run import Interval, NumBytes
 from roomier.planner.forecast import Traffic
 from roomier.tiers.buffers import allocated_bytes, buffer_sizes, padded
 
@@ -153,7 +153,7 @@ class Offloaded:
 
     @property
     def forward_traffic(self) -> Traffic:
-        """Transfers in forward, which reads the parameters."""
+        """Transfers of one forward per micro-batch, which reads the parameters."""
         return self._moved(self.parameter_tier, self._parameter_sizes * self.num_micro_batches, [])
 
     @property
@@ -200,7 +200,7 @@ class Offloaded:
 
     # ---- the device ----
 
-    def on_device(self, timeline: Sequence[Stretch]) -> tuple[Stretch, ...]:
+    def on_device(self, timeline: Sequence[Interval]) -> tuple[Interval, ...]:
         """Return ``timeline`` with the memory of the units that are on the device; see [Note: units on the device].
 
         Args:
@@ -245,16 +245,16 @@ class Offloaded:
         found = self._present(index - 1, index + 1)
         return found if index else {kind: each + self._left_bytes for kind, each in found.items()}
 
-    def _with_speculative(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+    def _with_speculative(self, timeline: Sequence[Interval]) -> list[Interval]:
         """Add the states of the units that are updated at the end of the backward of their block."""
         found = list(timeline)
         last_forward = max((index for index, each in enumerate(found) if each.phase == "forward"), default=0)
         left = len(self.states)  # index of the unit that was updated last
-        for index, stretch in enumerate(found):
+        for index, interval in enumerate(found):
             if index <= last_forward or not self.states:
                 continue
             own = [
-                number for number, each in enumerate(self.states) if each.place and _is_in(stretch.place, each.place)
+                number for number, each in enumerate(self.states) if each.place and _is_in(interval.place, each.place)
             ]
             now = self._present(left - 1, left) if left < len(self.states) else {}
             after = now
@@ -263,30 +263,30 @@ class Offloaded:
                 after = self._present(left - 1, left + 1)
                 if left == len(self.states) - 1:
                     after = {kind: each + self._left_bytes for kind, each in after.items()}
-            found[index] = _with(stretch, now, now, after)
+            found[index] = _with(interval, now, now, after)
         return found
 
-    def _with_gradients(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+    def _with_gradients(self, timeline: Sequence[Interval]) -> list[Interval]:
         """Add the gradients that autograd creates on a CPU before they are copied to a buffer of the tier."""
         found = []
-        for stretch in timeline:
-            own = next((n for n, each in enumerate(self.parameters) if _is_in(stretch.place, each.place)), None)
-            created = self._regions([], [] if own is None or stretch.phase != "backward" else [own])
-            found.append(_with(stretch, {}, {}, created))
+        for interval in timeline:
+            own = next((n for n, each in enumerate(self.parameters) if _is_in(interval.place, each.place)), None)
+            created = self._regions([], [] if own is None or interval.phase != "backward" else [own])
+            found.append(_with(interval, {}, {}, created))
         return found
 
-    def _with_parameters(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+    def _with_parameters(self, timeline: Sequence[Interval]) -> list[Interval]:
         """Add the parameters and gradients that are on an accelerator."""
         if not self.parameters:
             return list(timeline)
         found, left = [], dict[Kind, int]()
-        for stretch in timeline:
-            own = next((n for n, each in enumerate(self.parameters) if _is_in(stretch.place, each.place)), None)
+        for interval in timeline:
+            own = next((n for n, each in enumerate(self.parameters) if _is_in(interval.place, each.place)), None)
             begin, end = left, left
-            if stretch.phase == "update":
+            if interval.phase == "update":
                 every = range(len(self.parameters)) if self.mode != "deferred" else ()
                 begin = max((self._regions([n - 1, n], [n]) for n in every), key=_total, default={})
-            elif own is not None and stretch.phase == "forward":
+            elif own is not None and interval.phase == "forward":
                 begin = end = self._regions([own, own + 1], [])
                 if self.mode == "deferred":
                     begin = max(begin, self._regions([own - 1, own], [own]), key=_total)
@@ -294,8 +294,8 @@ class Offloaded:
                 begin = self._regions([own - 1, own], [own + 1])
                 end = self._regions([own - 1, own], [own, own])
                 left = self._regions([own - 1, own], [own])
-            left = end if stretch.phase == "forward" else left
-            found.append(_with(stretch, begin, end if stretch.phase == "forward" else begin, end))
+            left = end if interval.phase == "forward" else left
+            found.append(_with(interval, begin, end if interval.phase == "forward" else begin, end))
         return found
 
     def _regions(self, parameters: Sequence[int], gradients: Sequence[int]) -> dict[Kind, int]:
@@ -308,15 +308,15 @@ class Offloaded:
             Kind.ACTIVATION: sum(each.cast_bytes for each in present),
         }
 
-    def _with_deferred(self, timeline: Sequence[Stretch]) -> list[Stretch]:
+    def _with_deferred(self, timeline: Sequence[Interval]) -> list[Interval]:
         """Add the gradients and states of deferred updates to the first forward."""
         first = sum(not each.place for each in self.states)  # the deferred updates follow the units outside the blocks
         found, done = list(timeline), first - 1
-        for index, stretch in enumerate(timeline):
-            if stretch.phase != "forward" or done == len(self.states) - 1:
+        for index, interval in enumerate(timeline):
+            if interval.phase != "forward" or done == len(self.states) - 1:
                 break
             own = [
-                number for number, each in enumerate(self.states) if each.place and _is_in(stretch.place, each.place)
+                number for number, each in enumerate(self.states) if each.place and _is_in(interval.place, each.place)
             ]
             wanted = done if not own else min(own[-1] + self.completes_ahead, len(self.states) - 1)
             if index == 0 and self.completes_ahead:
@@ -328,7 +328,7 @@ class Offloaded:
             done = max(done, wanted)
             now = {**self._gradients_of(self.states[done + 1 :]), **self._present(done, done + 1)}
             begin = max([*before, now], key=_total)
-            found[index] = _with(stretch, begin, now, now)
+            found[index] = _with(interval, begin, now, now)
         return found
 
     def _gradients_of(self, units: Sequence[MovedUnit]) -> dict[Kind, int]:
@@ -435,13 +435,14 @@ def _unit_of_parameters(
 
 
 def _with(
-    stretch: Stretch, before: Mapping[Kind, int], during: Mapping[Kind, int], after: Mapping[Kind, int]
-) -> Stretch:
-    """Return ``stretch`` with additional bytes at its begin, at its peak and at its end."""
+    interval: Interval, before: Mapping[Kind, int], during: Mapping[Kind, int], after: Mapping[Kind, int]
+) -> Interval:
+    """Return ``interval`` with additional bytes at its start, at its peak and at its end."""
     begin, peak, end = (
-        added(moment, more) for moment, more in ((stretch.begin, before), (stretch.peak, during), (stretch.end, after))
+        added(moment, more)
+        for moment, more in ((interval.begin, before), (interval.peak, during), (interval.end, after))
     )
-    return Stretch(stretch.phase, stretch.place, begin, max((peak, begin, end), key=total_bytes), end)
+    return Interval(interval.phase, interval.place, begin, max((peak, begin, end), key=total_bytes), end)
 
 
 def added(moment: NumBytes, more: Mapping[Kind, int]) -> NumBytes:

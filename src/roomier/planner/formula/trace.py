@@ -2,7 +2,7 @@
 
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer and with the techniques of the plan that
-act inside the forward. Each :class:`Passage` contains the growth of tensors since its start. The sizes of the states
+act inside the forward. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the states
 that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights of
 matmuls are gathered in 16 bits, autocast creates no copies of them, and their gradients are in 16 bits. In addition, a
 view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models and one for
@@ -71,15 +71,15 @@ class Rise(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passage:
-    """One execution of a part of the model.
+class Execution:
+    """One execution of a part of the model, in forward or in backward, with the growth of memory during it.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
         place: name of the part; empty between parts.
-        moments: growth since the start, after each change. The last is the end.
-        needs_inner: in a backward pass, whether the norms and embeddings in the part are required from this passage on;
-            see :attr:`roomier.memory.weights.Unit.is_inner`.
+        moments: growth since the start of the execution, after each change. The last element is the growth at the end.
+        needs_inner: in a backward pass, whether the norms and embeddings in the part are required from this execution
+            on; see :attr:`roomier.memory.weights.Unit.is_inner`.
     """
 
     phase: str
@@ -117,11 +117,11 @@ class Passage:
         """Growth at the end."""
         return self.moments[-1]
 
-    def between(self, other: Passage, share: float) -> Passage:
-        """Interpolate linearly between this passage (``share`` 0) and ``other`` (1), or extrapolate.
+    def between(self, other: Execution, share: float) -> Execution:
+        """Interpolate linearly between this execution (``share`` 0) and ``other`` (1), or extrapolate.
 
-        If both passages have the same number of moments, each moment is interpolated, so the highest moment can change.
-        Otherwise, only the highest moments and the end are interpolated.
+        If both executions have the same number of moments, each moment is interpolated, so a different moment can
+        become the highest. Otherwise, only the highest moments and the end are interpolated.
         """
 
         def number_between(mine: int, theirs: int) -> int:
@@ -134,18 +134,18 @@ class Passage:
 
 
 class Visit(NamedTuple):
-    """A passage and its levels of memory, relative to the level between two steps.
+    """An execution, with the memory in use during it. Memory is counted in addition to the memory between two steps.
 
     Attributes:
-        passage: the passage.
-        begin: level at the start.
-        highest: highest level; see :class:`Passage`.
-        highest_reduced: highest level if complete gradients are freed.
-        highest_moved: highest level if each complete gradient also frees an earlier gradient.
-        end: level at the end.
+        execution: the execution.
+        begin: memory at the start.
+        highest: highest memory; see :class:`Execution`.
+        highest_reduced: highest memory if complete gradients are freed.
+        highest_moved: highest memory if each complete gradient also frees an earlier gradient.
+        end: memory at the end.
     """
 
-    passage: Passage
+    execution: Execution
     begin: Rise
     highest: Rise
     highest_reduced: Rise
@@ -153,10 +153,10 @@ class Visit(NamedTuple):
     end: Rise
 
     @classmethod
-    def of(cls, passage: Passage, begin: Rise) -> Visit:
-        """Return the visit of ``passage``, which starts at the level ``begin``."""
-        rises = (passage.highest, passage.highest_reduced, passage.highest_moved, passage.end)
-        return cls(passage, begin, *map(begin.plus, rises))
+    def of(cls, execution: Execution, begin: Rise) -> Visit:
+        """Return the visit of ``execution``, at whose start the memory ``begin`` is in use."""
+        rises = (execution.highest, execution.highest_reduced, execution.highest_moved, execution.end)
+        return cls(execution, begin, *map(begin.plus, rises))
 
 
 @dataclass(frozen=True)
@@ -166,27 +166,28 @@ class Trace:
     Attributes:
         batch_size: samples of the micro-batch.
         batch_bytes: bytes of the batch.
-        passages: executions of parts, in their order.
+        executions: executions of the parts of the model, in their order.
         work: amount of computation, by phase and part of the model.
         saved_bytes: sizes of the tensors that the forward of each part saves for backward, in execution order.
     """
 
     batch_size: int
     batch_bytes: int
-    passages: tuple[Passage, ...]
+    executions: tuple[Execution, ...]
     work: Mapping[Part, Work] = field(default_factory=dict)
     saved_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
-        """The passages and their levels of memory, relative to the level between two steps."""
-        return tuple(map(Visit.of, self.passages, self.levels))
+        """Executions with the memory in use during each of them."""
+        return tuple(map(Visit.of, self.executions, self.levels))
 
     @cached_property
     def levels(self) -> list[Rise]:
-        """Levels above the level between two steps, at the start of each passage and at the end of the last passage."""
+        """Memory at the start of each execution and at the end of the last execution, in addition to the memory between
+        two steps."""
         begin = Rise(activation=self.batch_bytes)
-        return list(accumulate((each.end for each in self.passages), Rise.plus, initial=begin))
+        return list(accumulate((each.end for each in self.executions), Rise.plus, initial=begin))
 
     def at(self, batch_size: int, other: Trace) -> Trace:
         """Return the trace for ``batch_size`` samples, interpolated or extrapolated linearly from this trace and
@@ -199,8 +200,10 @@ class Trace:
 
     def between(self, other: Trace, share: float) -> Trace:
         """Interpolate linearly between this trace (``share`` 0) and ``other`` (1), which must have the same
-        passages."""
-        passages = [mine.between(theirs, share) for mine, theirs in zip(self.passages, other.passages, strict=True)]
+        executions."""
+        executions = [
+            mine.between(theirs, share) for mine, theirs in zip(self.executions, other.executions, strict=True)
+        ]
         batch_bytes = round(self.batch_bytes + (other.batch_bytes - self.batch_bytes) * share)
         work = {
             part: self.work.get(part, Work()) * (1 - share) + other.work.get(part, Work()) * share
@@ -213,29 +216,31 @@ class Trace:
             )
             for place, sizes in self.saved_bytes.items()
         }
-        return Trace(self.batch_size, batch_bytes, tuple(passages), work, saved_bytes)
+        return Trace(self.batch_size, batch_bytes, tuple(executions), work, saved_bytes)
 
     def without_gradients(self) -> Trace:
         """Return this trace without the bytes of gradients."""
-        passages = [
+        executions = [
             replace(each, moments=tuple(moment._replace(gradient=0, pending=0) for moment in each.moments))
-            for each in self.passages
+            for each in self.executions
         ]
-        return replace(self, passages=tuple(passages))
+        return replace(self, executions=tuple(executions))
 
     def is_like(self, other: Trace) -> bool:
-        """Return whether both traces have the same passages."""
-        mine, theirs = ([(each.phase, each.place) for each in trace.passages] for trace in (self, other))
+        """Return whether both traces have the same executions."""
+        mine, theirs = ([(each.phase, each.place) for each in trace.executions] for trace in (self, other))
         return mine == theirs
 
     def moved_bytes(self, places: Collection[str], min_bytes: int) -> dict[str, int]:
         """Return the bytes of the tensors of at least ``min_bytes`` that the forward of each of ``places`` saves for
         backward, in execution order."""
-        order = dict.fromkeys(each.place for each in self.passages if each.phase == "forward" and each.place in places)
+        order = dict.fromkeys(
+            each.place for each in self.executions if each.phase == "forward" and each.place in places
+        )
         return {place: sum(size for size in self.saved_bytes.get(place, ()) if size >= min_bytes) for place in order}
 
 
-def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Rise]]:
+def _alike(mine: Execution, theirs: Execution) -> tuple[Sequence[Rise], Sequence[Rise]]:
     if len(mine.moments) == len(theirs.moments):
         return mine.moments, theirs.moments
     return [mine.highest, mine.highest_reduced, mine.end], [theirs.highest, theirs.highest_reduced, theirs.end]
@@ -267,8 +272,8 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
         inner = _as_if_sharded(engine, precision.autocast_dtype) if is_sharded else []
         batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
-        passages, saved_bytes, work = _tracked(engine, module, batch, inner, is_sharded=is_sharded)
-    return Trace(workload.batch_size, batch_bytes, tuple(passages), work, saved_bytes)
+        executions, saved_bytes, work = _tracked(engine, module, batch, inner, is_sharded=is_sharded)
+    return Trace(workload.batch_size, batch_bytes, tuple(executions), work, saved_bytes)
 
 
 def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
@@ -335,7 +340,7 @@ class _Place(str):
 
     Attributes:
         complete_bytes: bytes of complete gradients.
-        needs_inner: see :class:`Passage`.
+        needs_inner: see :class:`Execution`.
     """
 
     __slots__ = ("complete_bytes", "needs_inner")
@@ -350,7 +355,7 @@ class _Place(str):
 
 def _tracked(
     engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_sharded: bool
-) -> tuple[list[Passage], Mapping[str, tuple[int, ...]], Mapping[Part, Work]]:
+) -> tuple[list[Execution], Mapping[str, tuple[int, ...]], Mapping[Part, Work]]:
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     counter = WorkCounter()
 
@@ -364,10 +369,10 @@ def _tracked(
         stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
         tracker.enter("forward")
         engine.forward_backward(lambda batch, _: training_step(batch), batches)
-        passages = list(_passages(tracker.moments()))
+        executions = list(_executions(tracker.moments()))
         saved_bytes = tracker.saved_bytes()
     engine.close()
-    return passages, saved_bytes, dict(counter.by_part)
+    return executions, saved_bytes, dict(counter.by_part)
 
 
 @contextmanager
@@ -404,13 +409,13 @@ def _reporting_complete_bytes(
             handle.remove()
 
 
-def _passages(moments: Iterator[Snapshot]) -> Iterator[Passage]:
+def _executions(moments: Iterator[Snapshot]) -> Iterator[Execution]:
     begin = _rise(next(moments))
     phase = "forward"
     for (phase_now, place, needs_inner), group in groupby(moments, _whereabouts):
         phase = phase_now if phase == "forward" else phase  # phases after the backward count as backward
         levels = [_rise(each) for each in group]
-        yield Passage(phase, place, tuple(each.minus(begin) for each in levels), needs_inner)
+        yield Execution(phase, place, tuple(each.minus(begin) for each in levels), needs_inner)
         begin = levels[-1]
 
 

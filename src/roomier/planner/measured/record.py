@@ -15,7 +15,7 @@ from roomier.loggers.files import replacing
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker
 from roomier.plan import Plan
-from roomier.planner.dry_runs.dry_run import Stretch, stretches_of
+from roomier.planner.dry_runs.dry_run import Interval, intervals_of
 from roomier.planner.forecast import Forecast, StepTime, Traffic
 
 FILE_NAME = "forecast.json"
@@ -35,14 +35,14 @@ class Measured:
 
     Attributes:
         rank: the rank.
-        timeline: stretches of the step. For ranks that use less memory than the fullest rank, only the peak is stored.
+        timeline: intervals of the step. For ranks that use less memory than the fullest rank, only the peak is stored.
         allocator_bytes: peak of the bytes that CUDA's allocator had allocated; None on other devices.
         reserved_bytes: peak of the bytes that CUDA's allocator had reserved.
         beside_bytes: other memory in use on the device, including other programs.
     """
 
     rank: int
-    timeline: tuple[Stretch, ...]
+    timeline: tuple[Interval, ...]
     allocator_bytes: int | None = None
     reserved_bytes: int | None = None
     beside_bytes: int | None = None
@@ -50,13 +50,13 @@ class Measured:
     @classmethod
     def of(cls, rank: int, tracker: MemoryTracker) -> Measured:
         """Return the step that ``tracker`` recorded."""
-        timeline = tuple(stretches_of(tracker.moments()))
+        timeline = tuple(intervals_of(tracker.moments()))
         allocator = (tracker.allocator_peak_bytes, tracker.reserved_peak_bytes, tracker.beside_bytes)
         return cls(rank, timeline, *allocator)
 
     @property
-    def peak(self) -> Stretch:
-        """Stretch with the highest total of tensor bytes."""
+    def peak(self) -> Interval:
+        """Interval with the highest total of tensor bytes."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
 
     @property
@@ -250,9 +250,9 @@ def _kinds_dict(num_bytes: Mapping[Kind, int]) -> dict[str, int]:
     return {kind.value: count for kind, count in num_bytes.items() if count}
 
 
-def _timeline_dict(timeline: Sequence[Stretch]) -> list[dict[str, Any]]:
+def _timeline_dict(timeline: Sequence[Interval]) -> list[dict[str, Any]]:
     """Return ``timeline`` as plain data. ``begin`` is stored only if it differs from the end of the previous
-    stretch."""
+    interval."""
     found, before = [], None
     for each in timeline:
         entry = {"phase": each.phase, "place": each.place, "peak": _kinds_dict(each.peak), "end": _kinds_dict(each.end)}
@@ -266,11 +266,11 @@ def _kinds_from(stored: Mapping[str, int]) -> dict[Kind, int]:
     return {**dict.fromkeys(Kind, 0), **{Kind(name): int(count) for name, count in stored.items()}}
 
 
-def _timeline_from(stored: Sequence[Mapping[str, Any]]) -> tuple[Stretch, ...]:
-    found: list[Stretch] = []
+def _timeline_from(stored: Sequence[Mapping[str, Any]]) -> tuple[Interval, ...]:
+    found: list[Interval] = []
     end: dict[Kind, int] = {}
     for each in stored:
         begin, peak, end_now = (_kinds_from(each[key]) if key in each else end for key in ("begin", "peak", "end"))
-        found.append(Stretch(str(each["phase"]), str(each["place"]), begin, peak, end_now))
+        found.append(Interval(str(each["phase"]), str(each["place"]), begin, peak, end_now))
         end = end_now
     return tuple(found)

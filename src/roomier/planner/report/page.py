@@ -11,7 +11,7 @@ from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
 from roomier.planner.choice import Choice, Considered, tiers_text, words_of
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.forecast import Forecast
 from roomier.planner.measured.record import Record, moment_text
 from roomier.planner.report.grids import Grid, heat_table, kinds_table, plans_table, seconds_text
@@ -242,7 +242,7 @@ def _bytes_of(each: Considered, kind: Kind) -> int:
     return 0 if each.forecast is None else each.forecast.bytes_by_kind.get(kind, 0)
 
 
-def _kinds_in(drawn: Sequence[Stretch]) -> list[Kind]:
+def _kinds_in(drawn: Sequence[Interval]) -> list[Kind]:
     return [kind for kind in COLOURS if any(each.peak.get(kind) for each in drawn)]
 
 

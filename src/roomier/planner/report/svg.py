@@ -8,12 +8,12 @@ from html import escape
 
 from roomier.core.units import format_bytes
 from roomier.memory.kinds import Kind, total_bytes
-from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Interval
 from roomier.planner.measured.record import moment_text
 from roomier.planner.report.style import COLOURS, NAMES
 
 _WIDTH, _HEIGHT = 1000, 1000  # coordinates of a drawing, which is stretched to the available space
-MAX_STRETCHES = 300  # largest number of stretches that are drawn separately
+MAX_INTERVALS = 300  # largest number of intervals that are drawn separately
 FIXED = "url(#roomier-fixed)"  # fill of fixed bytes
 _HATCH = (
     '<pattern id="roomier-fixed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -25,16 +25,16 @@ Segments = Sequence[tuple[str, int, str]]
 """Segments of a bar: name, bytes and color."""
 
 
-def joined(timeline: Sequence[Stretch], limit: int = MAX_STRETCHES) -> list[Stretch]:
-    """Return ``timeline`` reduced to about ``limit`` stretches.
+def joined(timeline: Sequence[Interval], limit: int = MAX_INTERVALS) -> list[Interval]:
+    """Merge neighboring intervals of ``timeline`` until about ``limit`` intervals remain.
 
-    Neighbors in one phase are represented by the stretch with the highest peak, so that all peaks are preserved.
+    Only intervals of the same phase are merged. A merged interval has the highest peak of its parts.
     """
     size = -(-len(timeline) // limit)
     if size <= 1:
         return list(timeline)
-    found: list[Stretch] = []
-    group: list[Stretch] = []
+    found: list[Interval] = []
+    group: list[Interval] = []
     for each in timeline:
         if group and (len(group) == size or each.phase != group[0].phase):
             found.append(_as_one(group))
@@ -43,12 +43,12 @@ def joined(timeline: Sequence[Stretch], limit: int = MAX_STRETCHES) -> list[Stre
     return [*found, _as_one(group)]
 
 
-def _as_one(group: Sequence[Stretch]) -> Stretch:
+def _as_one(group: Sequence[Interval]) -> Interval:
     top = max(group, key=lambda each: each.peak_bytes)
-    return Stretch(top.phase, top.place, group[0].begin, top.peak, group[-1].end)
+    return Interval(top.phase, top.place, group[0].begin, top.peak, group[-1].end)
 
 
-def phases_of(timeline: Sequence[Stretch]) -> list[tuple[str, float, float]]:
+def phases_of(timeline: Sequence[Interval]) -> list[tuple[str, float, float]]:
     """Return the phases in their order, with the begin and end of each phase as fractions of the width."""
     found: list[tuple[str, float, float]] = []
     for index, each in enumerate(timeline):
@@ -61,12 +61,12 @@ def phases_of(timeline: Sequence[Stretch]) -> list[tuple[str, float, float]]:
 
 
 def areas(
-    timeline: Sequence[Stretch], fixed_bytes: int, top_bytes: float, title: str, *, measured: Sequence[Stretch] = ()
+    timeline: Sequence[Interval], fixed_bytes: int, top_bytes: float, title: str, *, measured: Sequence[Interval] = ()
 ) -> str:
     """Return the stacked areas of ``timeline``.
 
     Args:
-        timeline: stretches to draw.
+        timeline: intervals to draw.
         fixed_bytes: constant bytes at the bottom.
         top_bytes: bytes that correspond to the full height.
         title: title of the drawing.
@@ -161,8 +161,8 @@ def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
     return [(round(number * unit_bytes), f"{number:.4g}\u00a0{unit}" if number else "0") for number in numbers]
 
 
-def _moments(timeline: Sequence[Stretch]) -> list[tuple[float, Mapping[Kind, int]]]:
-    """Return three moments of each stretch, with the position as a fraction of the width and the bytes by kind."""
+def _moments(timeline: Sequence[Interval]) -> list[tuple[float, Mapping[Kind, int]]]:
+    """Return three moments of each interval, with the position as a fraction of the width and the bytes by kind."""
     width = 1 / max(len(timeline), 1)
     found: list[tuple[float, Mapping[Kind, int]]] = []
     for index, each in enumerate(timeline):
@@ -200,7 +200,7 @@ def _point(x: float, y_bytes: float, top_bytes: float) -> str:
     return f"{x * _WIDTH:.1f} {(1 - height) * _HEIGHT:.1f}"
 
 
-def _phase_lines(timeline: Sequence[Stretch]) -> str:
+def _phase_lines(timeline: Sequence[Interval]) -> str:
     path = "".join(f"M{begin * _WIDTH:.1f} 0V{_HEIGHT}" for _, begin, _ in phases_of(timeline)[1:])
     return (
         f'<path d="{path}" stroke="currentColor" stroke-opacity=".35" stroke-dasharray="2 3" '
@@ -210,8 +210,8 @@ def _phase_lines(timeline: Sequence[Stretch]) -> str:
     )
 
 
-def _hints(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
-    """Return the tooltip of each stretch."""
+def _hints(timeline: Sequence[Interval], fixed_bytes: int) -> str:
+    """Return the tooltip of each interval."""
     width = _WIDTH / max(len(timeline), 1)
     found = []
     for index, each in enumerate(timeline):
@@ -227,7 +227,7 @@ def _hints(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
     return "".join(found)
 
 
-def _described(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
+def _described(timeline: Sequence[Interval], fixed_bytes: int) -> str:
     """Return a text alternative for the drawing, with one clause for each phase."""
     found = []
     for phase in dict.fromkeys(each.phase for each in timeline):
