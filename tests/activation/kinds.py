@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.models.gpt import GPT, GPTConfig
-
-transformers = pytest.importorskip("transformers")
+from tests.hugging_face.small import VOCABULARY, small
 
 DROPOUT = 0.2
-VOCABULARY = 23
 TOKENS = torch.arange(24).view(2, 12) * 7 % VOCABULARY
 
 Loss = Callable[[], Tensor]
@@ -28,73 +25,28 @@ def make_gpt() -> tuple[nn.Module, Loss]:
 
 
 def make_bert() -> tuple[nn.Module, Loss]:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=16,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=DROPOUT,
-        attention_probs_dropout_prob=DROPOUT,
-    )
-    network = transformers.BertForMaskedLM(config)
+    network = small("BertForMaskedLM", num_hidden_layers=3, intermediate_size=32, dropout=DROPOUT)
     mask = torch.ones_like(TOKENS)
     mask[0, 9:] = 0
     return network, lambda: network(input_ids=TOKENS, attention_mask=mask, labels=TOKENS).loss
 
 
 def make_vit() -> tuple[nn.Module, Loss]:
-    config = transformers.ViTConfig(
-        image_size=8,
-        patch_size=4,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=DROPOUT,
-        attention_probs_dropout_prob=DROPOUT,
-        num_labels=3,
-    )
-    network = transformers.ViTForImageClassification(config)
+    network = small("ViTForImageClassification", num_hidden_layers=3, intermediate_size=32, dropout=DROPOUT)
     images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).sin().view(2, 3, 8, 8)
     return network, lambda: network(pixel_values=images, labels=torch.tensor([0, 2])).loss
 
 
 def make_t5() -> tuple[nn.Module, Loss]:
     """T5, whose first block computes the position bias of attention and passes it to the other blocks."""
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=DROPOUT,
-        decoder_start_token_id=0,
-    )
-    network = transformers.T5ForConditionalGeneration(config)
+    network = small("T5ForConditionalGeneration", intermediate_size=32, dropout=DROPOUT)
     return network, lambda: network(input_ids=TOKENS, labels=TOKENS[:, :7].contiguous()).loss
 
 
 def make_mixtral() -> tuple[nn.Module, Loss]:
     """Mixture of experts, whose active experts depend on the tokens."""
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        attention_dropout=DROPOUT,
-        router_jitter_noise=0.1,
-        output_router_logits=True,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    network = transformers.MixtralForCausalLM(config)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    network = small("MixtralForCausalLM", num_hidden_layers=3, router_jitter_noise=0.1, dropout=DROPOUT, **experts)
     return network, lambda: network(input_ids=TOKENS, labels=TOKENS).loss
 
 

@@ -20,8 +20,9 @@ from roomier.activation.block_forward import BlockForward
 from roomier.activation.offload import Offload
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
-from tests.activation.kinds import DROPOUT, TOKENS, make_gpt, transformers
+from tests.activation.kinds import DROPOUT, TOKENS, make_gpt
 from tests.activation.steps import WAYS, assert_equal, recomputed, step_of
+from tests.hugging_face.small import small
 
 X = torch.linspace(-1, 1, 4 * 8).sin().view(4, 8)
 every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
@@ -288,10 +289,7 @@ def test_every_n_larger_than_the_number_of_blocks() -> None:
 
 def make_gpt2() -> tuple[nn.Module, Callable[..., Any]]:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=23, n_positions=16, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    network = transformers.GPT2LMHeadModel(config).train()
+    network = small("GPT2LMHeadModel", num_hidden_layers=3, dropout=0.1).train()
     return network, partial(network, input_ids=TOKENS, labels=TOKENS)
 
 

@@ -21,22 +21,12 @@ def make_gpt(width: int = 32, num_layers: int = 2) -> nn.Module:
 
 def make_transformer(kind: str) -> Any:
     """Return a tiny ``"gpt2"``, ``"llama"`` or ``"bert"`` model of Hugging Face."""
-    import transformers
+    from tests.hugging_face.small import small  # late: skips the tests that need transformers, and no other tests
 
     torch.manual_seed(0)
-    if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=TOKENS, resid_pdrop=0, embd_pdrop=0
-        )
-        config.attn_pdrop = 0
-        return transformers.GPT2LMHeadModel(config)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if kind == "llama":
-        config = transformers.LlamaConfig(**sizes, intermediate_size=48, num_key_value_heads=1)
-        return transformers.LlamaForCausalLM(config)
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**sizes, **no_dropout, intermediate_size=48, max_position_embeddings=TOKENS)
-    return transformers.BertForMaskedLM(config)
+    class_name = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}[kind]
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": TOKENS}
+    return small(class_name, **sizes)
 
 
 MODELS = {

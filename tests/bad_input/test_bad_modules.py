@@ -439,7 +439,7 @@ SCHEDULERS = {
         RoomierError,
         "configure_optimizers: lr_scheduler",
         "StepLR",
-        "Create it with the optimizer that is returned",
+        "Create the scheduler with the optimizer that configure_optimizers returns",
     ),
     "an unknown interval": (
         lambda d: d.fit(d.net(configure_optimizers=scheduler(step_lr, interval="batch"))),

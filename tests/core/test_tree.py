@@ -49,7 +49,7 @@ def test_the_structure_is_kept(batch):
 
 
 def test_a_dataclass():
-    graph = map_tensors(lambda t: t[:1], Graph(ONE, "g"), makes_anew=True)
+    graph = map_tensors(lambda t: t[:1], Graph(ONE, "g"), reconstructs=True)
     assert (graph.nodes.shape, graph.name, graph.num_nodes) == ((1, 3), "g", 1)
     assert next(iter(tensors(graph))) is graph.nodes
 

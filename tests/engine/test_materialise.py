@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from roomier import Module, RoomierError, Trainer
@@ -27,9 +26,8 @@ from tests.engine.materialised import (
     ranks_here,
     whole_tensors,
 )
+from tests.hugging_face.small import small
 from tests.ranks.pool import RankPool
-
-transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
 
 LAYOUTS = [
     (2, ["zero3", "zero1", "ddp"]),
@@ -120,16 +118,9 @@ def test_weights_are_sampled_before_they_are_rounded(on_ranks: RankPool) -> None
 
 
 def hugging_face(name: str) -> nn.Module:
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    sizes = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 12}
-    if name == "gpt2":
-        config = transformers.GPT2Config(vocab_size=37, n_layer=2, n_head=2, n_embd=12, n_positions=8, **ends)
-        return transformers.GPT2LMHeadModel(config)
-    if name == "llama":
-        config = transformers.LlamaConfig(**sizes, intermediate_size=20, max_position_embeddings=8)
-        return transformers.LlamaForCausalLM(config)
-    config = transformers.BertConfig(**sizes, intermediate_size=20, max_position_embeddings=8)
-    return transformers.BertForMaskedLM(config)
+    class_name = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}[name]
+    sizes = {"vocab_size": 37, "hidden_size": 12, "intermediate_size": 20, "max_position_embeddings": 8}
+    return small(class_name, dropout=0.1, **sizes)
 
 
 def hugging_face_models() -> dict[str, Any]:

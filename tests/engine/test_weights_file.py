@@ -27,6 +27,7 @@ from tests.engine.materialised import (
     ranks_here,
     whole_tensors,
 )
+from tests.hugging_face.small import small
 from tests.ranks.pool import RankPool
 
 ALONE = plan_for("single", 1)
@@ -106,12 +107,8 @@ def test_one_process_reads_the_full_file(tmp_path: Path, how: str, device: str) 
 
 
 def test_buffers_that_are_not_in_the_file_are_computed(tmp_path: Path) -> None:
-    import transformers
-
     def make() -> nn.Module:
-        sizes = {"vocab_size": 37, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 12}
-        config = transformers.LlamaConfig(**sizes, intermediate_size=20, max_position_embeddings=8)
-        return transformers.LlamaForCausalLM(config)
+        return small("LlamaForCausalLM", num_hidden_layers=1)
 
     expected = with_weights(make)
     expected.save_pretrained(tmp_path)

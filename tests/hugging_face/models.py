@@ -6,20 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers")
-transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
+from tests.hugging_face.small import VOCABULARY, WIDTH, small, transformers
 
-VOCABULARY = 23
 LENGTH = 8
-WIDTH = 16
 Batch = dict[str, Any]
 _SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-_BERT_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
 @dataclass(frozen=True)
@@ -47,61 +42,29 @@ class Kind:
 
 
 def _bert(dropout: bool) -> Any:
-    rates = dict.fromkeys(_BERT_DROPOUT, 0.1 * dropout)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, pad_token_id=2, **_SIZES, **rates
-    )
-    return transformers.BertForMaskedLM(config)
+    return small("BertForMaskedLM", dropout=0.1 * dropout, max_position_embeddings=LENGTH, pad_token_id=2)
 
 
 def _gpt2(dropout: bool) -> Any:
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1 * dropout)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH * 2, n_embd=WIDTH, n_layer=2, n_head=2, **_TOKENS, **rates
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return small("GPT2LMHeadModel", dropout=0.1 * dropout, **_TOKENS)
 
 
 def _llama(dropout: bool) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, num_key_value_heads=1, attention_dropout=0.1 * dropout, **_SIZES, **_TOKENS
-    )
-    return transformers.LlamaForCausalLM(config)
+    return small("LlamaForCausalLM", dropout=0.1 * dropout, **_TOKENS)
 
 
 def _mixtral(dropout: bool) -> Any:
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=1,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        output_router_logits=True,  # its loss has a term that distributes tokens over the experts
-        router_aux_loss_coef=0.1,
-        attention_dropout=0.1 * dropout,
-        **_SIZES,
-        **_TOKENS,
-    )
-    return transformers.MixtralForCausalLM(config)
+    # The loss has a term that distributes tokens over the experts.
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    return small("MixtralForCausalLM", dropout=0.1 * dropout, output_router_logits=True, **experts, **_TOKENS)
 
 
 def _t5(dropout: bool) -> Any:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        dropout_rate=0.1 * dropout,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    return small("T5ForConditionalGeneration", dropout=0.1 * dropout)
 
 
 def _vit(dropout: bool) -> Any:
-    rates = dict.fromkeys(_BERT_DROPOUT, 0.1 * dropout)
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **_SIZES, **rates)
-    return transformers.ViTForImageClassification(config)
+    return small("ViTForImageClassification", dropout=0.1 * dropout)
 
 
 def _whisper(dropout: bool) -> Any:

@@ -15,8 +15,7 @@ from roomier.core.wrapped_forward import unwrap
 from roomier.loss.chunked import apply_chunked_loss
 from roomier.loss.lazy_logits import LazyLogits
 from roomier.models.gpt import GPT, GPTConfig
-
-transformers = pytest.importorskip("transformers")
+from tests.hugging_face.small import small
 
 VOCABULARY, LENGTH, CHUNK = 29, 8, 5
 MakeTrainer = Callable[..., Trainer]
@@ -27,55 +26,18 @@ def gpt(tied_head: bool = False) -> nn.Module:
     return GPT(GPTConfig(vocab_size=VOCABULARY, tied_head=tied_head, **sizes))
 
 
-def gpt2() -> nn.Module:
-    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **dropout))
-
-
-DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
-
-
-def mixtral() -> nn.Module:
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**DECODER, num_local_experts=3, output_router_logits=True)
-    )
-
-
-def bert() -> nn.Module:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCABULARY, **sizes, **dropout))
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
-    )
+def one_layer(class_name: str, **settings: Any) -> nn.Module:
+    return small(class_name, vocab_size=VOCABULARY, num_hidden_layers=1, **settings)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "GPT": gpt,
     "GPT, tied": lambda: gpt(tied_head=True),
-    "GPT-2": gpt2,
-    "Llama": llama,
-    "Mixtral": mixtral,
-    "BERT": bert,
-    "T5": t5,
+    "GPT-2": lambda: one_layer("GPT2LMHeadModel"),
+    "Llama": lambda: one_layer("LlamaForCausalLM"),
+    "Mixtral": lambda: one_layer("MixtralForCausalLM", num_local_experts=3, output_router_logits=True),
+    "BERT": lambda: one_layer("BertForMaskedLM", intermediate_size=32),
+    "T5": lambda: one_layer("T5ForConditionalGeneration", intermediate_size=32),
 }
 CAUSAL = ("GPT-2", "Llama", "Mixtral")
 

@@ -52,7 +52,7 @@ def test_values(source: str, precision: str, tmp_path: Path) -> None:
     facts = Facts(network, tuple(find_blocks(network)), CPU, mode, ALONE)
     parameters = offloaded_parameters(plan, facts, taken, min_bytes=1)
     if taken is not None:
-        taken.put_back(network, network, CPU)
+        taken.restore(network, network, CPU)
     if weights is not None:
         weights.read_into(network, parameters.prepare_to_write)
     parameters.settle()
@@ -103,7 +103,7 @@ def construct(depth: int, folder: Path, file: Path | None) -> None:
     facts = Facts(network, tuple(find_blocks(network)), CPU, precision_of("32-true", CPU), ALONE)
     parameters = offloaded_parameters(plan, facts, taken)
     assert taken is not None
-    taken.put_back(network, network, CPU)
+    taken.restore(network, network, CPU)
     if weights is not None:
         weights.read_into(network, parameters.prepare_to_write)
     parameters.release()

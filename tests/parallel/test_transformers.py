@@ -8,14 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.blocks import find_blocks
+from tests.hugging_face.small import VOCABULARY, small
 from tests.parallel.parity import Batch, Setup, Task, distance, train_bare, train_on_ranks
 from tests.ranks.pool import RankPool
 
-transformers = pytest.importorskip("transformers")
-
-transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
-
-VOCABULARY = 23
 LENGTH = 8
 
 
@@ -46,43 +42,19 @@ class GPT2(FromConfig):
     """GPT-2, whose head and token embedding are tied."""
 
     def make_network(self) -> nn.Module:
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-        )
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-        return transformers.GPT2LMHeadModel(config).train()
+        return small("GPT2LMHeadModel").train()
 
 
 class Llama(FromConfig):
     def make_network(self) -> nn.Module:
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return transformers.LlamaForCausalLM(config).train()
+        return small("LlamaForCausalLM").train()
 
 
 class Bert(FromConfig):
     is_causal = False
 
     def make_network(self) -> nn.Module:
-        config = transformers.BertConfig(
-            vocab_size=VOCABULARY,
-            max_position_embeddings=16,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        return transformers.BertForMaskedLM(config).train()
+        return small("BertForMaskedLM", intermediate_size=32).train()
 
 
 class T5(FromConfig):
@@ -91,33 +63,12 @@ class T5(FromConfig):
     is_causal = False
 
     def make_network(self) -> nn.Module:
-        config = transformers.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-        )
-        return transformers.T5ForConditionalGeneration(config).train()
+        return small("T5ForConditionalGeneration", intermediate_size=32).train()
 
 
 class ViT(FromConfig):
     def make_network(self) -> nn.Module:
-        config = transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            image_size=8,
-            patch_size=4,
-            num_labels=3,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        return transformers.ViTForImageClassification(config).train()
+        return small("ViTForImageClassification", intermediate_size=32).train()
 
     def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:
         return {

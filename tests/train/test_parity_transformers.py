@@ -5,36 +5,24 @@ import copy
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-VOCABULARY = 23
+from tests.hugging_face.small import VOCABULARY, small, transformers
 
 
 def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return small("GPT2LMHeadModel", num_hidden_layers=1, dropout=0.1)
 
 
 def bert():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes)
-    )
+    return small("BertForMaskedLM", num_hidden_layers=1, intermediate_size=32, dropout=0.1)
 
 
 def bert_classifier():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, num_labels=3, **sizes)
-    return transformers.BertForSequenceClassification(config)
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 32, "num_labels": 3}
+    return small("BertForSequenceClassification", dropout=0.1, **sizes)
 
 
 def t5():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
-    )
+    return small("T5ForConditionalGeneration", num_hidden_layers=1, intermediate_size=32, dropout=0.1)
 
 
 def token_batches(count):

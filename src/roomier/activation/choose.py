@@ -16,9 +16,9 @@ Blocks are processed in order. A state is (additional bytes saved so far, time l
 is an upper bound of the bytes of a state, and time only increases. Therefore, a state with at least as many bytes and
 at least as much lost time as another state can be dropped: every completion of the first state is also a completion of
 the second state, and costs at least as much with the first state. The remaining states contain the exact optimum. Equal
-blocks have equal sums, so about a hundred states remain for 100 blocks. If many unequal blocks leave more than
-``MAX_STATES`` states, only ``MAX_STATES`` evenly spaced states are retained. The choice is still within the budget, but
-can be slightly slower than the optimum.
+blocks have equal sums, so about a hundred states remain for 100 blocks. Many unequal blocks can result in more than
+``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are retained. The choice is still within
+the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
 At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). All calls on

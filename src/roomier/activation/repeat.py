@@ -132,7 +132,7 @@ def _notice_no_cache() -> None:
     if _PRINTED:
         return
     _PRINTED.append("no cache")
-    notice("use_cache=True has no effect in training, because compiled and recomputed blocks fill no cache")
+    notice("use_cache=True has no effect in training, because compiled and recomputed blocks do not fill the cache")
 
 
 def _host_generators() -> tuple[Any, Any]:

@@ -49,7 +49,7 @@ _WARMUP_STEPS = 2  # DDP is created after the first step
 
 @dataclass
 class Seen:
-    """A plan that was run.
+    """A plan with its forecast and its measurements.
 
     Attributes:
         candidate: the plan and its micro-batch.
@@ -102,13 +102,13 @@ class Running:
         return max(self._ranks.gather(statistics.median(durations)))
 
 
-def run_pair(pair: Drawn, ranks: Ranks, *, tells_all: bool = False) -> dict[str, Any]:
+def run_pair(pair: Drawn, ranks: Ranks, *, lists_all: bool = False) -> dict[str, Any]:
     """Run all plans of one pair and return its row. docs/design/planner.md describes the keys.
 
     Args:
         pair: the model, its batch and its budget.
         ranks: the ranks of the run.
-        tells_all: True if the row lists, under ``plans``, every plan that was run, with its forecast.
+        lists_all: True if the row lists, under ``plans``, every plan that was run, with its forecast.
     """
     machine = ranks.on_zero(lambda: this_machine(pair.num_ranks))
     strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only near option that can make a step faster
@@ -122,7 +122,7 @@ def run_pair(pair: Drawn, ranks: Ranks, *, tells_all: bool = False) -> dict[str,
     choice = ranks.on_zero(lambda: choose(workload, asked, machine, budget_bytes=budget))
     row: dict[str, Any] = {"model": pair.name, "num_ranks": pair.num_ranks, "budget_bytes": budget}
     row |= {"num_plans_run": len(seen), "num_fitting": sum(each.peak_bytes <= budget for each in seen.values())}
-    if tells_all:
+    if lists_all:
         row["plans"] = ranks.on_zero(lambda: _with_forecasts(seen.values(), workload, machine))
     if choice.chosen is None:
         nothing = dict.fromkeys(("chosen", "peak_bytes", "forecast_bytes", "step_s", "best", "best_s", "ratio"))
@@ -198,7 +198,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     rows = {}
     for number in settings["numbers"]:
         start = time.perf_counter()
-        row = run_pair(drawn(number, settings["seed"]), ranks, tells_all=settings["all_plans"])
+        row = run_pair(drawn(number, settings["seed"]), ranks, lists_all=settings["all_plans"])
         rows[number] = {**row, "took_s": time.perf_counter() - start}
         if rank == 0:
             with (folder / "progress.txt").open("a") as progress:

@@ -217,7 +217,12 @@ def _bert_ladder() -> Iterator[Published]:
 
 
 def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
-    """Return the row of a published value. The forecast uses the closed form, or a dry run if ``runs_dry`` is True."""
+    """Return the row that compares a published memory measurement with its forecast.
+
+    Args:
+        each: the published measurement.
+        runs_dry: forecast by a dry run instead of the closed form.
+    """
     row: dict[str, Any] = {
         "source": each.source,
         "what": each.what,

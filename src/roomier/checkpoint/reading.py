@@ -158,7 +158,7 @@ class TensorReader:
             self._read(name, reads)
 
     def read_filled(self) -> None:
-        """Fill the tensors that have values. The files must be verified.
+        """Fill the tensors that have values. The checksums of the files must have been checked before.
 
         Raises:
             CheckpointError: the disk failed; tensors may be partially filled.

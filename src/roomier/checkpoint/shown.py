@@ -76,7 +76,7 @@ class ShownCheckpoint(dict[str, Any]):
         return self[name]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set several entries, which can have aliases as names."""
+        """Set several entries. The names can be aliases."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 

@@ -57,7 +57,7 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
             there is no process group.
 
     Raises:
-        CheckpointError: ``state`` contains an unsupported type (in this case nothing is written), ``path`` exists and
+        CheckpointError: ``state`` contains an unsupported type (in this case no file is written), ``path`` exists and
             is not a checkpoint, the disk is full, or the folder is not writable. An error on one rank is raised on all
             ranks. Existing checkpoints are unchanged.
 

@@ -31,7 +31,7 @@ _INPUT = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<sizes>[
 
 @dataclass(frozen=True)
 class Asked:
-    """A workload to plan for.
+    """A workload that was requested on the command line.
 
     Attributes:
         name: name of the model.

@@ -1,4 +1,4 @@
-"""Forms of plain data that was read from a file. A form describes the required types, keys and ranges of values.
+"""Validation of plain data that was read from a file. A *form* checks the types, keys and ranges of values.
 
 A form is a function ``form(value, place)`` that raises :class:`FormError` if the value is invalid. ``place`` names the
 value within the file. Larger forms are built from smaller forms::
@@ -203,7 +203,7 @@ def tensor(dtype: object = None, shape: Sequence[int] | None = None) -> Form:
 def like(own: Any) -> Form:
     """Accept values that can replace ``own``: a number for a number, a list for a list, and so on.
 
-    For None in ``own``, every value that is not a container is accepted. Each item of a list must match the first item
+    If ``own`` is None, every value that is not a container is accepted. Each item of a list must match the first item
     of ``own``. A mapping must have the keys of ``own`` and may have additional keys.
     """
     if own is None:

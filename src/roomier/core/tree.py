@@ -11,19 +11,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(
-    fn: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None, *, makes_anew: bool = False
+    fn: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None, *, reconstructs: bool = False
 ) -> Any:
     """Return a copy of ``batch`` in which ``fn`` is applied to each tensor. Other leaves are unchanged.
 
     Args:
         is_leaf: function that returns True for additional objects to which ``fn`` is applied.
-        makes_anew: True if ``fn`` changes shapes. In this case, ``__post_init__`` of dataclasses runs again and
+        reconstructs: True if ``fn`` changes shapes. In this case, ``__post_init__`` of dataclasses runs again and
             computes derived fields. Otherwise, ``__post_init__`` is not called, because the values are already the
             result of an earlier call.
     """
 
     def mapped(part: Any) -> Any:
-        return map_tensors(fn, part, is_leaf, makes_anew=makes_anew)
+        return map_tensors(fn, part, is_leaf, reconstructs=reconstructs)
 
     if isinstance(batch, Tensor) or (is_leaf is not None and is_leaf(batch)):
         return fn(batch)
@@ -40,7 +40,7 @@ def map_tensors(
         return type(batch)(map(mapped, batch))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         values = {each.name: mapped(getattr(batch, each.name)) for each in dataclasses.fields(batch)}
-        if makes_anew:
+        if reconstructs:
             given = {each.name: values[each.name] for each in dataclasses.fields(batch) if each.init}
             return dataclasses.replace(batch, **given)
         same = copy.copy(batch)

@@ -57,7 +57,7 @@ class EpochStart:
         """Return the saved states and the current states of the user's generators."""
         return {"random_at_start": self._state, "random_now": self._own.states()}
 
-    def put_back(self, position: dict[str, Any]) -> None:
+    def restore(self, position: dict[str, Any]) -> None:
         """Restore all generators to their states at the start of the epoch of ``position``, and save these states."""
         set_rng_state(position["random_at_start"]["global"])
         self._own.set_states(position["random_at_start"]["own"])
@@ -245,7 +245,7 @@ class WalkedFeed(BatchFeed):
         num_skipped = self._share.num_skipped(position, self.name, self._loader)
         self._begin(position["epoch"], position["num_batches"])
         with self._alike():
-            self._epoch_start.put_back(position)
+            self._epoch_start.restore(position)
             iterator = self._start_at(position["epoch"], num_skipped)
             if num_skipped and not self._loader.num_workers:
                 # With workers, the iterator has already drawn indices. Without workers, the iterator draws indices on
@@ -327,7 +327,7 @@ class ReplayedFeed(BatchFeed):
         num_done = self._share.num_skipped(position, self.name, self._loader)
         self._begin(position["epoch"], position["num_batches"])
         with self._alike():
-            self._epoch_start.put_back(position)
+            self._epoch_start.restore(position)
             iterator = self._iterate(position["epoch"])
             if num_done:
                 notice(

@@ -99,7 +99,8 @@ class CombinedLoader(Iterable[Any]):
         return parts
 
     def batch_of(self, each: Joined) -> Any:
-        """Return the batch of ``each`` in the structure of ``iterables``."""
+        """Combine the batches of ``each`` in a container with the same structure as ``iterables``. In the mode
+        ``"sequential"``, return the only batch."""
         if self.mode == "sequential":
             return each.batches[0]
         return map_tensors(each.batches.__getitem__, self._form, lambda leaf: isinstance(leaf, int))

@@ -138,8 +138,8 @@ class CombinedFeed(Feed):
             raise DataError(self.name, self._loader, problem, action)
         for feed, stored in zip(self._feeds, position["parts"], strict=True):
             if feed.kind != stored["kind"]:
-                problem = f"resumes as {feed.kind!r}, but the saved position is of a loader that resumes as"
-                raise DataError(feed.name, self._loader, f"{problem} {stored['kind']!r}", action)
+                problem = f"is a loader of kind {feed.kind!r}, but the position was saved for kind {stored['kind']!r}"
+                raise DataError(feed.name, self._loader, problem, action)
             if stored["cycle"] >= 0 and not stored["is_at_end"]:
                 feed.check(stored["position"])
 

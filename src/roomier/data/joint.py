@@ -1,7 +1,7 @@
 """Reading several loaders together in the four modes of Lightning's CombinedLoader.
 
 [Note: no unnecessary reads]
-Reading from a part changes its position. So a part is read only if its batch will be yielded, as far as this can be
+Reading from a part changes its position, so a part is read only if its batch will be yielded, as far as this can be
 determined before the read. In ``max_size_cycle``, the parts that have not ended are read first. Parts that have ended
 restart only if one of the parts that have not ended has another batch. ``min_size`` stops before reading if a part is
 known to have ended.

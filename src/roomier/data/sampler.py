@@ -64,8 +64,8 @@ class OrderedSampler(Sampler[int]):
     ``drawn``.
 
     The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` reads every ``N``-th
-    sample after the position. So a run can resume with a different batch size or number of ranks, and no sample is
-    repeated or skipped.
+    sample after the position. Therefore, a run can resume with a different batch size or number of ranks without
+    repeating or skipping a sample.
 
     All ranks read the same number of batches. The last batch can have one sample fewer on some ranks. If fewer samples
     than ranks remain for the last batch, these samples are dropped. With shuffling, different samples are dropped in

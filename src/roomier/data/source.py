@@ -361,8 +361,7 @@ class Source:
             raise DataError(
                 self.name,
                 self.loader,
-                f"resumes as {self._feed.kind!r}, but the saved position is of a loader that resumes as "
-                f"{state['kind']!r}",
+                f"is a loader of kind {self._feed.kind!r}, but the position was saved for kind {state['kind']!r}",
                 "Pass the same kind of loader as in the saved run, or start a new run from its weights",
             )
         if 0 <= state["epoch"] == epoch and not state["is_exhausted"]:

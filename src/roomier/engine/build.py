@@ -69,13 +69,13 @@ def build(
         if not torch_fake.makes_fake_tensors():  # fake tensors are on the device, and cannot be swapped
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
-        taken.put_back(network, network, device)  # DDP reads the parameters of the network that it wraps
+        taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps
     levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these forwards
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)
         parallel = divide(plan, facts)  # replaces the parameters that it shards
         if taken is not None and parallel.runner is not None and shards_parameters(plan, ranks):
-            taken.put_back(parallel.runner, network, device)  # each rank allocates its shard only
+            taken.restore(parallel.runner, network, device)  # each rank allocates its shard only
         if weights is not None:
             weights.read_into(network)
         if plan.adapter.frozen_base != "as_is":

@@ -88,7 +88,7 @@ class TakenWeights:
         return values
 
     @torch.no_grad()
-    def put_back(self, root: nn.Module, network: nn.Module, device: torch.device) -> None:
+    def restore(self, root: nn.Module, network: nn.Module, device: torch.device) -> None:
         """Allocate this rank's shards of ``network`` on ``device``, with their values.
 
         Args:

@@ -31,7 +31,7 @@ class Moments:
         end_gradients: after the last backward pass of a step.
         abandon: called in place of ``end_gradients`` if an error interrupted the step.
         begin_update: before the optimizers step. Argument: the closure or None.
-        end_update: after the optimizers stepped.
+        end_update: after the steps of the optimizers.
     """
 
     begin_step: Calls

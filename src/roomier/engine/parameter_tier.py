@@ -65,7 +65,7 @@ def filled_parameters(
     network = facts.network
     parameters = offloaded_parameters(plan, facts, taken)
     if taken is not None:
-        taken.put_back(network, network, facts.device)
+        taken.restore(network, network, facts.device)
     if weights is not None:
         parameters.settle()
         parameters.show_stored()

@@ -1,8 +1,8 @@
 """Exports weights in the layout of the Hugging Face hub: safetensors files, and an index if there are several files.
 
 [Note: memory of an export]
-The header of a safetensors file contains all names and shapes, which are known in advance. So each tensor is read from
-the files of the ranks, converted and written in chunks of 4 MiB, regardless of the size of the model. Only a tensor
+The header of a safetensors file contains all names and shapes, which are known in advance. Therefore, each tensor can
+be read from the files of the ranks, converted and written in chunks of 4 MiB for a model of any size. Only a tensor
 that was not sharded by rows, or that has an adapter, is assembled in memory first.
 """
 

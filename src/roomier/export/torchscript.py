@@ -97,8 +97,8 @@ def _seen_by_torchscript(part: nn.Module) -> Iterator[None]:
     """Make the attributes of ``part`` readable for TorchScript within the block.
 
     TorchScript reads the types of attributes from the class, but does not support the strings that ``from __future__
-    import annotations`` creates. So the annotations are replaced by types. TorchScript also reads every property, some
-    of which access the Trainer. So the trainer is replaced by an empty object.
+    import annotations`` creates, so the annotations are replaced by types. TorchScript also reads every property. Some
+    properties access the Trainer, so the Trainer is replaced by an empty object.
     """
     shown: dict[str, Any] = {}
     if any(isinstance(each, str) for each in _annotations(part)):

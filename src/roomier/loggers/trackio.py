@@ -14,7 +14,7 @@ from roomier.loggers.service import ServiceLogger, missing_package
 class TrackioLogger(ServiceLogger):
     """Logs to trackio with ``trackio.init`` and with the methods ``log`` and ``finish`` of the returned run.
 
-    trackio identifies a run by its name and accepts hyperparameters only at the start. So the run is opened when the
+    trackio identifies a run by its name and accepts hyperparameters only at the start, so the run is opened when the
     first row or the hyperparameters are logged.
 
     Args:

@@ -90,7 +90,7 @@ class HostMemory:
         return self._buffer is not None
 
     def start(self) -> None:
-        """Do nothing: :meth:`roomier.tiers.tier.Tier.expect` starts the read."""
+        """This method is a no-op, because :meth:`roomier.tiers.tier.Tier.expect` starts the read."""
 
     def arrive(self) -> None:
         if self._buffer is None:
@@ -126,10 +126,10 @@ class HostMemory:
             self._tier.drop(buffer)
 
     def free(self) -> None:
-        """Do nothing: the memory was freed when it left."""
+        """This method is a no-op, because :meth:`leave` freed the memory."""
 
     def settle(self) -> None:
-        """Do nothing: the buffer was returned when the memory left."""
+        """This method is a no-op, because :meth:`leave` returned the buffer."""
 
 
 class DeviceMemory:

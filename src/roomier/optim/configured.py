@@ -23,7 +23,7 @@ _FUSED_OF_WHOLE_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
 @dataclass
 class LRSchedulerConfig:
-    """A scheduler, and when it steps.
+    """A learning-rate scheduler with the interval of its steps.
 
     Attributes:
         scheduler: the scheduler.
@@ -125,7 +125,7 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
                     f"{FIELD}: lr_scheduler",
                     type(config.scheduler).__name__,
                     "belongs to another optimizer, so it has no effect",
-                    "Create it with the optimizer that is returned",
+                    "Create the scheduler with the optimizer that configure_optimizers returns",
                 )
 
 

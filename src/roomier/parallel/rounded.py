@@ -14,8 +14,8 @@ def send_rounded(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future
     gradients: Tensor = bucket.buffer()
     rounded = gradients.to(dtype).div_(dist.get_world_size())
 
-    def put_back(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def restore(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
         return gradients.copy_(reduced.value()[0])
 
-    future: torch.futures.Future[Tensor] = dist.all_reduce(rounded, async_op=True).get_future().then(put_back)
+    future: torch.futures.Future[Tensor] = dist.all_reduce(rounded, async_op=True).get_future().then(restore)
     return future

@@ -428,8 +428,8 @@ def check_shardable(network: nn.Module) -> None:
     for dtype, name in dtypes.items():
         if dtype.is_complex:
             problem = f"has dtype {dtype}, but sharded gradients are reduced as real numbers"
-            action = "Store it as real numbers (torch.view_as_real) and view it as complex in forward, or use "
-            raise RoomierError("model", name, problem, action + "strategy='ddp'")
+            stored = "Store the parameter as real numbers (torch.view_as_real) and view it as complex in forward"
+            raise RoomierError("model", name, problem, f"{stored}, or use strategy='ddp'")
     if len(dtypes) > 1:
         found = ", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items())
         action = "Convert the model to one dtype, for example with model.float(), or use strategy='ddp'"

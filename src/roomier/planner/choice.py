@@ -148,7 +148,7 @@ def moves_states(plan: Plan) -> bool:
 
 def tiers_text(forecast: Forecast) -> str:
     """Return the use of host memory and disk by one rank, such as ``"3.1 GiB on disk, 1.2 TiB written per day"``; empty
-    if the plan offloads nothing."""
+    if the plan does not offload."""
     parts = []
     if forecast.host_bytes:
         pinned = " (pinned)" if forecast.pinned_bytes == forecast.host_bytes else ""

@@ -78,7 +78,7 @@ class Workload:
                 return tensor[torch.arange(batch_size) % self.batch_size]
             return tensor.new_empty((batch_size, *tensor.shape[1:]))
 
-        return replace(self, batch=map_tensors(resized, self.batch, makes_anew=True), batch_size=batch_size)
+        return replace(self, batch=map_tensors(resized, self.batch, reconstructs=True), batch_size=batch_size)
 
     def calibrated(self, intervals: tuple[Interval, ...], plan: Plan) -> tuple[Interval, ...]:
         """Return ``intervals``, the forecast of a step of ``plan``, with activations scaled by ``activation_factor``.

@@ -93,7 +93,7 @@ class NoScale:
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Do nothing, because gradients are not scaled."""
+        """This method is a no-op, because gradients are not scaled."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
         """Update the parameters."""
@@ -107,10 +107,10 @@ class NoScale:
         return False
 
     def update(self) -> None:
-        """Do nothing, because the factor is constant."""
+        """This method is a no-op, because the factor is constant."""
 
     def state(self) -> None:
         """Return None, because the factor is constant."""
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Do nothing, even if the state comes from a run in ``"16-mixed"``."""
+        """This method is a no-op, even if the state comes from a run in ``"16-mixed"``."""

@@ -192,7 +192,7 @@ class DiskTier:
             self._fill()  # the record is no longer held
 
     def drop(self, buffer: Tensor, wait: Wait | None = None) -> None:
-        """Take ``buffer`` back without writing it. See :meth:`roomier.tiers.tier.Tier.drop`."""
+        """Release ``buffer`` without writing its content to the disk. See :meth:`roomier.tiers.tier.Tier.drop`."""
         self._begin()
         with self._scratch.transfers.changed:
             slot = self._held.pop(id(buffer))
@@ -231,7 +231,7 @@ class DiskTier:
             self._scratch.close()
 
     def _begin(self) -> None:
-        """Start a call: end the validity of mapped records, and raise the error of an earlier transfer."""
+        """Prepare a method call. Unmap the mapped records, and raise the error of an earlier transfer, if any."""
         assert self._is_open, "the tier is closed"
         self._unmap()
         self._scratch.check()

@@ -29,7 +29,7 @@ class HostTier:
         self.disk_bytes = self.bytes_read = self.bytes_written = 0
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
-        """Do nothing, because all records are in memory."""
+        """This method is a no-op, because all records are in memory."""
 
     def is_ready(self, record: int) -> bool:
         """Return True unless a copy to the record is not complete."""

@@ -78,8 +78,8 @@ class LastCall(Settings):
         run: the run of the last call; None before the first call.
         fitted: the run of the last fit.
         choice: the plans that the planner compared for the last fit. None if the plan was given.
-        shapes: the model of the last fit in its state before it was built, without values. None if no callback needs
-            it.
+        shapes: copy of the module of the last fit without values, created before the module was built. None if no
+            callback needs the copy.
         request: the last call, as a value object.
         datamodule: the DataModule of the last call.
         manual_optimizers: the optimizers in the form that ``Module.optimizers()`` returns.

@@ -15,8 +15,8 @@ differences, which affect the memory of a step on a GPU, are modeled:
   in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, the input is converted.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
 - **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
-  parameters on a GPU). Their temporary tensors exist for all parameters. This is also the default on other accelerators
-  with their own memory.
+  parameters on a GPU), so the temporary tensors of all parameters exist at the same time. ``foreach`` is also the
+  default on other accelerators with their own memory.
 
 cuDNN kernels and workspaces, which are not tensors, are not modeled. For an LSTM, the saved memory of oneDNN's kernel
 is counted instead.

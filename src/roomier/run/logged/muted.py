@@ -45,12 +45,12 @@ def _keep(part: nn.Module, undo: list[Undo]) -> None:
     names = [name for name in own if name not in _OF_TORCH]
     kept = {name: own[name] for name in names if _can_be_kept(own[name])}
 
-    def put_back() -> None:
+    def restore() -> None:
         own.update(kept)
         for name in [name for name in own if name not in _OF_TORCH and name not in names]:
             del own[name]
 
-    undo.append(put_back)
+    undo.append(restore)
     for value in kept.values():
         _keep_contents(value, undo)
 
@@ -76,10 +76,10 @@ def _keep_contents(value: Any, undo: list[Undo]) -> None:
     elif isinstance(value, (dict, set)):
         content = value.copy()
 
-        def put_back() -> None:
+        def restore() -> None:
             value.clear()
             value.update(content)
 
-        undo.append(put_back)
+        undo.append(restore)
         for each in content.values() if isinstance(content, dict) else ():
             _keep_contents(each, undo)
