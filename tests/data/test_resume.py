@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -26,26 +25,8 @@ from roomier.core.errors import DataError
 from roomier.data.same import is_same
 from roomier.data.source import Source
 from roomier.device.rng import rng_state, seed_everything, set_rng_state
+from tests.data.numbers import NUM_SAMPLES, Noisy, NoisyStream, Numbers, same, samples, weighted
 from tests.data.pretended import Pretended
-
-NUM_SAMPLES = 22
-
-
-class Numbers(Dataset[Tensor]):
-    """Sample ``i`` is ``i``."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(float(index))
-
-
-class Noisy(Numbers):
-    """Sample ``i`` is ``i`` with noise from all three global generators."""
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([index, torch.rand(()).item(), np.random.rand(), random.random()])
 
 
 class NoisyAtOnce(Noisy):
@@ -62,12 +43,6 @@ class OwnNoise(Numbers):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([float(index), torch.rand((), generator=self.generator).item()])
-
-
-class NoisyStream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        for number in range(NUM_SAMPLES):
-            yield torch.tensor([number, torch.rand(()).item()])
 
 
 class NoisyIterable:
@@ -133,11 +108,6 @@ class OwnIteration(DataLoader[Tensor]):
             yield -batch
 
 
-def weighted(dataset: Dataset[Tensor], generator: torch.Generator | None = None, **options: Any) -> DataLoader[Tensor]:
-    sampler = WeightedRandomSampler(torch.arange(1.0, NUM_SAMPLES + 1), NUM_SAMPLES, generator=generator)
-    return DataLoader(dataset, batch_size=4, sampler=sampler, **options)
-
-
 def loader_of_batch_sampler(**options: Any) -> DataLoader[Tensor]:
     numbers = Numbers()
     return DataLoader(numbers, batch_sampler=BatchSampler(RandomSampler(numbers), 4, drop_last=True), **options)
@@ -195,19 +165,6 @@ def ended_sources() -> Iterator[None]:
     yield
     while SOURCES:
         SOURCES.pop().end()
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    def plain(batch: Any) -> Any:
-        if isinstance(batch, Tensor):
-            return batch.tolist()
-        return [plain(part) for part in batch] if isinstance(batch, list) else batch
-
-    return plain(left) == plain(right)
-
-
-def samples(batches: list[Tensor]) -> list[int]:
-    return [int(sample) for batch in batches for sample in batch]
 
 
 def resume(resumed: Source, state: dict[str, Any]) -> Iterator[Any]:
@@ -509,7 +466,7 @@ def test_generator_can_be_read_for_one_epoch():
 @pytest.mark.parametrize(
     ("saved", "now", "problem"),
     [
-        (DataLoader(range(8)), [1, 2, 3], "resumes as 'list'"),
+        (DataLoader(range(8)), [1, 2, 3], "is a loader of kind 'list'"),
         (DataLoader(range(8)), DataLoader(range(9)), "has 9 samples"),
         (DataLoader(range(8), shuffle=True), DataLoader(range(8)), "is read in order"),
         ([1, 2, 3], [1], "has only 1 batches"),

@@ -109,8 +109,8 @@ class Recorder:
         live: measurement of the bytes in use; None uses the measurement for ``device``.
 
     Attributes:
-        calls: calls of blocks, in their order.
-        moments: intervals, in their order.
+        calls: calls of blocks, in execution order.
+        moments: intervals, in execution order.
         interception: time required to intercept an operation; zero on devices that run asynchronously to the host.
         live: measurement of the bytes in use.
     """

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roomier.api.callback import Callback
 from roomier.api.kept_weights import KeepsWeights, kept_by
-from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step, usual_step_of
+from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step, usual_step_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.device.rng import rng_state, set_rng_state
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from roomier.planner.measured.record import Record
 
 
-class MemoryForecast(Callback):
+class MemoryForecast(TracksStep):
     """Callback that tracks one of the first steps and prints the forecast and measured peak memory of this step in one
     line.
 
@@ -54,8 +53,6 @@ class MemoryForecast(Callback):
         >>> trainer = roomier.Trainer(callbacks=[MemoryForecast(at_step=10)])
     """
 
-    reads_parameters = False
-
     def __init__(self, at_step: int | None = None) -> None:
         if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 2):
             action = "Use at least 2, because the optimizer has no states during the first step"
@@ -66,7 +63,6 @@ class MemoryForecast(Callback):
         self._first_step = 2
         self._step: int | None = None  # None before the first batch
         self._is_over = True
-        self._tracked: TrackedStep | None = None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self.record = self._workload = self._tracked = self._step = None
@@ -94,27 +90,11 @@ class MemoryForecast(Callback):
             self._note_workload(trainer, batch)
         self._tracked.begin_batch(trainer)
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._tracked is None:
-            return
-        tracker = self._tracked.end_batch(trainer)
-        if tracker is not None:
-            self._tracked, self._is_over = None, True
-            self._finish(trainer, tracker)
-
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if not self._is_over:
             notice(
                 f"MemoryForecast: training ended before step {self._step or self._first_step}, which should be tracked"
             )
-
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._pause()
-
-    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
-        self._pause()
 
     def _shared_step(self, trainer: TrainerView) -> int:
         """Return the step that a MemoryAnatomy tracks, so that both callbacks use one tracker."""
@@ -122,10 +102,6 @@ class MemoryForecast(Callback):
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
         return next(steps, None) or self._first_step
-
-    def _pause(self) -> None:
-        if self._tracked is not None:
-            self._tracked.pause()
 
     def _note_workload(self, trainer: TrainerView, batch: Any) -> None:
         """Store the largest micro-batch of the tracked step. The last micro-batch of an epoch can have fewer
@@ -139,6 +115,7 @@ class MemoryForecast(Callback):
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
         from roomier.planner.measured.record import Record  # late: loads torch's sharding
 
+        self._is_over = True
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
         workload, self._workload = self._workload, None

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from roomier.api.callback import Callback
-from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
+from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.memory.anatomy_table import Anatomy, KeepsPeak
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from roomier.memory.tracker import MemoryTracker
 
 
-class MemoryAnatomy(KeepsPeak, Callback):
+class MemoryAnatomy(KeepsPeak, TracksStep):
     """Callback that tracks the memory of one training step by kind of tensor, prints a table to standard error, and
     logs the peak.
 
@@ -42,8 +41,6 @@ class MemoryAnatomy(KeepsPeak, Callback):
         >>> trainer = roomier.Trainer(callbacks=[MemoryAnatomy(at_step=10)])
     """
 
-    reads_parameters = False
-
     def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
         if at_step is not None and (not isinstance(at_step, int) or at_step < 2):
             action = "Use at least 2, because the optimizer has no states during the first step"
@@ -54,7 +51,6 @@ class MemoryAnatomy(KeepsPeak, Callback):
         self.every_n_steps = every_n_steps
         self.anatomy: Anatomy | None = None
         self._next_step: int | None = None
-        self._tracked: TrackedStep | None = None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         first = first_step_of(trainer)
@@ -75,34 +71,14 @@ class MemoryAnatomy(KeepsPeak, Callback):
             self._tracked = tracked_step(trainer, self._next_step)
         self._tracked.begin_batch(trainer)
 
-    def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._tracked is None:
-            return
-        tracker = self._tracked.end_batch(trainer)
-        if tracker is not None:
-            self._finish(trainer, tracker)
-
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.anatomy is None:
             notice(f"MemoryAnatomy: training ended before step {self._next_step}, which should be tracked")
-
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._pause()  # if the epoch is skipped, on_train_batch_end is not called
-
-    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
-        self._pause()
-
-    def _pause(self) -> None:
-        if self._tracked is not None:
-            self._tracked.pause()
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
         from roomier.memory.measure import anatomy_of, peak_of  # late: loads torch's sharding
 
         self.peak = peak_of(tracker, trainer.global_step)
-        self._tracked = None
         self._next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps
         self.anatomy = anatomy_of(trainer)
         if trainer.is_global_zero:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR
 
-from roomier.api.callback import Callback
 from roomier.api.kept_weights import KeptWeights
 from roomier.api.step_arguments import num_step_arguments
+from roomier.callbacks.holds_average import HoldsAverage
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.forms import anything, count, fields, integer, mapping_of, optional
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KEY = "stochastic_average"  # key in a checkpoint
 
 
-class StochasticWeightAveraging(Callback):
+class StochasticWeightAveraging(HoldsAverage):
     """Stochastic Weight Averaging.
 
     The callback implements Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
@@ -77,19 +77,18 @@ class StochasticWeightAveraging(Callback):
         rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
         if not rates or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in rates):
             action = "Pass a positive number, or a list with one per parameter group"
-            raise _wrong("swa_lrs", swa_lrs, "must be a positive learning rate", action)
+            raise self._wrong("swa_lrs", swa_lrs, "must be a positive learning rate", action)
         is_share = isinstance(swa_epoch_start, float)
         if isinstance(swa_epoch_start, bool) or not (0 <= swa_epoch_start <= 1 if is_share else swa_epoch_start >= 1):
             action = "Pass an epoch number from 1 on, or a fraction of max_epochs as a float from 0.0 to 1.0"
-            raise _wrong("swa_epoch_start", swa_epoch_start, "is not a valid epoch", action)
+            raise self._wrong("swa_epoch_start", swa_epoch_start, "is not a valid epoch", action)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise _wrong(
+            raise self._wrong(
                 "annealing_epochs", annealing_epochs, "must be an integer of at least 0", "Use 10, for example"
             )
         if annealing_strategy not in ("cos", "linear"):
-            raise _wrong("annealing_strategy", annealing_strategy, "is not a strategy", "Use 'cos' or 'linear'")
-        if avg_fn is not None and not callable(avg_fn):
-            raise _wrong("avg_fn", avg_fn, "must be callable", "Pass a function as for torch's AveragedModel")
+            raise self._wrong("annealing_strategy", annealing_strategy, "is not a strategy", "Use 'cos' or 'linear'")
+        self._check_function("avg_fn", avg_fn)
         self._rates = [float(each) for each in rates]
         self._epoch_start = swa_epoch_start
         self._annealing = {"anneal_epochs": annealing_epochs, "anneal_strategy": annealing_strategy}
@@ -104,15 +103,6 @@ class StochasticWeightAveraging(Callback):
         self._former_state = False, False  # state of the module's schedulers
         self._stored: dict[str, Any] = {}
         self._latest_epoch = -1
-
-    @property
-    def num_averaged(self) -> int:
-        """Number of weight snapshots in the average."""
-        return 0 if self._average is None else self._average.num_averaged
-
-    def held_weights(self) -> list[Tensor]:
-        """See :class:`roomier.api.kept_weights.KeepsWeights`."""
-        return [] if self._average is None else list(self._average.averages.values())
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -180,9 +170,9 @@ class StochasticWeightAveraging(Callback):
         num_groups = len(trainer.optimizers[0].param_groups)
         if len(self._rates) not in (1, num_groups):
             problem = f"must have one rate for each of the {num_groups} parameter groups"
-            raise _wrong("swa_lrs", self._rates, problem, "Pass one number, or one per group")
+            raise self._wrong("swa_lrs", self._rates, problem, "Pass one number, or one per group")
         if isinstance(self._epoch_start, float) and math.isinf(run.settled.epoch_limit):
-            raise _wrong("swa_epoch_start", self._epoch_start, "is a fraction of max_epochs", "Set max_epochs")
+            raise self._wrong("swa_epoch_start", self._epoch_start, "is a fraction of max_epochs", "Set max_epochs")
         if batch_norms_of(run.module) and run.source.may_end_apart and not run.ranks.is_alone:
             problem = "requires the same number of batches on each rank to recompute its statistics"
             action = "Pass a loader with a length, or a model without BatchNorm"
@@ -214,9 +204,7 @@ class StochasticWeightAveraging(Callback):
         if math.isfinite(run.settled.epoch_limit) and trainer.current_epoch < run.settled.epoch_limit:
             notice("StochasticWeightAveraging: the run ended before max_epochs, so the model keeps the trained weights")
             return
-        run.engine.settle()
-        self._average.swap()
-        run.engine.settle()
+        self._swap(trainer)
         if batch_norms_of(run.module):
             update_batch_norms(trainer)
 
@@ -299,7 +287,3 @@ def _averaging_statistics(trainer: TrainerView, norms: list[Any]) -> Iterator[No
         results.is_muted, results.is_in_batch, results.batch = False, False, None
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-
-
-def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
-    return RoomierError(f"StochasticWeightAveraging({field})", received, problem, action)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from roomier.api.callback import Callback
 from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
 from roomier.plan.offload_rules import update_mode
 from roomier.planner.dry_runs.places import named_places, reporting_places
 
 if TYPE_CHECKING:
+    from roomier.api.module import Module
     from roomier.api.trainer_view import TrainerView
     from roomier.memory.tracker import MemoryTracker
 
@@ -109,6 +111,38 @@ class TrackedStep:
         inside.close()
         self._looking.enter("rest")
         self._looking.pause()
+
+
+class TracksStep(Callback):
+    """Base class of callbacks that evaluate a tracked step. A subclass sets ``_tracked`` and calls its ``begin_batch``
+    before each batch."""
+
+    reads_parameters = False
+    _tracked: TrackedStep | None = None
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._tracked is None:
+            return
+        tracker = self._tracked.end_batch(trainer)
+        if tracker is not None:
+            self._tracked = None
+            self._finish(trainer, tracker)
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
+        self._pause()  # if the epoch is skipped, on_train_batch_end is not called
+
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._tracked is not None:
+            self._tracked.pause()
+
+    def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
+        """Evaluate the completed step. Every rank calls this method."""
+        raise NotImplementedError
 
 
 def _report_phases(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:

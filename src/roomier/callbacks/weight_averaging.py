@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from roomier.api.callback import Callback
 from roomier.api.kept_weights import KeptWeights
+from roomier.callbacks.holds_average import HoldsAverage
 from roomier.core.errors import RoomierError
 from roomier.core.forms import anything, count, fields, integer, list_of, text
 from roomier.core.log import notice
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CURRENT, WIDE = "current_model_state", "averaged_weights"
 
 
-class WeightAveraging(Callback):
+class WeightAveraging(HoldsAverage):
     """Callback that averages the weights over training; by default, all iterates have equal weight (Polyak and Juditsky
     1992).
 
@@ -62,8 +62,7 @@ class WeightAveraging(Callback):
         multi_avg_fn: AverageAll | None = None,
     ) -> None:
         for name, function in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
-            if function is not None and not callable(function):
-                raise self._wrong(name, function, "must be callable", "Pass a function as for torch's AveragedModel")
+            self._check_function(name, function)
         if avg_fn is not None and multi_avg_fn is not None:
             raise self._wrong("avg_fn", avg_fn, "cannot be combined with multi_avg_fn", "Pass one of the two")
         self._device = None if device is None else torch.device(device)
@@ -90,18 +89,9 @@ class WeightAveraging(Callback):
         return step_idx is not None
 
     @property
-    def num_averaged(self) -> int:
-        """Number of updates so far."""
-        return 0 if self._average is None else self._average.num_averaged
-
-    @property
     def has_average_in_model(self) -> bool:
         """True while the model contains the averaged weights."""
         return self._average is not None and self._average.is_swapped
-
-    def held_weights(self) -> list[Tensor]:
-        """See :class:`roomier.api.kept_weights.KeepsWeights`."""
-        return [] if self._average is None else list(self._average.averages.values())
 
     # Hooks of the run ---------------------------------------------------------------------------------------------
 
@@ -253,13 +243,6 @@ class WeightAveraging(Callback):
     def _update(self, trainer: TrainerView) -> None:
         self._held(trainer).update(self._weight, **self._functions)
 
-    def _swap(self, trainer: TrainerView) -> None:
-        assert self._average is not None
-        with torch.inference_mode(False):  # tensors written in inference mode cannot be trained
-            trainer.engine.settle()
-            self._average.swap()
-            trainer.engine.settle()
-
     def _share_buffers(self, trainer: TrainerView) -> None:
         """Replace the averaged running statistics of this rank with the statistics of rank 0, so that all ranks
         evaluate the same model."""
@@ -271,10 +254,6 @@ class WeightAveraging(Callback):
             average.take(
                 dict(zip(names, trainer.ranks.from_zero([average.averages[n].cpu() for n in names]), strict=True))
             )
-
-    @classmethod
-    def _wrong(cls, field: str, received: object, problem: str, action: str) -> RoomierError:
-        return RoomierError(f"{cls.__name__}({field})", received, problem, action)
 
 
 class EMAWeightAveraging(WeightAveraging):

@@ -136,6 +136,9 @@ class BatchFeed(Feed):
         divided = {"divided_by": share.divided_by, "keeps_order": share.keeps_order}
         return {**position, **divided, "by_rank": self._ranks.gather(own)}
 
+    def check(self, position: dict[str, Any]) -> None:
+        self._share.num_skipped(position, self.name, self._loader)
+
     def _own_position(self) -> dict[str, Any]:
         """Return the fields of a position that can differ between ranks if a loader shards itself."""
         return {}
@@ -237,9 +240,6 @@ class WalkedFeed(BatchFeed):
         self._sampler.skip(num_skipped)
         return begin(self._loader, had_workers=self.continues)
 
-    def check(self, position: dict[str, Any]) -> None:
-        self._share.num_skipped(position, self.name, self._loader)
-
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         position = self._of_this_rank(position)
         num_skipped = self._share.num_skipped(position, self.name, self._loader)
@@ -318,9 +318,6 @@ class ReplayedFeed(BatchFeed):
             f"can be iterated only once, but epoch {epoch % PASS} iterates it again",
             "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch",
         )
-
-    def check(self, position: dict[str, Any]) -> None:
-        self._share.num_skipped(position, self.name, self._loader)
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         position = self._of_this_rank(position)
@@ -409,9 +406,6 @@ class StatefulFeed(BatchFeed):
             yield batch
         if is_empty:
             yield from self._loader
-
-    def check(self, position: dict[str, Any]) -> None:
-        self._share.num_skipped(position, self.name, self._loader)
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         position = self._of_this_rank(position)

@@ -38,7 +38,7 @@ class CombinedLoader(Iterable[Any]):
     Attributes:
         iterables: the argument ``iterables``.
         mode: the argument ``mode``.
-        flattened: loaders in their order.
+        flattened: loaders, in the order of ``iterables``.
         part_names: path of each loader in ``iterables``, such as ``"['a'][0]"``.
 
     Raises:

@@ -1,6 +1,6 @@
 """Streams and events of an accelerator.
 
-Kernels and copies on one stream run in their order. Work on different streams is unordered unless a stream waits for
+Kernels and copies on one stream run in launch order. Work on different streams is unordered unless a stream waits for
 an event of another stream. ``with stream:`` submits work to a stream.
 """
 

@@ -26,7 +26,7 @@ class ParametersOnDevice:
     Attributes:
         leaves: whether parameters leave the device.
         numbers: numbers of the units whose parameters leave.
-        changes: changes of the gradients since they were complete, in their order.
+        changes: functions that changed the gradients after they were complete, in the order of the calls.
     """
 
     leaves = False

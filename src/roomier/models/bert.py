@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roomier.core.errors import RoomierError
+from roomier.models.sizes import check_heads, check_length, check_positive
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,8 @@ class BertConfig:
     fused_attention: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "context", "num_layers", "num_heads", "width", "num_classes"):
-            if getattr(self, field) < 1:
-                raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
-        if self.width % self.num_heads:
-            problem = f"must be divisible by the {self.num_heads} heads"
-            raise RoomierError("width", self.width, problem, "Make it a multiple of num_heads")
+        check_positive(self, "vocab_size", "context", "num_layers", "num_heads", "width", "num_classes")
+        check_heads(self.width, self.num_heads)
 
 
 class Attention(nn.Module):
@@ -144,9 +140,7 @@ class Bert(nn.Module):
             RoomierError: the sequences are longer than the context.
         """
         T = input_ids.shape[1]
-        if self.config.context < T:
-            problem = f"must have at most {self.config.context} positions, the context of the model"
-            raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")
+        check_length(input_ids, self.config.context)
         positions_T = torch.arange(T, device=input_ids.device)
         x_BTD = self.tokens(input_ids) + self.segments(torch.zeros_like(input_ids)) + self.positions(positions_T)
         x_BTD = self.dropout(self.norm(x_BTD))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.models.sizes import check_heads, check_length, check_positive
 
 # name -> (num_layers, num_heads, width), as in minGPT
 SIZES = {
@@ -61,12 +62,8 @@ class GPTConfig:
     tied_head: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "context", "num_layers", "num_heads", "width"):
-            if getattr(self, field) < 1:
-                raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
-        if self.width % self.num_heads:
-            problem = f"must be divisible by the {self.num_heads} heads"
-            raise RoomierError("width", self.width, problem, "Make it a multiple of num_heads")
+        check_positive(self, "vocab_size", "context", "num_layers", "num_heads", "width")
+        check_heads(self.width, self.num_heads)
         if not 0.0 <= self.dropout < 1.0:
             raise RoomierError("dropout", self.dropout, "must be in [0, 1)", "Use a probability below 1")
 
@@ -194,9 +191,7 @@ class GPT(nn.Module):
             RoomierError: the sequences are longer than the context.
         """
         T = input_ids.shape[1]
-        if self.config.context < T:
-            problem = f"must have at most {self.config.context} positions, the context of the model"
-            raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")
+        check_length(input_ids, self.config.context)
         positions_T = torch.arange(T, device=input_ids.device)
         x_BTD = self.dropout(self.tokens(input_ids) + self.positions(positions_T))
         for block in self.blocks:

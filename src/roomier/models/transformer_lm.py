@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError
+from roomier.models.sizes import check_length, check_positive
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,7 @@ class TransformerLMConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "context", "num_layers", "num_heads", "width", "inner_width"):
-            if getattr(self, field) < 1:
-                raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
+        check_positive(self, "vocab_size", "context", "num_layers", "num_heads", "width", "inner_width")
         if self.width % (2 * self.num_heads):
             problem = f"must be divisible by 2 x {self.num_heads} heads"
             raise RoomierError("width", self.width, problem, "Make it a multiple of 2 * num_heads")
@@ -129,9 +128,7 @@ class TransformerLM(nn.Module):
             RoomierError: the sequences are longer than the context.
         """
         T = input_ids.shape[1]
-        if self.config.context < T:
-            problem = f"must have at most {self.config.context} positions, the context of the model"
-            raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")
+        check_length(input_ids, self.config.context)
         embedded_BTD = self.tokens(input_ids)
         x_BTD = self.dropout(self.norm(embedded_BTD + self.sinusoids[:T].to(embedded_BTD.dtype)))
         for block in self.blocks:

@@ -129,7 +129,7 @@ class _Timeline:
         work: amount of computation by part.
         visits: groups of consecutive intervals. Each group has the number of its row if the group is the middle period
             of this row, otherwise None.
-        intervals: all intervals in their order.
+        intervals: all intervals, in execution order.
     """
 
     def __init__(self, run: DryRun, shallow: Shallow, repeats: Sequence[Repeat]) -> None:

@@ -111,7 +111,7 @@ class _Visit:
     Attributes:
         row: number of the row, if the executions are a middle block of this row and the part after the block. None for
             all other executions.
-        executions: executions in their order.
+        executions: the executions, in the order in which they run.
     """
 
     row: int | None

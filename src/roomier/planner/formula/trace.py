@@ -166,7 +166,7 @@ class Trace:
     Attributes:
         batch_size: samples of the micro-batch.
         batch_bytes: bytes of the batch.
-        executions: executions of the parts of the model, in their order.
+        executions: executions of the parts of the model, in the order in which they run.
         work: amount of computation, by phase and part of the model.
         saved_bytes: sizes of the tensors that the forward of each part saves for backward, in execution order.
     """

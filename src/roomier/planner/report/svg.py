@@ -49,7 +49,7 @@ def _as_one(group: Sequence[Interval]) -> Interval:
 
 
 def phases_of(timeline: Sequence[Interval]) -> list[tuple[str, float, float]]:
-    """Return the phases in their order, with the begin and end of each phase as fractions of the width."""
+    """Return the phases of the step, with the start and end of each phase as fractions of the width."""
     found: list[tuple[str, float, float]] = []
     for index, each in enumerate(timeline):
         begin, end = index / len(timeline), (index + 1) / len(timeline)
@@ -150,7 +150,7 @@ def line_swatch() -> str:
 
 
 def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
-    """Return 0 and at most ``num_most`` round numbers of bytes up to ``top_bytes``, with their texts."""
+    """Return 0 and at most ``num_most`` round numbers of bytes up to ``top_bytes``, each with its label."""
     unit_bytes, unit = 1, "B"
     for name in ("KiB", "MiB", "GiB", "TiB"):
         if unit_bytes * 1024 <= top_bytes:

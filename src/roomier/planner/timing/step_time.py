@@ -1,11 +1,11 @@
 """Forecast of the duration of a step, from computation and communication.
 
 [Note: forecast of time]
-The parts of the model are simulated in their order (``timeline.py``), each with its duration from the roofline model
-(``compute_time.py``) and the collectives of its unit (``traffic.py``). The exposed time is the difference between this
-simulation and a second simulation without collectives. The duration of the update is added (``update_time.py``). The
-forecast is suitable for ranking plans. Costs that all plans share are not included, such as the loader, callbacks, and
-kernels that are slower than their roofline. Compiled blocks have the same forecast as eager blocks.
+The parts of the model are simulated in execution order (``timeline.py``), each with its duration from the roofline
+model (``compute_time.py``) and the collectives of its unit (``traffic.py``). The exposed time is the difference between
+this simulation and a second simulation without collectives. The duration of the update is added (``update_time.py``).
+The forecast is suitable for ranking plans. Costs that all plans share are not included, such as the loader, callbacks,
+and kernels that are slower than their roofline. Compiled blocks have the same forecast as eager blocks.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def play(
     """Return the duration of forward and backward of all micro-batches, in seconds.
 
     Args:
-        segments: segments of one micro-batch, in their order.
+        segments: segments of one micro-batch, in execution order.
         num_micro_batches: number of micro-batches in a step.
         is_cpu: simulate ranks on a CPU, without overlap.
         waits_each: the end of each backward pass waits for its reductions (``fully_shard``).
