@@ -36,7 +36,10 @@ def gathered(data: Any, ranks: Ranks, device: torch.device) -> Any:
         problem = f"have shapes {shapes[other]} on rank {other}, but {shapes[0]} on rank 0"
         action = "Call accelerator.pad_across_processes first, or gather objects: gather_for_metrics(..., True)"
         raise TrainingError("gathered tensors", len(shapes[0]), problem, action)
-    return map_tensors(lambda each: each.flatten(0, 1) if each.dim() > 1 else each, all_gather(data, ranks, device))
+    # A batch is allocated on the stream that copied it. The allocator does not order the reuse of its memory after the
+    # stream of the process group, so the process group reads a copy that is allocated on the computing stream.
+    copied = data if device.type == "cpu" else map_tensors(Tensor.clone, data)
+    return map_tensors(lambda each: each.flatten(0, 1) if each.dim() > 1 else each, all_gather(copied, ranks, device))
 
 
 def gathered_objects(data: Any, ranks: Ranks) -> Any:
@@ -73,7 +76,7 @@ def reduced(data: Any, reduction: str, ranks: Ranks) -> Any:
         if ranks.is_alone:
             return tensor.clone()
         if reduction == "max":
-            largest: Tensor = all_gather(tensor, ranks, tensor.device).amax(0)
+            largest: Tensor = all_gather(tensor.clone(), ranks, tensor.device).amax(0)
             return largest
         total = ranks.sum(tensor)
         return total / ranks.world.size if reduction == "mean" else total
