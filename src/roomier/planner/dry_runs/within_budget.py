@@ -101,11 +101,11 @@ def within_budget(
 
 
 class _Sections:
-    """Intervals of a step, divided into the visits of blocks and the intervals between two visits.
+    """Sections of a step: the visits of blocks, and the sections between two visits.
 
     Attributes:
-        keys: phase and block of each section; empty strings for the intervals.
-        parts: intervals of each section. An interval can have no intervals.
+        keys: phase and block of each section; empty strings for the sections between two visits.
+        parts: intervals of each section. A section between two visits can be empty.
         order: blocks that run backward, in the order of their forward.
         num_alive: for each section, the number of blocks between their forward and their backward, without the block of
             the section.
