@@ -76,7 +76,7 @@ def cases_of(strategy: str) -> list[tuple[Callable[[], Language], Setup]]:
 SELECTED = 6  # combinations of each strategy that are not slow
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_computes_the_same_bits(on_ranks: RankPool, strategy: str, every: bool) -> None:
     cases = cases_of(strategy)
