@@ -148,6 +148,7 @@ def test_a_run_resumes_at_each_batch_on_any_number_of_ranks(
         (["ab", "c"], {"batch_size": 1}, "lengths=.* must contain one integer for each sample"),
         ([[1], [2]], {"batch_size": 1}, "lengths=.* must contain one integer for each sample"),
         ([-1], {"batch_size": 1}, "lengths=.* must contain one integer for each sample"),
+        (torch.ones(2, device="meta"), {"batch_size": 1}, r"lengths=.*meta.*: must be in host memory.*lengths.cpu()"),
     ],
 )
 def test_invalid_arguments_are_rejected(lengths: Any, options: dict[str, Any], message: str) -> None:

@@ -149,6 +149,8 @@ def _split(
 
 def _checked(lengths: Sequence[int] | Tensor | NDArray[Any], most_tokens: int | None) -> Tensor:
     found = _as_tensor(lengths)
+    if found.device.type != "cpu":
+        raise DataError("lengths", found.device, "must be in host memory", "Pass lengths.cpu()")
     is_whole = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
     if found.dim() != 1 or not len(found) or not is_whole or int(found.min()) < 0:
         action = "Pass the number of tokens of each sample, such as [len(each['input_ids']) for each in dataset]"
@@ -163,7 +165,7 @@ def _checked(lengths: Sequence[int] | Tensor | NDArray[Any], most_tokens: int | 
 def _as_tensor(lengths: Any) -> Tensor:
     """Return ``lengths`` as a tensor, or an empty tensor if they are not numbers."""
     try:  # a column of the package datasets is a sequence, but torch does not accept it
-        return torch.as_tensor(lengths if isinstance(lengths, Tensor | np.ndarray) else list(lengths)).cpu()
+        return torch.as_tensor(lengths if isinstance(lengths, Tensor | np.ndarray) else list(lengths))
     except (TypeError, ValueError, RuntimeError):
         return torch.empty(0)
 
