@@ -31,4 +31,5 @@ def test_killed_runs_are_equal_to_undisturbed_runs(num_kills: int, update: str, 
     assert found["kills"] == num_kills
     assert found["kills_in_save"] > 0 or num_kills < 8
     assert found["num_read_meanwhile"] > 0
-    assert len(set(found["resumed_at"])) > num_kills // 4, "the runs resumed at several positions"
+    # On a busy machine, a few kills can all precede the next checkpoint.
+    assert len(set(found["resumed_at"])) > num_kills // 4 or num_kills < 8, "the runs resumed at several positions"
