@@ -75,7 +75,7 @@ def test_adapters_alone_in_the_layout_of_peft(make_trainer: Callable[..., Traine
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     name = "base_model.model.transformer.h.0.mlp.c_fc"
     assert found[f"{name}.lora_A.weight"].shape == (4, 32)
-    assert found[f"{name}.lora_B.weight"].shape == (128, 4)
+    assert found[f"{name}.lora_B.weight"].shape == (48, 4)
     own = adapter_state(network)["transformer.h.0.mlp.c_fc.lora_B"]
     assert torch.equal(found[f"{name}.lora_B.weight"].T, own)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
