@@ -137,6 +137,10 @@ def bounds_of(lever: str, strategy: str) -> tuple[float, float]:
         # A different rounding can change the code of a state. The update of this weight then differs by up to its size,
         # which is lr. Weights are up to 1 / sqrt(256). Muon orthogonalizes in bfloat16, which also rounds differently.
         return 1e-5, 5 * 1e-3 * 256**0.5
+    if lever == "adafactor":
+        # The update divides a gradient by its root mean square, without an eps. The direction of a gradient that is
+        # zero except for rounding is random, and changes a weight by up to 2 * lr times the RMS of its tensor per step.
+        return 1e-6, 5 * 2 * 1e-3
     return 1e-6, bound
 
 

@@ -99,8 +99,7 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
 
 
 def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
-    """Return the option of a block that saves the same activations as ``kept``, which are all activations, in host
-    memory.
+    """Return the option that saves all activations of a block, as ``kept`` does, but in host memory.
 
     The input of the block and its other arguments are counted as still on the device, because another block can also
     save them. These tensors are counted a second time when they are copied back.

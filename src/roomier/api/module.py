@@ -29,7 +29,8 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
     """Base class for models: an ``nn.Module`` that also contains the code of its training.
 
     Define :meth:`training_step` and :meth:`configure_optimizers`, and pass an instance to ``Trainer.fit``. All other
-    methods are optional. Names, arguments and order of the hooks are the same as in Lightning's ``LightningModule``.
+    methods are optional. The names, arguments and order of the hooks are the same as in Lightning's
+    ``LightningModule``.
 
     Attributes:
         automatic_optimization: set it to False if ``training_step`` calls ``manual_backward`` and steps the optimizers

@@ -416,7 +416,7 @@ class TrainerView(Protocol):
 
     @property
     def accelerator(self) -> Any:
-        """Object for the type of device."""
+        """Accelerator object, which describes the type of device."""
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Return a context in which tensors are created on the device and in the dtype of the Trainer."""

@@ -129,8 +129,8 @@ def _copying_stream(group: Any, async_op: bool) -> Any:
 class Gathers:
     """The all-gathers of ``fully_shard`` in a network.
 
-    ``fully_shard`` copies shards on a separate stream. This stream waits for the compute stream only at the begin of a
-    forward pass.
+    ``fully_shard`` copies shards on a separate stream. This stream waits for the compute stream only at the beginning
+    of a forward pass.
 
     Args:
         network: the network, sharded or not.

@@ -105,7 +105,7 @@ class OffloadedUpdates(Updates):
 
     Attributes:
         mode: the mode of the current step.
-        clips: whether gradients are in a tier, so that this object clips them.
+        clips: whether this object clips the gradients, because they are in a tier.
     """
 
     acts = True

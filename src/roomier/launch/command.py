@@ -125,7 +125,7 @@ def _folder_of_module(root: str) -> str | None:
 
 
 def _hydra_config() -> Any:
-    """Return Hydra's configuration of itself if this process runs a function under ``@hydra.main``, otherwise None."""
+    """Return Hydra's own configuration if this process runs a function under ``@hydra.main``, otherwise None."""
     module = sys.modules.get("hydra.core.hydra_config")
     return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
 

@@ -137,7 +137,7 @@ def _answer_timeout(answers: Answers, timeout: timedelta) -> None:
 
 
 def _answer_rest(answers: Answers, keywords: Mapping[str, Any]) -> None:
-    """Answer keyword arguments that are passed to the wrapper of torch."""
+    """Record the answers to keyword arguments that are passed to torch's wrapper."""
     for name, value in keywords.items():
         if value is None:
             continue

@@ -44,7 +44,7 @@ class Place:
 
 
 class Slot(Protocol):
-    """A parameter of a region, whose data is replaced when the region arrives and leaves.
+    """A parameter of a region. Its data is replaced when the region arrives on the device or leaves it.
 
     Attributes:
         parameter: the parameter.

@@ -72,8 +72,8 @@ def _special_float(values: dict[str, Any]) -> Any:
 
 
 def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
-    """Return the workload of a model that is constructed from ``config`` and a batch for the model, both without
-    memory.
+    """Return a workload with a model that is constructed from ``config`` and a batch for this model. Their tensors use
+    no memory.
 
     Args:
         config: configuration of transformers.

@@ -1,4 +1,4 @@
-"""Accelerator: the members of ``accelerate.Accelerator`` over roomier's engine."""
+"""Accelerator: the members of ``accelerate.Accelerator``, implemented with roomier's engine."""
 
 from __future__ import annotations
 

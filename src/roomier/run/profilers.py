@@ -58,7 +58,8 @@ class SimpleProfiler:
 
 
 class AdvancedProfiler:
-    """Profiles all Python functions of this process with cProfile. Each action is one report of its functions.
+    """Profiles all Python functions of this process with cProfile. Each action has one report of the functions that it
+    calls.
 
     Attributes:
         reports: the profiles by action.

@@ -9,7 +9,7 @@ Direct I/O into private memory corrupts data if the process forks during the tra
 is not pinned is therefore not copied to forked processes (``MADV_DONTFORK``).
 
 [Note: memory of tiers]
-Tensors share the memory of buffers and of mapped files, for example parameters that exchanged their memory with a
+Some tensors share the memory of a buffer or of a mapped file, such as parameters that exchanged their memory with a
 buffer. Code that measures memory counts a buffer one time and does not count mapped files, which are in the page cache.
 """
 

@@ -38,7 +38,7 @@ def answers_to_config(
         config: the configuration.
         source: name of the configuration in messages, such as ``"ds_config.json"``.
         num_ranks: number of ranks of the run.
-        given: arguments of the Trainer, which replace values ``"auto"``.
+        given: arguments of the Trainer, which replace ``"auto"`` values.
         fills_clipping: the argument ``gradient_clip_val`` replaces a missing ``gradient_clipping``, as in Lightning.
     """
     answers = Answers(source)
