@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -113,7 +114,7 @@ class TrackedStep:
         self._looking.pause()
 
 
-class TracksStep(Callback):
+class TracksStep(Callback, ABC):
     """Base class of callbacks that evaluate a tracked step. A subclass sets ``_tracked`` and calls its ``begin_batch``
     before each batch."""
 
@@ -140,9 +141,9 @@ class TracksStep(Callback):
         if self._tracked is not None:
             self._tracked.pause()
 
+    @abstractmethod
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
         """Evaluate the completed step. Every rank calls this method."""
-        raise NotImplementedError
 
 
 def _report_phases(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
