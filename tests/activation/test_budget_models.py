@@ -116,7 +116,7 @@ def sweep(make: Callable[[], nn.Module], batch: tuple[Tensor], fractions: Sequen
 def test_unequal_blocks() -> None:
     least, half, most = sweep(UNet, pictures(), (0.0, 0.5, 1.0))
     assert least.peak_bytes < half.peak_bytes < most.peak_bytes
-    # An output that is saved two times counts two times.
+    # An output that is saved twice counts twice.
     assert most.predicted_bytes == pytest.approx(most.peak_bytes, rel=0.08)
     assert len(set(half.keeps)) > 1
 

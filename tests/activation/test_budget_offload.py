@@ -206,7 +206,7 @@ def test_no_choice_needs_more_memory_than_predicted(monkeypatch: pytest.MonkeyPa
 
 
 def train_on_rank(strategy: str) -> dict[str, Any]:
-    """Train with batches that are two times larger on rank 1."""
+    """Train with batches that are twice as large on rank 1."""
     ranks = make_ranks()
     own = 1 + ranks.world.rank
     windows = [[tokens(8 * own, seed=10 * step + own)] for step in range(3)]

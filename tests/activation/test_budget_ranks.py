@@ -22,7 +22,7 @@ def make_ranks() -> Ranks:
 
 
 def train_on_rank(strategy: str, budget: float | str, dropout: float = 0.1) -> dict[str, Any]:
-    """Train with batches that are two times larger on rank 1."""
+    """Train with batches that are twice as large on rank 1."""
     ranks = make_ranks()
     module = Net(Language(num_layers=4, dropout=dropout))
     engine = engine_for(module, budget, ranks, strategy=strategy, devices=NUM_RANKS)

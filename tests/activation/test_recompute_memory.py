@@ -66,7 +66,7 @@ def test_saved_bytes_per_block() -> None:
     assert kept_per_block("full") == 1
     # The input; query, key and value; result and statistics of attention; the result of each branch; 4 of the MLP.
     assert kept_per_block("selective") == 1 + 3 + 1 + statistics + 2 * 1 + 4
-    # Norms: 2 inputs, 2 results and statistics; query, key and value; attention two times; before and after GELU.
+    # Norms: 2 inputs, 2 results and statistics; query, key and value; attention twice; before and after GELU.
     assert kept_per_block("none") == 2 + 2 + statistics + 3 + 1 + statistics + 4 + 4
     assert kept_per_block("every_n") == (kept_per_block("none") + 1) / 2
 

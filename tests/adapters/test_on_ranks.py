@@ -25,7 +25,7 @@ from roomier.plan import plan_from_flags
 from tests.adapters.models import Adaptable, make_gpt, token_batches
 from tests.ranks.pool import RankPool
 
-transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
+transformers.PreTrainedModel  # noqa: B018 - imports the code of models once, instead of in each rank
 
 SLOW = pytest.mark.slow
 SETTINGS = {"rank": 4, "alpha": 8}

@@ -44,7 +44,7 @@ def run_parts(names: Sequence[str], out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def result(out: Path) -> dict[str, Any]:
-    """Return the printed result of the quick parts, which run one time for this file."""
+    """Return the printed result of the quick parts, which run once for this file."""
     return run_parts(QUICK_PARTS, out)
 
 

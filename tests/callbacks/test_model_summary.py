@@ -31,7 +31,7 @@ def test_rows_and_totals() -> None:
         Row("head", "Linear", 16, 16, 64),
         Row("frozen", "Linear", 3, 0, 6),
     )
-    # the 16 tied parameters count one time: 16 + 16 + 3 + 1
+    # the 16 tied parameters count once: 16 + 16 + 3 + 1
     assert summary.total == Row("total", "Net", 36, 33, 138)
     assert summary.num_frozen == 3
 

@@ -125,7 +125,7 @@ def test_bar_in_a_terminal_is_closed(make_trainer: Make, scripted: Any, batches:
     text = stream.getvalue()
     for words in ("epoch 0/1", "batch 7/10", "step 7/20", "validation", "batch 2/2", "it/s", "epoch 1/1", "step 20/20"):
         assert words in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is hidden one time and restored"
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is hidden once and restored"
 
 
 def test_bar_is_closed_when_training_fails(

@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: each batch of a single-rank evaluation counts one time."""
+"""Evaluation on several ranks: each batch of a single-rank evaluation counts once."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -69,10 +69,8 @@ USES: dict[str, Scenario] = {
         {"strategy": "zero2", "devices": 2, "precision": "bf16-mixed", "activation_checkpointing": "full"},
         num_ranks=2,
     ),
-    "a block two times": Scenario(
-        programs.train, {"strategy": "zero3", "devices": 2, "order": (0, 1, 0, 2)}, num_ranks=2
-    ),
-    "hsdp and a block two times": Scenario(
+    "a block twice": Scenario(programs.train, {"strategy": "zero3", "devices": 2, "order": (0, 1, 0, 2)}, num_ranks=2),
+    "hsdp and a block twice": Scenario(
         programs.train, {"strategy": _HSDP, "devices": 4, "order": (0, 1, 0, 2), "num_steps": 2}, num_ranks=4
     ),
     "a norm that is not called": Scenario(
@@ -147,7 +145,7 @@ _NO_OPTIM_EVENT = "roomier does not call set_post_optim_event."
 _NO_TENSOR_PARALLEL = "roomier does not combine FSDP2 with tensor parallelism."
 _ONE_REDUCTION = (
     "finalize_backward clears the event after each backward, because roomier does not call set_is_last_backward. In "
-    "one backward, a group is reduced one time, because autograd adds up all gradients of a parameter first."
+    "one backward, a group is reduced once, because autograd adds up all gradients of a parameter first."
 )
 _WHOLE_STEP = "The root of roomier contains the complete step, and completes groups of which only some modules ran."
 _NO_DDP_PRECISION = "roomier does not use the mixed precision of DDP."

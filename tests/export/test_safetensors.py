@@ -27,7 +27,7 @@ from roomier.export.safetensors import export_safetensors
 from tests.covering import covering
 from tests.ranks.pool import RankPool
 
-transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
+transformers.PreTrainedModel  # noqa: B018 - imports the code of models once, instead of in each rank
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 transformers = pytest.importorskip("transformers")
-transformers.PreTrainedModel  # noqa: B018 - imports the code of models one time, instead of in each rank
+transformers.PreTrainedModel  # noqa: B018 - imports the code of models once, instead of in each rank
 
 VOCABULARY = 23
 WIDTH = 16

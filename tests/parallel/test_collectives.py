@@ -67,7 +67,7 @@ def reduce_both(dtype: torch.dtype, may_wait: bool) -> None:
             done.append((ours, total.chunk(group.size())[group.rank()]))
         reductions.finish()
     for ours, theirs in done:
-        # Sums of four numbers of magnitude 1, each rounded one time.
+        # Sums of four numbers of magnitude 1, each rounded once.
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=8 * torch.finfo(ours.dtype).eps)
 
 

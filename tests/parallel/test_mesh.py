@@ -16,7 +16,7 @@ from tests.ranks.pool import RankPool
 
 
 def two_fits() -> list[dict[str, Tensor]]:
-    """Fit two times. Between the fits, rank 0 runs a dry run, which clears the cache of operators of this rank."""
+    """Fit twice. Between the fits, rank 0 runs a dry run, which clears the cache of operators of this rank."""
     weights = []
     for _ in range(2):
         module = Fitted()

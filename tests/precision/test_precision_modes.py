@@ -246,7 +246,7 @@ def test_an_optimizer_that_waits_for_the_device_is_reported(make_trainer, module
 
 
 def test_accumulation_under_a_loss_scale(make_trainer, module, data):
-    """The gradients of all micro-batches have the same scale and are unscaled one time."""
+    """The gradients of all micro-batches have the same scale and are unscaled once."""
     bare = copy.deepcopy(module)
     optimizer = bare.configure_optimizers()
     scaler = torch.amp.GradScaler("cpu")
@@ -281,7 +281,7 @@ def test_convolutions_follow_the_matmul_mode(make_trainer, module, data, level, 
 
 
 def test_two_optimizers_clipped_before_either_steps(make_trainer):
-    """Each optimizer is unscaled one time, and the scale is updated one time for both."""
+    """Each optimizer is unscaled once, and the scale is updated once for both."""
 
     class Pair(roomier.Module):
         automatic_optimization = False

@@ -53,7 +53,7 @@ class RankPool:
     The server starts with the first call. The pool remains usable after a call that fails.
 
     Args:
-        setup: function without arguments that the server calls one time, before it forks ranks.
+        setup: function without arguments that the server calls once, before it forks ranks.
         prepare: function that each rank calls before it initializes the process group. Its arguments are the
             ``settings`` of the call.
         backend: backend of the default process group.

@@ -26,7 +26,7 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 import torch
-import torch._dynamo  # lazily imported modules: imported here one time instead of by each rank of each call
+import torch._dynamo  # lazily imported modules: imported here once instead of by each rank of each call
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp

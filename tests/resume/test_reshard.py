@@ -36,7 +36,7 @@ def undisturbed(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return ``saved(layout)``, which trains the first part of the run with this layout one time."""
+    """Return ``saved(layout)``, which trains the first part of the run with this layout once."""
     parts: dict[tuple[str, int], dict[str, Any]] = {}
 
     def first_part(layout: tuple[str, int]) -> dict[str, Any]:

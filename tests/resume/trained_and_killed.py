@@ -258,7 +258,7 @@ def is_killed_in_save(child: Child) -> bool:
 
 
 def import_late_modules(root: Path) -> None:
-    """Import late modules one time before the forks. No thread is started, because forks have no threads."""
+    """Import late modules once before the forks. No thread is started, because forks have no threads."""
     torch.optim.AdamW(nn.Linear(1, 1).parameters())
     checkpoint.save(root / "warm", {"module": {"weight": torch.zeros(1)}})
     checkpoint.load(root / "warm")

@@ -1,4 +1,4 @@
-"""Compile the simulated accelerator. Each version of the sources, of torch and of the compiler is compiled one time.
+"""Compile the simulated accelerator. Each version of the sources, of torch and of the compiler is compiled once.
 
 The result is stored in ``.cache/simulator`` at the root of the repository. If several processes build at the same time,
 one process compiles and the others wait for it.

@@ -155,7 +155,7 @@ def test_large_records_share_one_buffer(scratch: Scratch) -> None:
             assert buffer.eq(record).all()
             tier.put(record, buffer)
         tier.settle()
-    assert tier.bytes_read == 3 * sum(map(padded, sizes))  # no record is read two times
+    assert tier.bytes_read == 3 * sum(map(padded, sizes))  # no record is read twice
     tier.close()
 
 

@@ -106,7 +106,7 @@ def test_from_datasets(make_trainer):
     train = [batch[0].flatten().tolist() for batch in data.train_dataloader()]
     assert [len(batch) for batch in train] == [2, 2, 2, 2]
     values = [value for batch in train for value in batch]
-    assert sorted(values) == list(range(8)) != values  # each one time, shuffled
+    assert sorted(values) == list(range(8)) != values  # each once, shuffled
     assert [[b[0].flatten().tolist() for b in loader] for loader in data.val_dataloader()] == [[[20, 21]], [[30]]]
     assert data.test_dataloader() is None
     assert [len(batch[0]) for batch in data.predict_dataloader()] == [2, 1]

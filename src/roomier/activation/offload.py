@@ -10,7 +10,7 @@ their copies, because backward frees their memory. All device memory belongs to 
 copies before memory is freed. ``record_stream`` is not used, because it would keep the memory allocated while the host
 runs ahead of the device.
 
-A storage is moved completely and only one time, even if several blocks save views of it (for example of a mask).
+A storage is moved completely and only once, even if several blocks save views of it (for example of a mask).
 Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Parameters and tensors
 from autocast remain allocated in any case.
 """

@@ -305,7 +305,7 @@ class _SavedStorages:
     """Tensors of one forward pass that autograd saves and that ``offload`` would move.
 
     Attributes:
-        num_bytes: bytes of all storages, each counted one time.
+        num_bytes: bytes of all storages, each counted once.
         made_bytes: bytes of the storages that the forward created.
     """
 

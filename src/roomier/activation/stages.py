@@ -158,8 +158,8 @@ def _own_peak(moment: Moment, keep: Keep) -> int:
 def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
     """Return the time of the second forward pass of a block that saves the activations of ``keep``, in nanoseconds.
 
-    In the measured step, each operation was intercepted one time. To save products, each operation is intercepted two
-    times, in the first and in the second forward pass.
+    In the measured step, each operation was intercepted once. To save products, each operation is intercepted
+    twice, in the first and in the second forward pass.
     """
     seen_ns = interception.total_ns(call)
     match keep:

@@ -46,7 +46,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, code_format: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the values that :func:`encode` quantized, with the shape ``shape``, rounded to ``dtype`` one time."""
+    """Return the values that :func:`encode` quantized, with the shape ``shape``, rounded to ``dtype`` once."""
     factors = scales.view(torch.float32)[:, None]
     if code_format == "int8":
         values = codes.view(-1, BLOCK_SIZE).float().mul_(factors / _LARGEST_INT8)

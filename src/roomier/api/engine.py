@@ -190,7 +190,7 @@ class Engine(Protocol):
         ...
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Run the next forward pass of training inside ``context``, one time."""
+        """Run the next forward pass of training inside ``context``, once."""
         ...
 
     def weights(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Table of the overridden hooks. The table is built one time before the loop, so hooks that are not overridden cost no
+"""Table of the overridden hooks. The table is built once before the loop, so hooks that are not overridden cost no
 time."""
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ STEP_COLUMN = "trainer/step"
 class Logger(ABC):
     """Base class for loggers. Implement :meth:`log_metrics`. The other methods are optional.
 
-    On the first rank only, the Trainer calls ``start`` one time, ``log_metrics`` at log steps with Python floats, and
-    ``finalize`` one time. If a method raises an error, a notice reports it, the logger is disabled, and the run
+    On the first rank only, the Trainer calls ``start`` once, ``log_metrics`` at log steps with Python floats, and
+    ``finalize`` once. If a method raises an error, a notice reports it, the logger is disabled, and the run
     continues.
 
     Attributes:

@@ -6,7 +6,7 @@ this argument, the loss of micro-batch ``i`` is ``S_i / N``: the sum over its te
 all micro-batches. The engine's weights produce the same value from the plain mean, ``(S_i / n_i) * (n_i / N)``; see
 [Note: weighted accumulation]. The weights also work for models that do not accept this argument and for custom losses.
 Terms that are added to the mean are averaged with the same weights. An example is the router loss of a mixture of
-experts, which would be counted one time for each micro-batch if only the mean were divided by ``N``.
+experts, which would be counted once for each micro-batch if only the mean were divided by ``N``.
 """
 
 from __future__ import annotations

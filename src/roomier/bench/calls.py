@@ -16,7 +16,7 @@ def folder_of(package: ModuleType) -> str:
 
 
 class FrameCount:
-    """A probe that records, one time, the stack frames between ``training_step`` and ``fit``.
+    """A probe that records, once, the stack frames between ``training_step`` and ``fit``.
 
     Args:
         fit: code of the method that the user called. The frame of this method and the frames of the user are not

@@ -13,7 +13,7 @@ of a row are:
   (:mod:`roomier.bench.planner_rss`). ``error`` does not depend on it.
 
 By default, each model runs with each strategy on each number of ranks, and every pair of options occurs in at least one
-row. ``--all`` runs every legal combination, which takes hours, ``--quick`` runs each model two times, and ``--budgets``
+row. ``--all`` runs every legal combination, which takes hours, ``--quick`` runs each model twice, and ``--budgets``
 runs each model with three activation budgets. GPUs are not measured.
 """
 

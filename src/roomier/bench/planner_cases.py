@@ -101,7 +101,7 @@ def some_cases(per_pair: int = 2) -> list[Case]:
 
 
 def few_cases() -> list[Case]:
-    """Return every model two times, with two strategies, and every option at least two times."""
+    """Return every model twice, with two strategies, and every option at least twice."""
     cases = []
     for i, model in enumerate(_names()):
         for turn in range(2):

@@ -48,7 +48,7 @@ class Summary:
 
     Attributes:
         rows: one row per module.
-        total: row of the model, in which every parameter is counted one time.
+        total: row of the model, in which every parameter is counted once.
     """
 
     rows: tuple[Row, ...]

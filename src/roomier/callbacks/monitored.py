@@ -42,7 +42,7 @@ class Monitored:
         self._is_noticed = False
 
     def read(self, trainer: TrainerView) -> float | None:
-        """Return the latest value. Before the first validation, print a notice one time, and return None.
+        """Return the latest value. Before the first validation, print a notice once, and return None.
 
         Raises:
             RoomierError: the metric was not logged.
@@ -66,7 +66,7 @@ class Monitored:
         raise RoomierError(f"{self.callback_name}({self._argument})", self.name, problem, action)
 
     def report_missing(self, trainer: TrainerView) -> None:
-        """Print a notice, one time, if the metric of a file name is not available."""
+        """Print a notice, once, if the metric of a file name is not available."""
         metrics = trainer.callback_metrics
         if self.name in metrics or self._is_noticed:
             return

@@ -2,7 +2,7 @@
 
 [Note: synchronization]
 To skip a step, the loss and the norm of its gradients must be known before the update, so the host waits for the device
-one time per step. For a rollback or a stop, the loss and the norm stay on the device. These values are read when a log
+once per step. For a rollback or a stop, the loss and the norm stay on the device. These values are read when a log
 row is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
 
 [Note: state after a skipped step]
@@ -13,7 +13,7 @@ torchmetrics objects and the effects of user hooks are not restored.
 [Note: rollback]
 After a loss spike, PaLM (Chowdhery et al. 2022, section 5.1) restarted from an earlier checkpoint and skipped the
 batches around the spike. In roomier, the run resumes from its last checkpoint and repeats every step except the bad
-steps. The log contains the rows of repeated steps two times.
+steps. The log contains the rows of repeated steps twice.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def next_commit_number(target: Path) -> int:
 
 
 def verify(path: str | Path) -> None:
-    """Read every byte of the checkpoint ``path`` one time and compare sizes and checksums with its record.
+    """Read every byte of the checkpoint ``path`` once and compare sizes and checksums with its record.
 
     Raises:
         CheckpointError: a file is missing or damaged. The error names the newest valid checkpoint in the same folder,

@@ -1,4 +1,4 @@
-"""The parts of a state that each rank writes. Every element of every tensor is written one time, by one rank."""
+"""The parts of a state that each rank writes. Every element of every tensor is written once, by one rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Read tensors from the files of a checkpoint: determine the location of each box of a tensor, and the rank that
 verifies the box.
 
-[Note: each file one time]
+[Note: each file once]
 The checksum of a file is computed from the bytes that are read into the tensors. A tensor that already has values, such
 as a weight of a model, must not change if a file is damaged. Such a tensor is filled after all files are verified, so
 its file is read a second time, usually from the page cache. With several ranks, each file is verified by the rank that
@@ -187,7 +187,7 @@ class TensorReader:
         position, left = 0, []
         with summed(self._folder, file) as opened:
             for read in reads:
-                if read.begin < position:  # the read belongs to a tied tensor, which is stored one time
+                if read.begin < position:  # the read belongs to a tied tensor, which is stored once
                     left.append(read)
                     continue
                 read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)

@@ -181,7 +181,7 @@ def read_header(path: Path) -> Header:
 class SummedFile:
     """Regular file that is read from front to end, with the CRC-32 of all its bytes.
 
-    Skipped bytes are read into a small buffer for the checksum, so the file is read exactly one time. :func:`read_box`
+    Skipped bytes are read into a small buffer for the checksum, so the file is read exactly once. :func:`read_box`
     can read from this class instead of an unbuffered file.
 
     Args:

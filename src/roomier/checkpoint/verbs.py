@@ -120,7 +120,7 @@ def load(
         ranks: ranks that load together and share the verification. Each of these ranks calls this function, and an
             error on one rank is raised on all ranks. None loads on this process alone.
         empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged, these tensors can be
-            partially filled. In return, their files are read only one time.
+            partially filled. In return, their files are read only once.
         check: function that ``load`` calls with the state before it fills the tensors of ``into`` that have values. If
             the function raises an error, ``load`` raises the same error, and ``into`` is unchanged.
 

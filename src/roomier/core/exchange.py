@@ -3,7 +3,7 @@
 [Note: bytes sent]
 The count contains the payload that a rank must send to other ranks, independent of the backend. For ``N`` rows, an
 all-to-all sends ``N - 1`` rows. An all-gather sends the row of the rank ``N - 1`` times (in a ring, the rank sends each
-of ``N - 1`` rows one time). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
+of ``N - 1`` rows once). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
 (:func:`all_reduce_bytes`).
 """
 

@@ -342,7 +342,7 @@ def forget_unreduced_gradients(unit: Any) -> None:
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):  # the parameter was unsharded at least one time
+            if hasattr(each, "_unsharded_param"):  # the parameter was unsharded at least once
                 each._unsharded_param.grad = None
 
 

@@ -36,7 +36,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class DuplicateKeyError(ConstructorError):
-    """A mapping that contains a key more than one time.
+    """A mapping that contains a key more than once.
 
     Attributes:
         key: the key.

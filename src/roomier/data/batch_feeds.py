@@ -187,7 +187,7 @@ class WalkedFeed(BatchFeed):
     data.
 
     To resume, the sampler is iterated from the random states at the start of the epoch. If a sampler draws from the
-    global generators for every index instead of one time per epoch, resuming is exact only without workers.
+    global generators for every index instead of once per epoch, resuming is exact only without workers.
 
     Args:
         loader: DataLoader that reads the indices of ``sampler``.

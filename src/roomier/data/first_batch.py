@@ -3,7 +3,7 @@
 [Note: the first batch without side effects]
 Reading a batch can draw random numbers and change the state of the loader. A loader that can be iterated again is
 iterated one additional time. Afterwards every generator, and every attribute of the loader, its dataset and its
-samplers, is restored. An object that can be iterated only one time, such as a generator, is read ahead, and its first
+samplers, is restored. An object that can be iterated only once, such as a generator, is read ahead, and its first
 batch is yielded again to the run.
 """
 
@@ -46,7 +46,7 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
         name: name of the argument that the user passed, for errors.
 
     Returns:
-        The batch, and ``loader`` itself. If ``loader`` can be iterated only one time, the second element yields the
+        The batch, and ``loader`` itself. If ``loader`` can be iterated only once, the second element yields the
         batch again before the remaining batches.
 
     Raises:
@@ -118,7 +118,7 @@ def check_is_repeatable(
         instead: alternative to changing the loader, for the error message.
 
     Raises:
-        DataError: the loader has an iterator that can be read only one time. The message names the iterator.
+        DataError: the loader has an iterator that can be read only once. The message names the iterator.
     """
     if isinstance(loader, CombinedLoader):
         for each, part_name in zip(loader.flattened, loader.part_names, strict=True):

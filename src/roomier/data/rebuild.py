@@ -48,7 +48,7 @@ def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler 
     """Return the sampler of ``loader``, or None if torch does not batch the loader or if the sampler is not a plain
     sampler of torch.
 
-    A plain sampler visits each index one time per epoch.
+    A plain sampler visits each index once per epoch.
     """
     if isinstance(loader.dataset, IterableDataset):
         return None
@@ -66,7 +66,7 @@ def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler 
 
 
 def parts_of(loader: object) -> Iterator[object]:
-    """Yield ``loader``, its dataset and its samplers, each object one time."""
+    """Yield ``loader``, its dataset and its samplers, each object once."""
     seen: list[object] = [loader]
     if isinstance(loader, DataLoader):
         batching = loader.batch_sampler
@@ -91,7 +91,7 @@ def set_loader_epoch(loader: object, epoch: int, *, training: bool = True) -> No
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """Return the torch generators of ``loader``, its dataset and its samplers, each one time."""
+    """Return the torch generators of ``loader``, its dataset and its samplers, each once."""
     found: list[torch.Generator] = []
     for part in parts_of(loader):
         generator = getattr(part, "generator", None)

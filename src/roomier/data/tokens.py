@@ -216,7 +216,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         path: file written by :func:`write_tokens`.
         block_size: tokens per item.
         stride: distance in tokens between the beginnings of two items. None means ``block_size``, so that each token is
-            read one time.
+            read once.
         labels: ``"shifted"`` or ``"same"``.
 
     Attributes:

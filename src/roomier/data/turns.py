@@ -219,7 +219,7 @@ def without_padding(loader: Any, name: str, world: World) -> Any:
     if type(sampler) is not DistributedSampler or type(batching) not in (BatchSampler, type(None)):
         return loader
     if world.size > 1:
-        notice(f"{name}: replaced its DistributedSampler, which repeats samples, so that each sample counts one time")
+        notice(f"{name}: replaced its DistributedSampler, which repeats samples, so that each sample counts once")
     whole = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     if batching is None:
         return rebuilt(loader, sampler=whole)

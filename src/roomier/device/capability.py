@@ -2,7 +2,7 @@
 
 [Note: capabilities are tried]
 Code must not depend on the name of a device, because torch supports devices that roomier does not know. Each
-capability is found by using the feature one time on one element, because drivers implement torch's interfaces
+capability is found by using the feature once on one element, because drivers implement torch's interfaces
 partially. The result is stored for the process. The CPU is the host: it needs no streams and no pinned memory.
 """
 

@@ -245,7 +245,7 @@ class EagerEngine:
         self._parallel.trained_parameters_changed()
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Enter ``context`` one time, around the next training forward."""
+        """Enter ``context`` once, around the next training forward."""
         self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from roomier.precision.policy import Precision, precision_of
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a network, determined one time by :func:`facts_of` and passed to every technique.
+    """Properties of a network, determined once by :func:`facts_of` and passed to every technique.
 
     Attributes:
         network: the module whose parameters are trained and saved.

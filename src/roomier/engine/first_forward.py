@@ -20,7 +20,7 @@ class FirstForward:
         make: function that creates the context of a forward pass.
 
     Attributes:
-        watches: contexts that the next forward pass with gradients enters, one time each.
+        watches: contexts that the next forward pass with gradients enters, once each.
     """
 
     def __init__(self, make: MakeContext) -> None:

@@ -77,7 +77,7 @@ class TakenWeights:
     def values_of(self, network: nn.Module) -> Callable[[nn.Parameter], Tensor | None]:
         """Return a function that returns the values of a parameter of ``network``, or None if a file provides them.
 
-        The function can be called one time for each parameter.
+        The function can be called once for each parameter.
         """
         names = {id(each): name for name, each in network.named_parameters()}
 

@@ -2,7 +2,7 @@
 
 [Note: moments]
 An object with empty methods can replace ``None`` for a technique that is not used, but calling the empty methods in
-every step takes time. Instead, the engine determines one time which techniques are active, and collects their methods
+every step takes time. Instead, the engine determines once which techniques are active, and collects their methods
 in one tuple per moment. Most tuples are empty. A new technique adds its methods in :func:`moments_of`.
 """
 

@@ -32,7 +32,7 @@ def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto"
     The rates come from stored measurements of ``roomier hardware`` for this host, if the processor, the torch version,
     the number of ranks and the number of threads per rank are the same. Without a stored measurement, the rates of GPUs
     in the table come from their data sheets. Other values come from a quick measurement, which takes about one second
-    and runs one time per process. ``source`` states the origin. The memory size is the memory that is currently
+    and runs once per process. ``source`` states the origin. The memory size is the memory that is currently
     available.
 
     Args:

@@ -74,7 +74,7 @@ def command_again(devices: int = 2) -> Command:
 
 
 def _can_be_read_again(file: str) -> bool:
-    """Return whether ``file`` can be read more than one time. Standard input, pipes and devices cannot be read
+    """Return whether ``file`` can be read more than once. Standard input, pipes and devices cannot be read
     again."""
     if file.startswith(("<", "/dev/", "/proc/")):
         return False

@@ -110,7 +110,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of rank 0. Each rank acts on a verdict one time.
+    """Decision of rank 0. Each rank acts on a verdict once.
 
     Attributes:
         number: number of the verdict, which increases with each verdict.

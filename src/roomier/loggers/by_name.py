@@ -71,7 +71,7 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
                 "logger",
                 [logger.name for logger in loggers],
                 f"two of these loggers would write {kind.file_name}",
-                f"Use {kind.name!r} only one time",
+                f"Use {kind.name!r} only once",
             )
     return loggers
 

@@ -23,8 +23,8 @@ class ForeignLogger(Logger):
     """Adapter that calls the Lightning logger ``inner`` in the same way as Lightning. ``trainer.logger`` returns
     ``inner``.
 
-    ``inner`` manages its own folders and versions. After a resume, ``inner`` contains the rows of repeated steps two
-    times.
+    ``inner`` manages its own folders and versions. After a resume, ``inner`` contains the rows of repeated steps
+    twice.
 
     Args:
         inner: the logger.

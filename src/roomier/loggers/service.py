@@ -17,7 +17,7 @@ class ServiceLogger(GuardedLogger):
 
     The first rank opens a run when a fit starts or when ``experiment`` is first read. The id is stored in the run
     folder, so a resumed run continues the same run of the service. The service then contains the rows of repeated steps
-    two times, because services do not delete rows.
+    twice, because services do not delete rows.
 
     Args:
         project: project that contains the run.

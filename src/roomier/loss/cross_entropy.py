@@ -4,7 +4,7 @@
 The gradient of the logits of a token depends on other tokens only through a common factor, which comes from the mean or
 the loss scale. The forward therefore computes the logits and losses of each chunk, and adds the chunk's contribution to
 the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the factor. Logits are
-computed one time. The saved gradients are as large as the input and the parameters.
+computed once. The saved gradients are as large as the input and the parameters.
 
 The suffixes of tensor names use the letters of :mod:`roomier.models.gpt`, and in addition
 

@@ -95,7 +95,7 @@ class Output:
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def report(self, operation: str, hidden: Tensor) -> None:
-        """Report, one time and in training only, that ``operation`` reads more logits than a chunk contains."""
+        """Report, once and in training only, that ``operation`` reads more logits than a chunk contains."""
         num_rows = hidden.shape[:-1].numel()
         is_small = num_rows <= LossOfLinear((self.dtype,), self.chunk_tokens).chunk_size(len(self.weight))
         if is_small or operation in self.use.reported or not self.is_grad_enabled:

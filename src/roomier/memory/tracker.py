@@ -2,7 +2,7 @@
 
 [Note: how bytes are counted]
 While a :class:`MemoryTracker` is active, it receives each operation that torch dispatches on this rank, including the
-operations of backward and of optimizers. Each storage of an argument or a result is counted one time, regardless of the
+operations of backward and of optimizers. Each storage of an argument or a result is counted once, regardless of the
 number of tensors that share it. A result is counted from the operation that returns it onward. An argument that was not
 recorded before is counted from the start, because the argument already existed. A storage is counted until Python
 destroys it. Sizes are read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
@@ -338,7 +338,7 @@ class MemoryTracker:
 
     @torch.no_grad()
     def _note_gathered(self) -> None:
-        # fully_shard creates the unsharded parameter one time and refills its storage.
+        # fully_shard creates the unsharded parameter once and refills its storage.
         found = [(each, name) for each, name in self._not_gathered if not isinstance(getattr(each, name), DTensor)]
         for each, name in found:
             parameter = getattr(each, name)

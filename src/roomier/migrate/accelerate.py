@@ -157,7 +157,7 @@ def _handlers(answers: Answers, name: str, handlers: Any) -> None:
 
 
 _HANDLERS_WITHOUT_EFFECT = {
-    "AutocastKwargs": "weights are cast to 16 bits one time per forward",
+    "AutocastKwargs": "weights are cast to 16 bits once per forward",
     "GradScalerKwargs": _SCALE,
     "InitProcessGroupKwargs": "the backend is gloo on the CPU, and torch's default for other devices",
     "ProfileKwargs": "torch.profiler.profile records a loop without arguments of Accelerator",

@@ -130,7 +130,7 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
         from transformers.core_model_loading import PrefixChange, revert_weight_conversion
     except ImportError:
         return [Conversion((name,), {name: shape}, None) for name, shape in held.items()]
-    # These are the rules that save_pretrained uses for a model created from its configuration, computed one time for
+    # These are the rules that save_pretrained uses for a model created from its configuration, computed once for
     # all tensors.
     rules = [
         each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)

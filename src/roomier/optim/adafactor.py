@@ -9,7 +9,7 @@ arithmetic of torch, and processes one shard at a time. Four values depend on th
     column means, sum of the row means, norm of the weight      one all-reduce for all parameters
     norm of the update                                          a second all-reduce
 
-The update is computed two times, before and after its norm is known, so the temporaries have the size of one shard. The
+The update is computed twice, before and after its norm is known, so the temporaries have the size of one shard. The
 factors stay on the device, so a step does not wait for the device. Row means are sharded like the rows. Column means of
 a matrix are on every rank. With more than two dimensions, torch factorizes the last two, so both means have the rows of
 the shard.

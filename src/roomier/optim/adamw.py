@@ -116,7 +116,7 @@ class BlockwiseAdamW(Optimizer):
             self._count(group)
 
     def _count(self, group: Mapping[str, Any]) -> None:
-        """Number all parameters one time, because a step in backward processes only some of them."""
+        """Number all parameters once, because a step in backward processes only some of them."""
         for parameter in group["params"]:
             self._index[parameter] = len(self._index)
             if uses_codes(parameter.shape, group["state_bits"]):
@@ -263,7 +263,7 @@ def _update_rows(
     first: int,
     update: UpdateBlocks,
 ) -> None:
-    """Update some rows at a time. A block never spans several rows, and each weight is read and written one time."""
+    """Update some rows at a time. A block never spans several rows, and each weight is read and written once."""
     names = ("root_codes", "ratio_codes") if "root_codes" in state else ("codes",)
     # If the memory order of a tensor differs, the rows are copied.
     weights, gradients, low_bits = _rows(weight), _rows(gradient), state.get("low_bits")

@@ -36,7 +36,7 @@ class Trait:
 def trained_parameters(
     network: nn.Module, blocks: Sequence[nn.Module] | None = None
 ) -> list[tuple[nn.Parameter, Trait]]:
-    """Return the parameters that require gradients, in the order of the network. Tied parameters appear one time.
+    """Return the parameters that require gradients, in the order of the network. Tied parameters appear once.
 
     Args:
         blocks: the blocks of ``network``. None searches for blocks.

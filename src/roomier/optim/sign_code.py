@@ -4,7 +4,7 @@
 A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale has the
 smallest error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded (Karimireddy
 et al. 2019, arXiv 1901.09847, lemma 8). The root mean square preserves the norm, but it can have a squared error of up
-to two times the squared norm of the block. Blocks never span two tensors, because a single scale for the model would
+to twice the squared norm of the block. Blocks never span two tensors, because a single scale for the model would
 give norms and embeddings the size of the model's matrices.
 
 [Note: shards]

@@ -24,7 +24,7 @@ _meshes: dict[tuple[str, int, int], DeviceMesh] = {}
 def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
     """Return the mesh with the dimension ``shard``, or with ``replicate`` x ``shard`` if there are several replicas.
 
-    Consecutive ranks share a replica, because they are usually on the same node. The mesh is created one time for the
+    Consecutive ranks share a replica, because they are usually on the same node. The mesh is created once for the
     default process group, see [Note: one mesh].
 
     Args:

@@ -144,7 +144,7 @@ class Replicas(Unsharded):
         self.runner = self._ddp = wrap(
             runner,
             device_ids=None if self._device.type == "cpu" else [self._device.index],
-            gradient_as_bucket_view=True,  # without this option, each gradient exists two times in memory
+            gradient_as_bucket_view=True,  # without this option, each gradient exists twice in memory
             find_unused_parameters=self._finds_unused,
         )
         if self._compression is not None:

@@ -4,7 +4,7 @@
 ZeRO (Rajbhandari et al. 2020, section 5) shards optimizer states (stage 1), gradients (stage 2) and parameters
 (stage 3) across ranks. With ``fully_shard``, a stage is the combination of two choices:
 
-- *When gradients are reduced*: one time per optimizer step (stage 1), or after every micro-batch (stages 2 and 3).
+- *When gradients are reduced*: once per optimizer step (stage 1), or after every micro-batch (stages 2 and 3).
 - *When unsharded parameters are freed*: after backward (stages 1 and 2), or after the forward of each block (stage 3).
   In stage 3, backward runs another all-gather.
 
@@ -176,7 +176,7 @@ class Shards:
             return
         if not self._was_gathered:
             # With deferred gradient reduction, torch 2.13 fails on a unit whose forward never ran. To avoid this
-            # failure, each unit is unsharded one time.
+            # failure, each unit is unsharded once.
             self._was_gathered = True
             for unit in self._units:
                 unit.unshard()
@@ -355,7 +355,7 @@ def closed_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
 
 
 def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:
-    # A module that is registered two times is counted one time.
+    # A module that is registered twice is counted once.
     return Counter(each for module in network.modules() for each in sharded_parameters(module, recurse=False))
 
 

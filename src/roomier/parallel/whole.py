@@ -3,7 +3,7 @@
 [Note: parameters without a dimension]
 A learned scalar, such as the temperature of CLIP, has no dimension to shard, and sharding it would save no memory. A
 learned scalar is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates. This module
-sums the gradient of each such parameter over the ranks one time per step, as DDP does. DTensor treats tensors without a
+sums the gradient of each such parameter over the ranks once per step, as DDP does. DTensor treats tensors without a
 dimension as replicated, so optimizers accept sharded and unsharded parameters in one list.
 """
 

@@ -29,7 +29,7 @@ def has_two_backwards(plan: Plan) -> bool:
 
 
 def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
-    """Reject settings of a different policy, a missing budget, and a budget that is given two times."""
+    """Reject settings of a different policy, a missing budget, and a budget that is given twice."""
     activation = plan.activation
     owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
     for name, policy in owners.items():

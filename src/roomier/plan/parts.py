@@ -326,7 +326,7 @@ class CompilePlan(Part):
     """Compilation of the model's blocks.
 
     Attributes:
-        enabled: compile each block with ``torch.compile``. Identical blocks are compiled one time.
+        enabled: compile each block with ``torch.compile``. Identical blocks are compiled once.
         backend: backend of ``torch.compile``, such as ``"aot_eager"``. None selects ``"inductor"``.
         mode: mode of the backend ``"inductor"``, such as ``"max-autotune"``. None selects ``"default"``.
     """
@@ -380,7 +380,7 @@ PARTS: dict[str, type[Part]] = {
 FIELDS: dict[str, dict[str, object]] = {
     section: {field.name: hints[field.name] for field in dataclasses.fields(part)}
     for section, part in PARTS.items()
-    for hints in [get_type_hints(part)]  # this call is slow, so it runs one time per part
+    for hints in [get_type_hints(part)]  # this call is slow, so it runs once per part
 }
 """Section name -> field name -> annotated type."""
 

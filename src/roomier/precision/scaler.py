@@ -32,7 +32,7 @@ class LossScaler:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the factor, one time per step and optimizer."""
+        """Divide the gradients by the factor, once per step and optimizer."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
@@ -51,7 +51,7 @@ class LossScaler:
         return any(bool(flag) for flag in torch_private.found_inf(self._scaler, optimizer))
 
     def update(self) -> None:
-        """Adapt the factor, one time per step and after all optimizers."""
+        """Adapt the factor, once per step and after all optimizers."""
         self._scaler.update()
 
     @property

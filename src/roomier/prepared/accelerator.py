@@ -53,7 +53,7 @@ class Accelerator(Storage):
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None uses the precision of the plan.
         gradient_accumulation_steps: number of micro-batches per optimizer step.
         split_batches: divide each batch of a loader among the ranks. By default, each rank reads one batch per step.
-        step_scheduler_with_optimizer: step schedulers only after an optimizer step, one time per rank.
+        step_scheduler_with_optimizer: step schedulers only after an optimizer step, once per rank.
         log_with: names of loggers, or loggers, for :meth:`log`.
         project_dir: folder of logs.
         keywords: other keywords of ``accelerate.Accelerator``. roomier converts a keyword, reports that it has no

@@ -95,14 +95,14 @@ class PreparedScheduler:
     """Proxy of ``scheduler`` that steps with the optimizer.
 
     A scheduler that a script creates counts the batches of all processes. One optimizer step consumes one batch per
-    process, so the scheduler steps one time per process, unless ``splits_batches`` is set.
+    process, so the scheduler steps once per process, unless ``splits_batches`` is set.
 
     Args:
         scheduler: the scheduler.
         optimizers: the prepared optimizers that it can belong to.
         accumulation: position of the loop.
         num_processes: number of ranks.
-        steps_with_optimizer: if False, each call of ``step`` steps the scheduler one time.
+        steps_with_optimizer: if False, each call of ``step`` steps the scheduler once.
         splits_batches: whether the batches of a loader are divided among the ranks.
     """
 

@@ -103,7 +103,7 @@ def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
 def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int | str) -> None:
     """Write safetensors files of limited size, in place of the files of an earlier call.
 
-    Tied weights are written one time.
+    Tied weights are written once.
 
     Raises:
         RoomierError: a value is not a tensor.

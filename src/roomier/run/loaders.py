@@ -114,7 +114,7 @@ class RunLoaders:
 
     @property
     def train_source(self) -> Source:
-        """The training data as a source. The source is created one time."""
+        """The training data as a source. The source is created once."""
         if self._train is None:
             self._train = Source(
                 self.train_loader,

@@ -10,7 +10,7 @@ is not pinned is therefore not copied to forked processes (``MADV_DONTFORK``).
 
 [Note: memory of tiers]
 Some tensors share the memory of a buffer or of a mapped file, such as parameters that exchanged their memory with a
-buffer. Code that measures memory counts a buffer one time and does not count mapped files, which are in the page cache.
+buffer. Code that measures memory counts a buffer once and does not count mapped files, which are in the page cache.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Tier(Protocol):
             buffer: the tensor that :meth:`take`, :meth:`blank` or :meth:`switch` returned for ``record``. Views of
                 the tensor are rejected.
             wait: function that returns when the content of the buffer is complete, such as ``synchronize`` of an event
-                that follows a copy from the device. It can be called by a different thread, at most one time.
+                that follows a copy from the device. It can be called by a different thread, at most once.
 
         Raises:
             TierError: an earlier write failed.

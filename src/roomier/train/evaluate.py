@@ -35,7 +35,7 @@ class EvaluationCutError(Exception):
 def evaluate(
     run: Run, stage: str, sources: Sequence[Source], limits: Sequence[float], *, keeps_predictions: bool = True
 ) -> list[list[Any]]:
-    """Process all batches of ``sources`` one time in evaluation mode, without gradients.
+    """Process all batches of ``sources`` once in evaluation mode, without gradients.
 
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.

@@ -121,7 +121,7 @@ class Trainer(LastCall):
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
         reload_dataloaders_every_n_epochs: call ``train_dataloader`` and ``val_dataloader`` again after this number of
-            epochs. 0 creates the loaders one time per fit.
+            epochs. 0 creates the loaders once per fit.
         callbacks: one callback or a list of callbacks.
         logger: loggers, or names of loggers. True writes ``metrics.jsonl`` and ``metrics.csv``; False writes no logs.
         enable_checkpointing: add a ModelCheckpoint callback if the callbacks contain none.

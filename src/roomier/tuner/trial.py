@@ -88,7 +88,7 @@ def run_trial(
         prepare: function that is called with the run before the first step.
 
     Raises:
-        RoomierError: the model cannot be copied, or the data cannot be read two times.
+        RoomierError: the model cannot be copied, or the data cannot be read twice.
     """
     _refuse_fitted(trainer, subject.model)
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def _read_by(subject: Subject) -> list[Any]:
     """Return all objects that yield samples, without duplicates.
 
     Raises:
-        DataError: an object can be iterated only one time.
+        DataError: an object can be iterated only once.
     """
     found = [*_leaves(subject.train_dataloaders), *_held_data(subject)]
     for each in found:

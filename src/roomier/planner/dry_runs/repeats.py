@@ -66,14 +66,14 @@ def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
     for name, container in network.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)) and type(container) in (nn.ModuleList, nn.Sequential):
             faces = [_face_of(each) if each in blocks else None for each in container.children()]
-            if len(faces) >= least and len(faces) == len(container):  # lengths differ if a block is listed two times
+            if len(faces) >= least and len(faces) == len(container):  # lengths differ if a block is listed twice
                 found += _runs(name, faces, least, step)
     return found
 
 
 def report_full_trace(module: Module, repeats: Sequence[Repeat], error: Exception) -> None:
     """Print a notice that all blocks of a model are traced, because copies with fewer blocks cannot be used. The notice
-    is printed one time per model."""
+    is printed once per model."""
     if module in _reported:
         return
     _reported.add(module)

@@ -10,7 +10,7 @@ runs at the end of the backward of its block.
 
 Parameters are on the device while their block computes, together with the parameters of the next block. In backward,
 the gradients of the previous block are copied to the host at the same time. At the end of the backward of a block, its
-gradients exist two times, as tensors of autograd and as the record that leaves. In an update, the parameters and
+gradients exist twice, as tensors of autograd and as the record that leaves. In an update, the parameters and
 gradients of the unit and the updated parameters of the previous unit are on the device.
 
 On a CPU, the states of a unit are updated in the buffers of the disk tier, so the buffers are the only additional

@@ -1,4 +1,4 @@
-"""Traces: the memory that forward and backward use in addition to model states, recorded one time for all strategies.
+"""Traces: the memory that forward and backward use in addition to model states, recorded once for all strategies.
 
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer and with the techniques of the plan that

@@ -72,7 +72,7 @@ def step_time(
         units: units of the network; None computes the units.
         kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
             half of the bytes that the forward of the block moves outside of matrix products, because each result is
-            written one time and read one time.
+            written once and read once.
         away: model states in lower tiers; None if all model states are on the device.
         chosen: activations that each block saves, as chosen for an activation budget. If None and ``plan`` has an
             activation budget, all blocks are assumed to be recomputed in full.

@@ -12,7 +12,7 @@ ZeRO-2 sends as much as DDP, and ZeRO-3 1.5 times as much)::
     hsdp     M (2 G + B)          within a group, and the all-reduce of shards, 2 (C-1)/C B/N, over ``C`` replicas
 
 In addition, each rank copies data locally. Shards are packed into one buffer and unpacked from it, so each byte is read
-and written one time. Ranks that send their shards pairwise also sum the received shards.
+and written once. Ranks that send their shards pairwise also sum the received shards.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
 
 
 def _own_elements(weight: Weight, layout: Layout) -> int:
-    # Tensors without a dimension are not sharded. These tensors are reduced one time per step, in negligible time.
+    # Tensors without a dimension are not sharded. These tensors are reduced once per step, in negligible time.
     return math.prod(own_shape(weight.shape, layout)) if weight.shape else 0
 
 

@@ -152,7 +152,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Check that all ``callbacks`` are distinct instances of Callback and that their states have distinct keys.
 
     Raises:
-        RoomierError: an entry is not a Callback, is in the list two times, or has the same ``state_key`` as another
+        RoomierError: an entry is not a Callback, is in the list twice, or has the same ``state_key`` as another
             callback.
     """
     seen: dict[str, Any] = {}

@@ -85,8 +85,8 @@ class Job:
 
 
 def job_of_fit(root: Path, ranks: Ranks) -> Job | None:
-    """Return the job of the fit that begins; None if no launcher restarts jobs. All ranks must call this function one
-    time per fit."""
+    """Return the job of the fit that begins; None if no launcher restarts jobs. All ranks must call this function
+    once per fit."""
     job = _next_job(root, ranks)
     _num_fits[root.absolute()] += 1
     return job
