@@ -92,7 +92,7 @@ class RankAnatomy:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Memory of all ranks of a run, equal on each rank. ``print`` shows it as a table.
+    """Memory of all ranks of a run. The values are identical on every rank. ``print`` shows the memory as a table.
 
     Attributes:
         strategy: strategy and precision of the run.

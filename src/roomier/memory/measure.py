@@ -24,7 +24,7 @@ def anatomy_of(trainer: TrainerView) -> Anatomy:
     """Return the memory of a run. See :func:`roomier.memory.anatomy`."""
     run = trainer.run or trainer.fitted
     if run is None:
-        action = "Call it in a hook of a callback, or after trainer.fit(model, data)"
+        action = "Call anatomy() in a hook of a callback, or after trainer.fit(model, data)"
         raise RoomierError("anatomy", trainer, "has not run anything yet", action)
     engine, plan, rank = run.engine, run.plan, run.ranks.world.rank
     engine.settle()  # parameters that an evaluation has unsharded are not part of a step
@@ -74,12 +74,17 @@ def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
 def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
     notes = ["per parameter: bytes when the sum of weights, gradients and states is largest in a step"]
     if not has_peak:
-        notes[0] = "per parameter: bytes now; formula: bytes when their sum is largest in a step"
+        notes[0] = (
+            "per parameter: current bytes; formula: bytes when the sum of weights, gradients and states is largest in "
+            "a step"
+        )
         notes.append("for the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
         notes.append("the usual 18 bytes include 2 for 16-bit copies of weights, which count as activations here")
     if plan.adapter.frozen_base != "as_is":
         notes.append("the quantized frozen base counts as bytes of weights, but not as parameters")
     if plan.compile.enabled and has_peak:
-        notes.append("compiled blocks ran uncompiled in the tracked step; compiled, they need less memory")
+        notes.append(
+            "compiled blocks ran without compilation in the tracked step; with compilation, the blocks need less memory"
+        )
     return notes

@@ -68,8 +68,8 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     num_micro_batches = plan.batch.accumulate_grad_batches
     steps_in_backward = lever_that_frees_gradients(plan) is not None
     if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
-        # The model is not wrapped with one rank. It is also not wrapped with 1-bit Adam, because the gradients differ
-        # between ranks.
+        # The model is not wrapped on a single rank. With 1-bit Adam, the model is not wrapped either, because the
+        # gradients differ between ranks.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
     is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks
     return Layout(

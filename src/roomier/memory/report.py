@@ -47,7 +47,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of all ranks of a run, equal on each rank.
+    """Memory of all ranks of a run. The values are identical on every rank.
 
     Attributes:
         strategy: strategy of the Plan.

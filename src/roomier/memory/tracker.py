@@ -101,7 +101,7 @@ class MemoryTracker:
 
     Args:
         module: module whose parameters and buffers are identified by kind.
-        optimizers: optimizers of its parameters.
+        optimizers: optimizers of the module's parameters.
         device: device whose storages are counted.
         kept: function that returns tensors outside the module with the same lifetime, such as averages of its weights.
 
@@ -226,8 +226,8 @@ class MemoryTracker:
         return last
 
     def moments(self) -> Iterator[Snapshot]:
-        """Yield a snapshot of the start and a snapshot after each change. The snapshots share one dict, so a caller
-        must copy the dict to preserve its values."""
+        """Yield a snapshot of the start of recording and a snapshot after each change. The snapshots share one dict, so
+        a caller must copy the dict to preserve its values."""
         num_bytes = dict.fromkeys(Kind, 0)
         for change in self._at_start:
             num_bytes[change.storage.kind] += change.num_bytes
@@ -314,7 +314,7 @@ class MemoryTracker:
         return known
 
     def _begin_buffer(self, address: int, num_bytes: int) -> None:
-        key = -address  # not the identity of an object
+        key = -address  # negative, so that the key differs from every id()
         if key not in self._storages:
             buffer = _Storage(lambda: None, num_bytes, "rest", Kind.OPTIMIZER_STATE)
             self._storages[key] = buffer
@@ -416,7 +416,7 @@ def _address_of(storage: torch.UntypedStorage) -> int:
 
 @cache
 def _meaning_of(func: Any) -> tuple[Kind, bool]:
-    """Return the kind of an operation's arguments, and whether it packs gradients."""
+    """Return the kind of an operation's arguments, and whether the operation packs gradients."""
     kind = Kind.COMMUNICATION if func.namespace in _COMMUNICATION else Kind.TEMPORARY
     return kind, func.name().startswith(_PACKS_GRADIENTS)
 

@@ -58,8 +58,8 @@ class Layout:
         steps_in_backward: True if gradients are used and freed during backward.
         reads_in_backward: True if gradients are read during backward, but not freed, as in a speculative update.
         num_backwards: number of backwards per micro-batch; with 2, the first backward pass computes the norm.
-        holds_all_batches: True if all batches of a step are on the device. This is the case on the CPU. On other
-            devices, batches are moved to the device one by one.
+        holds_all_batches: True if all batches of a step are on the device, as on the CPU. On other devices, batches are
+            moved to the device one by one.
     """
 
     strategy: str

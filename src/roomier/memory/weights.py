@@ -62,7 +62,8 @@ class Unit:
         is_root: True for the unit of all remaining weights.
         ends_late: True if the inputs of the unit have no gradient, so that its backward ends with the whole backward.
         is_looked_up: True for an embedding, which is not all-gathered for backward.
-        is_inner: True for the norms and embeddings of a block. The previous unit is the block.
+        is_inner: True for the norms and embeddings of a block. The preceding unit contains the other weights of the
+            block.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Copies of parameters in lower precision, which autocast creates and autograd saves.
 
 Under autocast, the first operation that reads a parameter creates a copy in lower precision. The cache of autocast and
-the graph keep this copy until backward. The memory of the copy is freed while its parameter is away from the device,
-and the copy is computed again from the parameter. The tensor itself remains, so the graph and its sums are unchanged.
+the graph keep this copy until backward. While a parameter is not on the device, the memory of its copy is freed. When
+the parameter returns, the copy is recomputed. The tensor object of the copy remains, so the graph is unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Casts:
         self._casts: dict[int, _Cast] = {}
 
     def add(self, parameter: nn.Parameter, cast: Tensor) -> None:
-        """Add ``cast``, a copy of ``parameter`` that can be known already."""
+        """Add ``cast``, a copy of ``parameter``. A copy that was added before is ignored."""
         storage = cast.untyped_storage()
         key = torch_private.memory_of(cast)
         known = self._casts.get(key)
@@ -56,7 +56,7 @@ class Casts:
             storage.resize_(0)
 
     def arrive(self) -> None:
-        """Compute the copies again. The parameters are on the device."""
+        """Recompute the copies. The parameters must be on the device."""
         for storage, cast in self._living():
             if not storage.nbytes():
                 storage.resize_(cast.num_bytes)
@@ -69,7 +69,8 @@ class Casts:
 
 
 def cast_parameter(tensor: Tensor) -> nn.Parameter | None:
-    """Return the parameter from which autocast created ``tensor``, which is not a view; None for other tensors."""
+    """Return the parameter from which autocast created ``tensor``; None for other tensors. ``tensor`` must not be a
+    view."""
     created_by = tensor.grad_fn
     if created_by is None or created_by.name() != "ToCopyBackward0":
         return None

@@ -1,7 +1,8 @@
 """Gradients of regions that leave the device after the backward of their region.
 
-The gradients of further micro-batches are added on the device: the earlier sum arrives, the new gradients are added,
-and the sum leaves. This is the sum that autograd computes if gradients stay on the device.
+The gradients of later micro-batches are added on the device. The earlier sum is copied to the device, the new gradients
+are added, and the new sum is moved to the tier. The result equals the sum that autograd computes if gradients stay on
+the device.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class OffloadedGradients:
 
     Args:
         regions: the regions.
-        memories: memory of the gradients of each region.
+        memories: device memory for the gradients of each region.
 
     Attributes:
-        norms: norm of each gradient that left (0-dim, on the device), for the global norm of the gradients.
+        norms: norm of each gradient that was moved to the tier (0-dim, on the device), for the global norm of the
+            gradients.
         measures_norms: whether :attr:`norms` is computed.
     """
 
@@ -45,7 +47,7 @@ class OffloadedGradients:
     def begin_step(self) -> None:
         """Call before the first forward of a step. Parameters can have been unfrozen since the last step.
 
-        Gradients of earlier steps belong to updates that run when their region is used.
+        Gradients of earlier steps belong to pending updates, which run when the region of the gradients is used.
         """
         self._awaits_update = {region for region, stored in self._stored.items() if stored}
         for parameter in self._home:
@@ -57,7 +59,7 @@ class OffloadedGradients:
         """Process the gradient of ``parameter``, which is complete."""
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
-            return  # such as a sparse gradient of an embedding
+            return  # for example, a sparse gradient of an embedding
         region = self._home[parameter]
         complete = self._complete.setdefault(region, {})
         complete[parameter] = None
@@ -101,7 +103,8 @@ class OffloadedGradients:
             parameter.grad = with_local_part(parameter, self._views[parameter])
 
     def leave(self, region: Region) -> None:
-        """Move the gradients of ``region``, which :meth:`arrive` brought, to the tier, with their current values."""
+        """Move the gradients of ``region`` that :meth:`arrive` brought to the device back to the tier, with their
+        current values."""
         for parameter in self._stored[region]:
             parameter.grad = None
         self._send(region)

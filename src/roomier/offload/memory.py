@@ -3,17 +3,17 @@
 [Note: one storage]
 Operations save views of parameters for backward. These views refer to the storage of the parameter, so a parameter that
 leaves and returns must keep its storage. Only the memory of the storage is freed and allocated again. On the CPU, the
-memory of the storage is exchanged with the buffer of the tier, so no byte is copied. Allocating and copying would take
-longer than reading from a disk, because the kernel clears each new page.
+memory of the storage is exchanged with the buffer of the tier, so no byte is copied. Allocation and copying would take
+longer than reading from a disk, because the operating system clears each new page.
 
 [Note: copies of records]
 On an accelerator, records are copied on one stream. The device memory belongs to the stream that is current when it is
 allocated, which is the compute stream or a stream of ``fully_shard``. A copy to the device waits for the kernels that
-used this memory before, and kernels that read the memory wait for the copy. Memory is freed after the stream to which
-it belongs waits for the last copy from or to it. A copy to the host that has
-just started would delay the computation, so this memory is freed when the next record is brought to the device. If the
-tier has a buffer for each record, the buffers are not returned to the tier between uses, so the host never waits for a
-copy.
+used this memory before, and kernels that read the memory wait for the copy. Before memory is freed, the stream to which
+the memory belongs waits for the last copy that uses the memory. Waiting for a copy to the host that has just started
+would delay the computation. Therefore, the memory of this copy is freed when the next record is brought to the device.
+If the tier has a buffer for each record, the buffers are not returned to the tier between uses, so the host never waits
+for a copy.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Memory(Protocol):
     """Memory of one record on the device.
 
     Attributes:
-        storage: the storage, which always is the same object.
+        storage: the storage, which remains the same object.
     """
 
     storage: torch.UntypedStorage
 
     @property
     def is_here(self) -> bool:
-        """Whether the storage has memory with the content of the record."""
+        """True if the storage has memory with the content of the record."""
         ...
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class Memory(Protocol):
         ...
 
     def blank(self) -> None:
-        """Give the storage memory with undefined content."""
+        """Allocate memory with undefined content for the storage."""
         ...
 
     def leave(self, *, is_changed: bool) -> None:
@@ -61,7 +61,7 @@ class Memory(Protocol):
         ...
 
     def free(self) -> None:
-        """Free memory whose copy to the host had not ended when it left."""
+        """Free the memory if :meth:`leave` did not free it because the copy to the host was not complete."""
         ...
 
     def settle(self) -> None:
@@ -83,7 +83,7 @@ class HostMemory:
         self._content = torch.empty(0, dtype=torch.uint8)
         self.storage = self._content.untyped_storage()
         self._buffer: Tensor | None = None
-        self._shared: Tensor | None = None  # a tensor with the memory of the buffer, or without memory while it is here
+        self._shared: Tensor | None = None  # has the memory of the buffer; without memory while is_here
 
     @property
     def is_here(self) -> bool:
@@ -141,7 +141,7 @@ class DeviceMemory:
         num_bytes: size of the record.
         device: the device.
         stream: stream for copies, see [Note: copies of records]. None for copies that the host waits for.
-        keeps_buffer: whether the tier has a buffer for each record.
+        keeps_buffer: True if the tier has a buffer for each record, so that the buffer is retained between uses.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class DeviceMemory:
         self._has_memory = False
         self._owner: Any = None  # stream to which the memory belongs
         self._copied: Any = None  # event after the last copy
-        self._buffer: Tensor | None = None  # if it is kept
-        self._written: Any = None  # event after the last copy to the kept buffer
+        self._buffer: Tensor | None = None  # if keeps_buffer is set
+        self._written: Any = None  # event after the last copy to the retained buffer
 
     def start(self) -> None:
         if self._has_memory:

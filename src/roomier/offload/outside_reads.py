@@ -20,8 +20,8 @@ _METADATA = frozenset(
         *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested"),
     )
 ) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_contiguous}
-"""Functions that return facts about a parameter instead of its values. ``fully_shard`` calls some of them before its
-first forward."""
+"""Functions that return properties of a parameter instead of its values. ``fully_shard`` calls some of these functions
+before its first forward."""
 
 
 def _reads_only_metadata(func: Any) -> bool:
@@ -29,10 +29,10 @@ def _reads_only_metadata(func: Any) -> bool:
 
 
 class OutsideReads(TorchFunctionMode):
-    """Context of a forward pass that finds functions of torch with a parameter of a block as an argument while the
-    block does not run.
+    """Context of a forward pass that detects calls of torch functions with a parameter of a block while the block is
+    not running.
 
-    Functions are slower in this context, so it is used for only one forward pass.
+    Torch functions are slower in this context, so the context is used for only one forward pass.
 
     Args:
         units: the units. Units without a module are ignored.

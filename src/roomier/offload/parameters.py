@@ -1,8 +1,8 @@
 """Parameters that are on the device only while their region computes.
 
-The parameters of a region arrive before its forward, and before its backward: when autograd reaches an output of the
-region, or reads one of its saved tensors, whichever happens first. See [Note: when regions arrive and leave] in
-``residency.py``.
+The parameters of a region are brought to the device before its forward and before its backward. The backward begins
+when autograd reaches an output of the region or reads one of its saved tensors, whichever happens first. See
+[Note: when regions arrive and leave] in ``residency.py``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class OffloadedParameters(Residency):
                 self._running.pop()
 
     def saved(self, regions: Regions) -> saved_tensors_hooks:
-        """Return a context in which tensors that autograd saves cause the arrival of ``regions`` when they are read."""
+        """Return a context for saved tensors. When autograd reads a tensor that was saved in this context, ``regions``
+        are brought to the device."""
         pack, unpack = torch_offload.saving_hooks() or (_Saved, _Saved.checked)
 
         def save(tensor: Tensor) -> Any:
@@ -135,7 +136,7 @@ class RegionForward(WrappedForward):
 
     Args:
         module: the module.
-        parameters: the parameters that leave.
+        parameters: the offloaded parameters.
         regions: the regions.
     """
 
@@ -169,7 +170,8 @@ class _Weight:
 
 
 class _Saved:
-    """Any other saved tensor. torch does not detect writes to tensors that were saved by hooks."""
+    """A saved tensor of any other kind. Autograd does not check the version of tensors that hooks save, so this class
+    checks it."""
 
     __slots__ = ("tensor", "version")
 

@@ -18,7 +18,8 @@ MIN_BYTES = 2**20
 """Parameters of smaller modules outside the blocks stay on the device by default, because a transfer takes longer than
 their computation."""
 ALIGNMENT = 512
-"""Parameters start at multiples of this number of bytes, as in separate allocations, so kernels are the same."""
+"""Parameters start at multiples of this number of bytes. Separate allocations have the same alignment, so the same
+kernels are selected."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Place:
 
 
 class Slot(Protocol):
-    """A parameter of a region. Its data is replaced when the region arrives on the device or leaves it.
+    """A parameter of a region. Its data is replaced when the region is brought to the device or leaves the device.
 
     Attributes:
         parameter: the parameter.

@@ -1,13 +1,15 @@
-"""Residency: which regions are on the device.
+"""Moves regions to the device for their use and back to the tier.
 
 [Note: when regions arrive and leave]
-A region arrives when it is used. Then all other regions leave, except regions whose forward is running and the region
-that is expected next, which is copied to the device meanwhile. The order of the regions is learned from the previous
-pass. A wrong expectation costs time only. A region whose parameters did not change leaves without being written.
+A region is brought to the device when it is used. Then all other regions leave the device, with two exceptions: regions
+whose forward is running, and the region that is expected next, which is copied to the device in the background. The
+order of the regions is learned from the previous pass. A wrong expectation only costs time. A region whose parameters
+did not change leaves without being written.
 
 [Note: parameters that are away]
-While a parameter is away, its data is a tensor of NaN without memory. Code that reads it then gets NaN instead of
-accessing freed memory, and writes raise an error. :class:`AbsentWatch` finds such code in the first forward pass.
+While a parameter is not on the device, its data is an expanded NaN that uses no memory. Code that reads the parameter
+gets NaN instead of accessing freed memory, and code that writes to the parameter raises an error. :class:`AbsentWatch`
+finds such code in the first forward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def record_sizes(regions: Sequence[Region]) -> list[int]:
 
 
 def no_values(parameter: nn.Parameter) -> Tensor | None:
-    """Raise an error. This function is the default for models that are on no meta device."""
+    """Raise an error. This function is the default for models that are not on the meta device."""
     raise AssertionError("a parameter on the meta device has no values")
 
 
@@ -57,8 +59,8 @@ class Residency:
     Attributes:
         regions: the argument ``regions``.
         gradients: the gradients of the regions.
-        before_use: functions that are called with a region after it arrived for its forward. A function that changes
-            parameters calls :meth:`changed`.
+        before_use: functions that are called with a region after the region was brought to the device for its forward.
+            A function that changes parameters calls :meth:`changed`.
 
     Raises:
         PlanError: the model has no regions.
@@ -118,10 +120,11 @@ class Residency:
         memory.free()
 
     def use(self, regions: Regions, phase: int | None = None) -> None:
-        """Bring ``regions`` to the device. The computation can read them until different regions are used.
+        """Bring ``regions`` to the device. The computation can read these regions until other regions are used.
 
         Args:
-            phase: ``FORWARD``, ``BACKWARD`` or ``UPDATE``. By default, a backward pass is detected.
+            phase: ``FORWARD``, ``BACKWARD`` or ``UPDATE``. None selects ``BACKWARD`` if a backward pass is running, and
+                ``FORWARD`` otherwise.
         """
         if phase is None:
             phase = BACKWARD if torch_private.is_in_backward() else FORWARD
@@ -144,11 +147,11 @@ class Residency:
         self._expect(now)
 
     def changed(self, region: Region) -> None:
-        """Note that the parameters of ``region``, which are on the device, were written."""
+        """Mark the parameters of ``region``, which are on the device, as modified."""
         self._is_changed.add(region)
 
     def region_of(self, parameter: Tensor) -> Region | None:
-        """Return the region of ``parameter``; None if it stays on the device."""
+        """Return the region of ``parameter``; None if the parameter always stays on the device."""
         return self._home.get(parameter)  # type: ignore[call-overload, no-any-return]
 
     def is_here(self, region: Region) -> bool:
@@ -197,17 +200,18 @@ class Residency:
     def stored(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with its content, which is mapped to its record without loading the record.
 
-        For a sharded parameter, the content is this rank's shard. Call :meth:`settle` first. Reads and writes of the
-        content read and write the parameter. The content is valid until the next use of a region.
+        For a sharded parameter, the content is this rank's shard. Call :meth:`settle` first. Writes to the content
+        modify the parameter. The content is valid until the next use of a region.
         """
         for slot, content in self._contents():
             yield slot.parameter, slot.own(content)
 
     def show_stored(self) -> None:
-        """Make the content of the tier the data of the parameters, without loading it. Call :meth:`settle` first.
+        """Set the data of the parameters to the content of the tier, without loading the content. Call :meth:`settle`
+        first.
 
-        The data is in host memory or on disk, also if the device is an accelerator. It is valid until the next use of a
-        region. Code between steps can therefore read and write parameters.
+        Code between steps can then read and write the parameters. Even if the device is an accelerator, the data is in
+        host memory or on disk. The data is valid until the next use of a region.
         """
         self._is_mapped = True
         for slot, content in self._contents():
@@ -227,7 +231,7 @@ class Residency:
         self.gradients.close()
 
     def detach(self) -> None:
-        """Remove all hooks and end the tier. Call :meth:`show_stored` first. The parameters remain readable."""
+        """Remove all hooks and close the tier. Call :meth:`show_stored` first. The parameters remain readable."""
         self.uninstall()
         self._tier.close()
 
@@ -259,7 +263,7 @@ class Residency:
                 if memory.is_here:
                     self._leave(region)
                 else:
-                    memory.free()  # it was expected, but not used
+                    memory.free()  # the region was expected, but not used
 
     def _leave(self, region: Region) -> None:
         is_changed = region in self._is_changed or _versions(region) != self._versions[region]
@@ -274,7 +278,7 @@ class Residency:
             slot.show(placeholder)
 
     def _expect(self, now: tuple[int, Regions]) -> None:
-        """Start to read the next regions from the tier, and the gradients that are updated or added with them."""
+        """Start to read the next regions from the tier, with the gradients that their update or backward requires."""
         records: dict[int, None] = {}
         for _ in range(self._tier.num_buffers):
             phase, regions = now
@@ -288,7 +292,7 @@ class Residency:
 
 
 class AbsentWatch:
-    """Context for the first forward pass, which raises an error if code reads a parameter that is away.
+    """Context for the first forward pass that raises an error if code reads a parameter that is not on the device.
 
     Args:
         residency: the parameters.
@@ -315,7 +319,8 @@ class AbsentWatch:
 
 
 def _registration_order(reads: Sequence[Regions]) -> dict[tuple[int, Regions], tuple[int, Regions]]:
-    """Return the expected order before the first pass: forward, backward, and update in the order of the modules."""
+    """Return the order that is expected before the first pass: forward in the order of the modules, backward in the
+    reverse order, and update in the order of the modules."""
     passes = [(FORWARD, reads), (BACKWARD, reads[::-1]), (UPDATE, reads)]
     follows: dict[tuple[int, Regions], tuple[int, Regions]] = {}
     for phase, order in passes:

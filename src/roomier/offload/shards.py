@@ -1,8 +1,8 @@
 """Shards of ``fully_shard`` that are on the device only while they are all-gathered or updated.
 
-``fully_shard`` reads the shards of a unit only in its all-gather, which it can start before the forward or backward of
-the previous unit. The shards therefore arrive in the method that starts the all-gather. Hooks of the module would run
-too late.
+``fully_shard`` reads the shards of a unit only in the all-gather of the unit. It can start this all-gather before the
+forward or backward of the previous unit, so hooks of the module would run too late. Therefore, the method that starts
+the all-gather is wrapped to bring the shards to the device first.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OffloadedShards(Residency):
         super().__init__(network, regions, [(region,) for region in regions], tier, device)
 
     def install(self) -> None:
-        """Make shards arrive before each all-gather."""
+        """Wrap each all-gather so that the shards are brought to the device first."""
         for group, region in zip(self._groups, self.regions, strict=True):
             group.before_unshard(partial(self._before_unshard, region))
 

@@ -1,12 +1,13 @@
-"""Staging: transfer of records between a tier and the device.
+"""Transfer (staging) of records between a tier and the device.
 
 [Note: order of the copies]
 On an accelerator, a record is copied from the host on one stream and to the host on another stream, so both directions
 of the link are used at the same time. Device memory belongs to the compute stream. A copy to the device waits for the
 kernels that used this memory before, and the compute stream waits for the copy before kernels read the memory. When a
-record is brought, the copy of the next expected record begins, so this copy runs during the update. A copy to the host
-waits for the update. Its source is freed when the next copy to the host begins, after the compute stream waits for the
-earlier copy. The host does not wait for copies. If the tier is a disk, its threads wait.
+record is brought to the device, the copy of the next expected record begins, so this copy runs during the update. A
+copy to the host waits for the update. The device memory of the copied record is freed when the next copy to the host
+begins, after the compute stream waits for the earlier copy. The host does not wait for copies. If the tier is a disk,
+the threads of the tier wait for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Staging(Protocol):
     """Transfers records between a tier and the device. Bytes on the device are tensors of dtype uint8."""
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int]) -> None:
-        """Prepare to bring the first ``num_bytes`` of each of ``records``, in this order."""
+        """Prepare to bring the first ``num_bytes`` bytes of each of ``records`` to the device, in this order."""
         ...
 
     def bring(self, record: int, num_bytes: int | None = None) -> Tensor:
@@ -141,7 +142,7 @@ class DeviceStaging:
         self._outward = torch.Stream(device) if overlaps else None
         self._expected: deque[tuple[int, int]] = deque()
         self._ahead: dict[int, _Present] = {}  # the next expected record, which is being copied
-        self._present: dict[int, _Present] = {}  # by identity of the content
+        self._present: dict[int, _Present] = {}  # key: id() of the content
         self._leaving: tuple[Tensor, Any] | None = None  # memory on the device, and the event after its copy
         self._written: dict[int, Any] = {}  # the event after the last copy to the buffer of a record
 
@@ -181,7 +182,7 @@ class DeviceStaging:
         if self._inward is None:
             content[:num_bytes].copy_(buffer[:num_bytes])
             return _Present(content, buffer, num_bytes)
-        self._inward.wait_stream(computing_stream(self._device))  # the memory may have been in use
+        self._inward.wait_stream(computing_stream(self._device))  # the memory can be in use by earlier kernels
         if record in self._written:
             self._inward.wait_event(self._written[record])
         with self._inward:
@@ -221,7 +222,7 @@ class DeviceStaging:
 
     def _drop(self, present: _Present) -> None:
         if present.arrived is not None:
-            computing_stream(self._device).wait_event(present.arrived)  # before the memory is used again
+            computing_stream(self._device).wait_event(present.arrived)  # before the memory is reused
         if present.buffer is not None:
             waits = present.arrived is not None and self._tier.uses_threads
             self._tier.drop(present.buffer, present.arrived.synchronize if waits else None)

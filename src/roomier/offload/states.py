@@ -3,21 +3,22 @@
 [Note: states away from the device]
 The states of a unit are one record of a tier. Before an update, the record is brought to the device, and
 ``optimizer.state`` contains views of it. After the update, the record is sent to the tier, and ``optimizer.state``
-contains tensors on the meta device, so code that reads them fails instead of reading wrong values.
-:meth:`OffloadedStates.settle` replaces them by tensors that are mapped to the records in the tier. Code that reads
-``optimizer.state`` between steps, such as a checkpoint, calls this method first. It then reads the tier without a copy
-in host memory. Tensors without dimensions, such as step counts, stay where the optimizer created them.
+contains tensors on the meta device, so code that reads these tensors fails instead of reading wrong values.
+:meth:`OffloadedStates.settle` replaces the meta tensors with tensors that are mapped to the records in the tier. Code
+that reads ``optimizer.state`` between steps, such as a checkpoint, calls this method first. Such code then reads the
+tier without a copy in host memory. Tensors without dimensions, such as step counts, stay where the optimizer created
+them.
 
 The optimizer creates the states in its first update. The layout of a record is determined after this update, or after a
 checkpoint was loaded.
 
-The states of a checkpoint are read into the records in the tier (:meth:`OffloadedStates.place`), so loading needs no
-memory for them.
+The states of a checkpoint are read into the records in the tier (:meth:`OffloadedStates.place`), so loading requires no
+additional memory.
 
 [Note: two records per unit]
-A speculative update must be reversible. Its unit has two records, and the update writes the record that it did not
-read. The new record also contains the weights before the update. To accept the speculation, the new record becomes the
-current record. To reject the speculation, the weights are copied back, and the old record remains current.
+A speculative update must be reversible. Therefore, each unit has two records. An update reads one record and writes the
+other record. The new record also contains the weights before the update. To accept the speculation, the new record
+becomes the current record. To reject the speculation, the weights are copied back, and the old record remains current.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from roomier.offload.units import Unit, num_local
 
 ALIGNMENT = 64
 """Each state in a record starts at a multiple of this number of bytes."""
-_MAX_STATES = 8  # states per parameter for which records have room in addition to their bytes
+_MAX_STATES = 8  # number of states per parameter for which a record has room for padding
 
 States = Mapping[nn.Parameter, dict[str, Any]]
 
@@ -84,7 +85,7 @@ class _Slot:
         counts: values of the states without dimensions before a speculative update.
         is_mapped: whether the states are mapped to the record in the tier.
         placed: positions of the states of a checkpoint that are read into the record.
-        addresses: addresses of these states in host memory.
+        addresses: addresses of the states in ``placed`` in host memory.
     """
 
     unit: Unit
@@ -153,12 +154,12 @@ class OffloadedStates:
         }
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Prepare to bring the states of the units with these numbers, in this order."""
+        """Prepare to bring the states of the units ``numbers`` to the device, in this order."""
         slots = [self._slots[each] for each in numbers if self.has_states(each)]
         self._staging.expect([slot.record for slot in slots], [slot.num_bytes for slot in slots])
 
     def has_states(self, number: int) -> bool:
-        """Return whether the unit has states in the tier. It has none before its first update."""
+        """Return whether the unit has states in the tier. Before its first update, a unit has no states."""
         return number in self._slots and bool(self._slots[number].places)
 
     @torch.no_grad()
@@ -214,7 +215,7 @@ class OffloadedStates:
 
     @torch.no_grad()
     def reject(self, number: int) -> None:
-        """Restore the weights and the states before a speculative update."""
+        """Restore the weights and the states from before a speculative update."""
         slot = self._slots[number]
         content = self._staging.bring(slot.spare)
         for parameter, kept in self._weights_in(slot, content):
@@ -257,8 +258,8 @@ class OffloadedStates:
                 own[place.key] = with_local_part(own[place.key], place.within(content))
 
     def take_loaded(self) -> None:
-        """Take the states that were loaded into the optimizers. States at their places are in the tier, and all other
-        states are sent to the tier."""
+        """Adopt the states that were loaded into the optimizers. States that were loaded into the memory of
+        :meth:`place` are already in the tier. All other states are sent to the tier."""
         for number, slot in self._slots.items():
             found = _leaving(slot.unit, {each: self._of(each) for each in slot.unit.parameters})
             slot.content = None

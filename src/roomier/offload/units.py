@@ -16,8 +16,8 @@ class Unit:
 
     Attributes:
         parameters: the parameters, which belong to no other unit.
-        module: the block that contains all of them, and whose forward reads them before any other code of a step.
-            None for parameters outside the blocks.
+        module: the block that contains all these parameters. Its forward reads the parameters before any other code of
+            a step. None for parameters outside the blocks.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -81,8 +81,8 @@ def units_around(regions: Iterable[Sequence[nn.Parameter]], parameters: Sequence
 
 
 def first_leaving(sizes: Sequence[int], share: float) -> int:
-    """Return the number of the first unit that leaves. This unit and all later units leave, and their total size is as
-    close to ``share`` of all units as whole units allow.
+    """Return the number of the first unit that leaves. This unit and all later units leave the device. Their total size
+    is as close to ``share`` of the bytes of all units as complete units allow.
 
     The first units remain on the device, because the next step needs them first.
 
