@@ -40,7 +40,7 @@ class Keep(StrEnum):
 
 
 class BlockForward(WrappedForward):
-    """Forward of a block. If gradients are disabled, as in evaluation, it runs the original forward.
+    """Forward of a block. If gradients are disabled, as in evaluation, the original forward runs.
 
     Args:
         module: the block.
@@ -49,9 +49,8 @@ class BlockForward(WrappedForward):
 
     Attributes:
         module: the block.
-        keep: activations that are saved for backward. It can be changed between steps.
-        offloads: True if saved tensors are moved. ``offloads`` can be changed between steps if
-            ``offload`` is set.
+        keep: activations that are saved for backward. ``keep`` can be changed between steps.
+        offloads: True if saved tensors are offloaded. ``offloads`` can be changed between steps if ``offload`` is set.
         offload: the argument ``offload``.
     """
 
@@ -119,7 +118,7 @@ class _Call:
     Args:
         forward: forward of the block.
         leaves: leaves of the arguments and keyword arguments, with a :class:`_Place` for each tensor.
-        form: containers of the leaves. They are created again for each call, because some containers, such as
+        form: containers of the leaves. The containers are recreated for each call, because some containers, such as
             ``PackedSequence``, accept only tensors.
         surroundings: state outside of the tensors that is restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.

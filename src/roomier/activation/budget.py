@@ -9,7 +9,7 @@ in which the choice is made does not affect the result.
 
 If the batch of a later step has larger tensors than any measured batch, a run on one rank also measures that step, and
 the new choice fits all measurements. With several ranks, the other ranks do not have this measurement, so the choice
-does not change, and a notice reports this.
+does not change, and a notice reports the larger batch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Estimates(Protocol):
         ...
 
     def lost_ns(self, block: int, keep: Keep) -> int:
-        """Return the time per step for the recomputation of the block with index ``block``, in nanoseconds, if the
-        block saves the activations of ``keep``."""
+        """Return the time in nanoseconds for the recomputation of a block in each step. ``block`` is the index of the
+        block, which saves the activations of ``keep``."""
         ...
 
 
@@ -61,7 +61,7 @@ class BudgetedRecompute(Recompute):
     Args:
         blocks: forwards of the blocks. If the blocks have an ``offload``, the choice can also save all activations of a
             block in host memory or on disk.
-        activation: plan with ``budget_bytes`` or ``budget_fraction``.
+        activation: activation settings of the Plan, with ``budget_bytes`` or ``budget_fraction``.
         device: device whose memory is counted.
         ranks: ranks that make the same choice.
 
@@ -145,7 +145,9 @@ class BudgetedRecompute(Recompute):
         profiles = self._ranks.gather(own if self.estimates is None else with_lost_ns(own, self.estimates.lost_ns))
         self._recorder, self._is_recorded = None, False
         if len({profile.order for profile in profiles}) > 1:
-            problem = "different blocks ran on different ranks, or in a different order, so the ranks cannot choose"
+            problem = (
+                "the ranks ran different blocks, or ran the blocks in different orders, so they cannot choose together"
+            )
             action = "Use activation_checkpointing='full' or 'selective'"
             raise TrainingError("activation.policy", "budget", problem, action)
         if not profiles[0].order and self._num_steps <= _LAST_ATTEMPT:
@@ -164,8 +166,7 @@ class BudgetedRecompute(Recompute):
             if is_first:
                 raise too_small(budget_bytes, least_bytes)
             notice(
-                f"the larger batch does not fit into {format_bytes(budget_bytes)}, so each block saves the minimum of "
-                "activations"
+                f"the larger batch does not fit into {format_bytes(budget_bytes)}, so each block saves only its input"
             )
             choice = choose(stages, least_bytes)
             assert choice is not None

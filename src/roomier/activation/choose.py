@@ -1,9 +1,10 @@
-"""Choose the activations that each block saves, so that a step stays within a budget with the least lost time.
+"""Choice of the activations that each block saves, so that a step stays within a memory budget and loses the least
+time.
 
 [Note: the peak of a step as sums over the first blocks]
-Blocks run forward in one order and backward in the reverse order. Therefore, at any moment, the first ``k`` blocks have
-saved activations, for some ``k``. A moment is within the forward or the backward of one block, or between two blocks.
-The memory in use at a moment is
+Blocks run forward in one order and backward in the reverse order. Therefore, at each moment, a number ``k`` exists such
+that the first ``k`` blocks have saved activations and no other block has. A moment is within the forward or the
+backward of one block, or between two blocks. The memory in use at a moment is
 
     (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
@@ -12,22 +13,22 @@ memory at the moments of a block depends only on the choices for the blocks *bef
 recomputation.
 
 [Note: why the choice is the best]
-Blocks are processed in order. A state is (additional bytes saved so far, time lost so far). Each limit at a later block
-is an upper bound of the bytes of a state, and time only increases. Therefore, a state with at least as many bytes and
-at least as much lost time as another state can be dropped: every completion of the first state is also a completion of
-the second state, and costs at least as much with the first state. The remaining states contain the exact optimum. Equal
-blocks have equal sums, so about a hundred states remain for 100 blocks. Many unequal blocks can result in more than
-``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are retained. The choice is still within
-the budget, but can be slightly slower than the optimum.
+Blocks are processed in order. A state is the pair (additional bytes saved so far, time lost so far). At each later
+block, the budget limits the bytes of a state, and the lost time only increases. Therefore, a state with at least as
+many bytes and at least as much lost time as another state can be dropped: every sequence of later choices that is
+possible after the first state is also possible after the second state, and costs no more time there. The remaining
+states contain the exact optimum. Equal blocks have equal sums, so about a hundred states remain for 100 blocks. Many
+unequal blocks can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are
+retained. The choice is still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
 At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). All calls on
 the device at a given moment belong to blocks between their forward and their backward, so the total size of the two
 largest of the first ``k`` blocks is an upper bound. If the block that runs at this moment is offloaded, only one other
-call is on the device. In the choice, the size of each offloaded call is counted as the size of the largest allowed
-call. Therefore, a state contains only the number of such calls (zero, one, or at least two), and only states with equal
-numbers are compared. A third call adds no memory. Several values are tried for the largest size. If offloaded blocks
-have equal sizes, the choice is optimal. Otherwise, the bound can be too large, but never too small.
+offloaded call is on the device. In the choice, the size of each offloaded call is counted as the size of the largest
+allowed call. Therefore, a state contains only the number of such calls (zero, one, or at least two), and only states
+with equal numbers are compared. A third call adds no memory. Several values are tried for the largest size. If
+offloaded blocks have equal sizes, the choice is optimal. Otherwise, the bound can be too large, but never too small.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_STATES = 4096
-MAX_MOVED_SIZES = 4  # number of sizes that are tried as the largest offloaded call
+MAX_MOVED_SIZES = 4  # number of candidate sizes for the largest offloaded call
 _NUM_THERE = 2  # offloaded calls that are on the device at a time
 
 Numbers = npt.NDArray[np.int64]
@@ -55,8 +56,8 @@ class Option:
         own_peak_bytes: peak of all memory on the device while this block runs forward or backward, if all blocks before
             it save the minimum.
         lost_ns: time that the option costs per step, in nanoseconds.
-        moved_bytes: bytes of one call that are offloaded to host memory, or 0. The part that is on the device is not in
-            ``kept_bytes``; see [Note: what waits in host memory].
+        moved_bytes: bytes of one call that are offloaded to host memory, or 0. ``kept_bytes`` does not contain the
+            offloaded bytes that are temporarily on the device; see [Note: what waits in host memory].
         num_moved: maximum number of calls of the block that are between forward and backward at the same time.
     """
 

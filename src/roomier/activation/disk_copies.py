@@ -1,14 +1,16 @@
 """Copies of saved tensors to disk and back.
 
 [Note: activations on disk]
-A tensor is written by the writer thread of a scratch file, and read by its reader thread, while computation continues.
-On an accelerator, a tensor passes through pinned host memory: the stream of the copies copies it to the host, and the
-writer waits for this copy. The reader starts the copy to the device after it has read the tensor.
+The writer thread of a scratch file writes a tensor, and the reader thread of the file reads the tensor, while
+computation continues. On an accelerator, a tensor passes through pinned host memory. The stream of the copies copies
+the tensor to the host, and the writer waits for this copy. The reader starts the copy to the device after it has read
+the tensor.
 
-On a CPU, the writer reads the tensor itself, and the tensor is freed after it was written. When the second block after
-a block begins, computation waits for the writes of the block. Therefore, the host memory contains the saved tensors of
-at most two blocks, if the graph is their only user. glibc retains most freed blocks of memory, so large blocks are
-returned to the operating system while activations are on disk. Clearing the pages of new blocks then takes time.
+On a CPU, the writer reads the memory of the tensor directly, and the tensor is freed after the write. When the second
+block after a block begins, computation waits for the writes of the block. Therefore, the host memory contains the saved
+tensors of at most two blocks, if the graph is their only user. glibc retains most freed blocks of memory by default.
+While activations are on disk, large freed blocks are returned to the operating system instead, so the operating system
+must clear the pages of new blocks, which takes time.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class _Stored:
     """A tensor on disk.
 
     Attributes:
-        region: part of the file. It is free again when the tensor is no longer required and all its transfers are
-            complete.
+        region: part of the file. The region is free again when the tensor is no longer required and all its transfers
+            are complete.
         num_bytes: size of the tensor.
         write: job that writes the tensor.
     """
@@ -113,7 +115,7 @@ class DiskCopies(Copies):
         return _Stored(region, len(tensor), self._write)
 
     def to_device(self, copy: Any) -> Tensor:
-        """Start to read a tensor. It can be used after :meth:`wait`.
+        """Start to read a tensor. The tensor can be used after :meth:`wait`.
 
         Raises:
             TierError: an earlier transfer failed.

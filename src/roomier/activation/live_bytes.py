@@ -2,8 +2,8 @@
 
 If the allocator of the device reports its bytes, the numbers come from the allocator. Otherwise, the storages that
 operations use are counted. A storage is counted from the operation that returns it until Python frees it. A storage
-that first appears as an argument existed before the start. ``fully_shard`` frees and allocates storages by resizing
-them, so the sizes of storages are checked before each operation.
+that first appears as an argument is counted from the start, because the storage already existed. ``fully_shard`` frees
+and allocates storages by resizing them, so the sizes of storages are checked before each operation.
 """
 
 from __future__ import annotations

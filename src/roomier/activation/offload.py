@@ -2,17 +2,17 @@
 
 [Note: two blocks at a time]
 Each call of a block is a visit. Tensors that are saved during a visit are copied to the host while computation
-continues. The device memory of these tensors is freed when the second block after this block begins. Only then does the
-computation wait for the copies. In backward, the computation waits for the tensors of a visit, and starts the copies of
-the visit before it, which overlap with computation. Therefore, only the tensors of at most two visits are on the
+continues. When the second block after this block begins, the computation waits for the copies, and the device memory of
+the tensors is freed. In backward, the computation waits for the tensors of a visit, and starts to copy the tensors of
+the preceding visit, which overlaps with computation. Therefore, only the tensors of at most two visits are on the
 device. The tensors of the last two visits are still on the device when backward begins. The computation also waits for
 their copies, because backward frees their memory. All device memory belongs to the compute stream, which waits for the
 copies before memory is freed. ``record_stream`` is not used, because it would keep the memory allocated while the host
 runs ahead of the device.
 
 A storage is moved completely and only once, even if several blocks save views of it (for example of a mask).
-Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Parameters and tensors
-from autocast remain allocated in any case.
+Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Offloading parameters
+and tensors from autocast would not free memory, because they remain allocated in any case.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Copies:
         self.saves = device.type != "cpu"
 
     def times(self) -> CopyTimes:
-        """Measure the copy times of 64 MiB as the best of several copies, because the first copy also pins memory."""
+        """Measure the times of copies of 64 MiB. The result is the best of several copies, because the first copy also
+        pins memory."""
         source = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         out_ns, back_ns = [], []
         for _ in range(_NUM_MEASURED):
@@ -186,7 +187,7 @@ class Parcel:
         self._host = copies.to_host(self.stay(tensor))
 
     def stay(self, tensor: Tensor) -> Tensor:
-        """Keep the bytes of the storage of ``tensor`` on the device, and return them."""
+        """Hold the bytes of the storage of ``tensor`` on the device, and return these bytes."""
         if self._here is None:
             self._seen, self._here = torch_private.detached(tensor), _bytes_of(tensor)
         return self._here
@@ -228,7 +229,7 @@ class Visit:
     def __init__(self, before: Visit | None) -> None:
         self.before: Callable[[], Visit | None] = (lambda: None) if before is None else weakref.ref(before)
         self.parcels: list[weakref.ref[Parcel]] = []
-        self._mark: Any = None  # of the last copy, until the computation waits for it
+        self._mark: Any = None  # marker of the last copy, until the computation waits for this copy
         self._held: list[Parcel] = []  # kept alive while they are being copied
         self._came_back = False
 
@@ -339,7 +340,7 @@ class Offload:
         return self._copies.times()
 
     def close(self) -> None:
-        """Remove all moved tensors. Graphs that need them cannot be used any more."""
+        """Remove all moved tensors. Graphs that need the saved storages can no longer be used."""
         self._copies.close()
 
     def __reduce__(self) -> Any:

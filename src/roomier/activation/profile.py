@@ -91,7 +91,7 @@ class Moment:
         phase: phase of ``own``: ``"forward"``, ``"again"`` (recomputation) or ``"backward"``; ``"outside"`` if ``own``
             is None.
         own: call of a block to which the interval belongs; None outside of blocks.
-        alive: calls between their forward and their backward, except ``own``.
+        alive: calls that are between their forward and their backward, except ``own``.
     """
 
     peak_bytes: int
@@ -213,7 +213,7 @@ class Recorder:
             call.rise_bytes = max(peak - start_level, 0)
 
     def _forget_short_lived_outputs(self) -> None:
-        """Drop outputs that no later operation saved. Call this method at the beginning of backward."""
+        """Drop outputs that no later operation saved for backward. Call this method at the beginning of backward."""
         for call in self._alive:
             if any(output() is None for output in call.outputs):
                 call.outputs = []

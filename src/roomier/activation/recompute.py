@@ -27,8 +27,8 @@ def apply_recompute(
     device: torch.device,
     ranks: Ranks,
 ) -> Recompute:
-    """Configure ``blocks`` to save the activations that ``activation`` selects, on the device or as ``offload``
-    specifies.
+    """Configure ``blocks`` to save the activations that ``activation`` selects, on the device or in the tier that
+    ``offload`` names.
 
     Args:
         blocks: blocks of the network.
@@ -38,7 +38,7 @@ def apply_recompute(
         ranks: ranks that make the same choice for a budget.
 
     Returns:
-        Object for the engine. The object has no blocks if all blocks save all activations on the device.
+        Object for the engine. If all blocks save all activations on the device, the object contains no blocks.
 
     Raises:
         RoomierError: the model has no blocks or too few, offloading for a budget saves no memory on ``device``, or the

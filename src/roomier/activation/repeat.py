@@ -1,4 +1,5 @@
-"""State outside of tensors and torch's random generators that a second forward pass of a block must find unchanged."""
+"""State that is restored before the second forward pass of a block, in addition to tensors and torch's random
+generators."""
 
 from __future__ import annotations
 
@@ -59,11 +60,12 @@ class Buffers:
         if self._changing is None:
             changed = {place for place, copy in before.items() if place not in now or not torch.equal(copy, now[place])}
             norms = {(module, name) for module, name in now if hasattr(module, _COUNTER_OF_NORMS)}
-            self._changing = changed | norms  # norms can be frozen temporarily
+            self._changing = changed | norms  # a norm that is temporarily frozen can change its buffers later
         for place, version in versions.items():
             if place not in now or torch_private.version_of(now[place]) != version:
                 problem = (
-                    f"is a buffer that the forward of {type(self._block).__name__} changes, but not its first forward"
+                    f"is a buffer that a forward of {type(self._block).__name__} changed, but the first forward did "
+                    f"not change"
                 )
                 action = "Use activation_checkpointing='none', because the block cannot be recomputed"
                 raise RoomierError("activation_checkpointing", place[1], problem, action)
@@ -98,7 +100,7 @@ class Surroundings:
         buffers = {(module, name): getattr(module, name) for module, name in self._copies}
         _set_host_generators(self._generators)
         for (module, name), copy in self._copies.items():
-            setattr(module, name, copy.clone())  # not in place, because a backward can have saved the current tensor
+            setattr(module, name, copy.clone())  # not in place: the graph can have saved the current tensor
         try:
             yield
         finally:
@@ -110,7 +112,7 @@ class Surroundings:
 def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any, Any]:
     """Return the ``arguments`` of a Hugging Face block, with an empty cache of keys and values replaced by None.
 
-    A cache is not used in training, and a second forward pass would append to it again.
+    A cache is not used in training, and a second forward pass would append to the cache again.
 
     Raises:
         RoomierError: a cache is not empty, and ``is_repeated`` is True.
@@ -123,7 +125,7 @@ def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any,
             _notice_no_cache()
         elif is_repeated:
             action = "Remove past_key_values in training, or use activation_checkpointing='none'"
-            problem = "contains keys and values, to which a recomputed block would append its own twice"
+            problem = "contains keys and values, so a recomputed block would append its keys and values twice"
             raise RoomierError("past_key_values", type(cache).__name__, problem, action)
     return arguments
 

@@ -2,9 +2,9 @@
 
 [Note: not torch's selective contexts]
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forwards, including the
-operations of hooks that all-gather parameters, which differ between the forwards. These contexts do not reproduce the
-random numbers of attention that is not recomputed, so later dropout differs. The tensors that these contexts save
-cannot be offloaded. The compiler supports these contexts, so compiled blocks use them.
+operations of hooks that all-gather parameters, which differ between the forwards. If the result of attention is saved,
+these contexts do not reproduce its random numbers in the second forward pass, so later dropout differs. The tensors
+that these contexts save cannot be offloaded. The compiler supports these contexts, so compiled blocks use them.
 """
 
 from __future__ import annotations

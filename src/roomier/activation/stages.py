@@ -13,7 +13,8 @@ from roomier.activation.choose import Option, Stage
 from roomier.activation.offload import CopyTimes
 from roomier.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
 
-_COPY_COST = 0.02  # cost of each copy, even if it overlaps; a constant that avoids unnecessary copies
+# Fraction of a copy's time that counts as lost even if the copy overlaps. It avoids unnecessary copies.
+_COPY_COST = 0.02
 
 
 class Way(NamedTuple):
@@ -39,8 +40,8 @@ class Profile:
 
     Attributes:
         order: indices of the blocks that were recomputed, in the order of their first forward pass.
-        stages: stage of each of these blocks, with an option for each of ``WAYS``. The first stage has no choice. The
-            first stage represents moments at which no block is between its forward and its backward.
+        stages: stage of each of these blocks, with an option for each of ``WAYS``. The first stage has a single option.
+            The first stage represents moments at which no block is between its forward and its backward.
     """
 
     order: tuple[int, ...]
@@ -66,7 +67,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         own = 0 if moment.own is None else places.get(moment.own.block, 0)
         if own:
             own_moments[own].append(moment)
-        if not own or last > own:  # outside of blocks, or while a later block is alive
+        if not own or last > own:  # outside of blocks, or while a later block is between its forward and its backward
             outside_bytes[last] = max(outside_bytes[last], base_bytes + moment.peak_bytes)
     stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():
@@ -101,8 +102,8 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
 def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
     """Return the option that saves all activations of a block, as ``kept`` does, but in host memory.
 
-    The input of the block and its other arguments are counted as still on the device, because another block can also
-    save them. These tensors are counted a second time when they are copied back.
+    The arguments of the block are counted as still on the device, because another block can also save them. These
+    tensors are counted a second time when they are copied back to the device.
     """
     moved_bytes = max(call.moved_bytes for call in calls)
     given_bytes = max(call.moved_bytes - call.own_moved_bytes for call in calls)
@@ -116,7 +117,8 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
     num_others = max(num_calls(moment.alive) for moment in own)
     return Option(
         kept_bytes=unmoved_bytes * num_moved,
-        # Another call of the same block can be on the device in addition to the current call.
+        # The tensors of another call of the same block can be on the device in addition to the tensors of the current
+        # call.
         own_peak_bytes=kept.own_peak_bytes + given_bytes + (moved_bytes if num_others else 0),
         lost_ns=sum(moved_ns(call, _call_after(call, recorder), times) for call in calls),
         moved_bytes=moved_bytes,
@@ -125,8 +127,8 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
 
 
 def _call_after(call: Call, recorder: Recorder) -> Call:
-    """Return the call that computes while the tensors of ``call`` are copied. For the last call of a forward pass, this
-    is ``call``."""
+    """Return the call that runs while the tensors of ``call`` are copied. For the last call of a forward pass, return
+    ``call``."""
     for after in recorder.calls[recorder.calls.index(call) + 1 :]:
         if after.kept_bytes is not None:
             return after if after.backward_spans else call
@@ -172,8 +174,8 @@ def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """Return a profile in which each number of bytes and each time is the maximum over ``profiles``, so that choices
-    based on it are valid for all of them.
+    """Return a profile in which each number of bytes and each time is the maximum over ``profiles``, so that a choice
+    based on the result is valid for all profiles.
 
     Args:
         profiles: profiles with the same order of blocks.
