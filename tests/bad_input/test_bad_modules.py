@@ -227,7 +227,7 @@ LOSSES = {
         TrainingError,
         "training_step",
         "(4,)",
-        "Reduce it, for example with loss.mean()",
+        "Reduce the loss, for example with loss.mean()",
     ),
     "a detached loss": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: loss.detach()))),

@@ -251,7 +251,7 @@ def test_an_invalid_loss_is_rejected(output, problem):
 
 def test_exactly_one_source_of_optimizers_is_required():
     model = nn.Linear(2, 1)
-    with pytest.raises(roomier.PlanError, match="none was passed, and the plan names none"):
+    with pytest.raises(roomier.PlanError, match="no optimizer was passed, and the plan names none"):
         roomier.prepare(model)
     with pytest.raises(roomier.PlanError, match="was passed as well"):
         roomier.prepare(

@@ -1,4 +1,4 @@
-"""Construction of an engine from a Plan and a module. The comment at each line states the reason for the order."""
+"""Constructs an engine from a Plan and a module. The comment at each line states the reason for the order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def build(
     """Apply the techniques of ``plan`` to ``module`` in place, and return the engine that runs it.
 
     Args:
-        configure_optimizers: function that is called with the blocks of the network once its parameters are final.
+        configure_optimizers: function that receives the blocks of the network. It is called when the parameters are
+            final.
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
         weights: file with the initial weights. None preserves the values in the module.
@@ -57,9 +58,9 @@ def build(
     given = None if weights is None else weights.check(network)
     if plan.adapter.lora_rank is not None:
         apply_lora(network, facts.blocks, plan.adapter)  # adds parameters that no file contains
-    # First, so that no rank holds a model that is sharded later.
+    # Before all other techniques, so that no rank holds the full weights of a model that is sharded later.
     taken = take_weights(network, plan, ranks, given=given)
-    precision.convert_module(network)  # everything below depends on the dtype of the weights
+    precision.convert_module(network)  # all later techniques depend on the dtype of the weights
     leaves = plan.offload.parameters != "none" and not torch_fake.makes_fake_tensors()
     parameters: OffloadedParameters | None = None
     if leaves and not shards_parameters(plan, ranks):
@@ -75,7 +76,7 @@ def build(
         on_failure.callback(levers.undo)
         parallel = divide(plan, facts)  # replaces the parameters that it shards
         if taken is not None and parallel.runner is not None and shards_parameters(plan, ranks):
-            taken.restore(parallel.runner, network, device)  # each rank allocates its shard only
+            taken.restore(parallel.runner, network, device)  # each rank allocates only its shards
         if weights is not None:
             weights.read_into(network)
         if plan.adapter.frozen_base != "as_is":

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def updates_of(
     plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel, residency: Residency | None
 ) -> Updates:
-    """Return the object that determines when the optimizers step, and where their states are.
+    """Return the object that determines when the optimizers step and where the optimizer states are stored.
 
     Args:
-        residency: the parameters that leave the device; None if they stay.
+        residency: the offloaded parameters; None if no parameters are offloaded.
 
     Raises:
         PlanError: manual optimization or one of the optimizers does not support the updates of ``plan``.

@@ -1,10 +1,11 @@
 """Compilation of blocks with ``torch.compile``.
 
 [Note: compiled blocks]
-The compiled function replaces the forward of a block and contains its recomputation, so that the compiler sees both and
-decides which activations to save. Hooks remain outside: ``fully_shard`` unshards before the compiled call and reshards
-after it. torch caches compiled code by the code object of the forward and treats weights as inputs. Blocks of one class
-therefore share the code: one graph for training and one for evaluation, regardless of the number of blocks.
+The compiled function replaces the forward of a block and contains its recomputation, so that the compiler processes
+both and decides which activations to save. Hooks remain outside: ``fully_shard`` unshards before the compiled call and
+reshards after it. torch caches compiled code by the code object of the forward and treats weights as inputs. Blocks of
+one class therefore share the compiled code. It consists of one graph for training and one for evaluation, regardless of
+the number of blocks.
 
 The guards of torch's cache do not check which attention kernel is allowed. The cache also stores at most eight variants
 of one code object, and additional variants run uncompiled. Both properties would affect a process that builds several
@@ -54,7 +55,7 @@ class CompiledForward(WrappedForward):
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled code belongs to one block. A copy of the block compiles its own.
+        # Compiled code belongs to one block. A copy of the block is compiled separately.
         return {"forward": self.forward, "plan": self._plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,7 +81,9 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, plan: Comp
         RoomierError: there are no blocks, this machine has no compiler, or torch does not have the backend or the mode.
     """
     if not blocks:
-        action = "Define model_blocks() on the model, which returns its repeated layers, or call torch.compile on it"
+        action = (
+            "Define model_blocks() on the model, which returns its repeated layers, or call torch.compile on the model"
+        )
         raise RoomierError("compile", True, "requires blocks, but no layer of the model repeats", action)
     _check(plan)
     missing = torch_private.missing_compiler(device) if plan.backend in (None, INDUCTOR) else None
@@ -97,7 +100,7 @@ def _check(plan: CompilePlan) -> None:
     """Check that torch has the backend and the mode.
 
     Raises:
-        RoomierError: torch does not have one of them.
+        RoomierError: torch does not have the backend or the mode.
     """
     if plan.backend is not None:
         backends = torch.compiler.list_backends(())
@@ -123,7 +126,10 @@ def _has_cache(arguments: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _report_uncompiled() -> None:
-    notice("compile: blocks with a key-value cache run uncompiled in evaluation. Set use_cache=False to compile them")
+    notice(
+        "compile: blocks with a key-value cache run uncompiled in evaluation. Set use_cache=False to compile these "
+        "blocks"
+    )
 
 
 class CompileClock:

@@ -48,7 +48,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         from roomier.parallel.powersgd import PowerSGD  # late: not needed for one process
         from roomier.parallel.replicate import Replicas  # late: not needed for one process
 
-        take_values_of_rank_zero(network, ranks)  # DDP also does this, but is created after the first step, or never
+        take_values_of_rank_zero(network, ranks)  # DDP also does so, but is created after the first step or never
         compresses = wanted.gradient_compression == "powersgd"
         return Replicas(
             network,
@@ -72,7 +72,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         by_hand=facts.is_manual,
         is_pairwise=ranks.exchange_pairwise(device),
     )
-    if earlier is not None:  # an earlier fit sharded this network; it is trained or evaluated with the same shards
+    if earlier is not None:  # an earlier fit sharded this network, and the same shards are used again
         _check_same_sharding(earlier, sharding, network)
         earlier.release()
         earlier.begin_run()
@@ -82,7 +82,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     take_values_of_rank_zero(network, ranks)
     shards = Shards(network, sharding, facts.blocks)
     shards.begin_run()
-    network.__dict__[_SHARDS] = shards  # not by setattr, which would register it as a submodule
+    network.__dict__[_SHARDS] = shards  # not by setattr, which would register the shards as a submodule
     return shards
 
 

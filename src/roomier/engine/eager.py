@@ -241,15 +241,17 @@ class EagerEngine:
         self._updates.settle()
 
     def trained_parameters_changed(self) -> None:
-        """Handle parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
+        """Adapt the engine to parameters that were frozen or unfrozen since the last step. Every rank must call this
+        method."""
         self._parallel.trained_parameters_changed()
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Enter ``context`` once, around the next training forward."""
+        """Enter ``context`` around the next training forward, once."""
         self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:
-        """Restore the module's original forward. Call this method after the last step of the run."""
+        """Close the updates and restore the module's original forward. Call this method after the last step of the
+        run."""
         self._updates.close()
         self._levers.undo()
 

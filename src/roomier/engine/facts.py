@@ -1,4 +1,4 @@
-"""Facts: the properties of a network that the techniques of a Plan share."""
+"""Determines the facts of a network: the properties that all techniques of a Plan use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts of forwards, with additional contexts around the first forward pass of training."""
+"""Contexts of forward passes, with additional contexts around the first forward pass of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FirstForward:
         make: function that creates the context of a forward pass.
 
     Attributes:
-        watches: contexts that the next forward pass with gradients enters, once each.
+        watches: contexts that are entered once, around the next forward pass with gradients.
     """
 
     def __init__(self, make: MakeContext) -> None:

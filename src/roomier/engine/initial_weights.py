@@ -3,7 +3,7 @@
 [Note: initial values of a meta model]
 A constructor that runs on the meta device samples no values. The values are sampled afterwards: each module's
 ``reset_parameters()`` (Hugging Face: ``initialize_weights()``) is called. Children are initialized before parents,
-which is the order in which constructors call these methods. The effects of other operations of a constructor are lost.
+which is the order in which constructors call these methods. Other initialization in a constructor is lost.
 ``configure_model`` keeps them.
 """
 
@@ -105,7 +105,8 @@ def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
 
 
 def report_lost_initialization(network: nn.Module, meta_tensors: set[str]) -> None:
-    """Report a module whose constructor may have initialized its parameters in a way that is lost.
+    """Print a notice for a module whose constructor may have initialized its parameters, because this initialization is
+    lost.
 
     A Module that creates its submodules on the meta device in ``configure_model`` was not on the meta device itself, so
     only its submodules are checked.
@@ -124,7 +125,8 @@ def report_lost_initialization(network: nn.Module, meta_tensors: set[str]) -> No
         action = f"build {lost} on a real device in configure_model, without torch.device('meta')"
     notice(
         f"{lost} was built on the meta device, so its submodules are initialized by their own reset_parameters(). "
-        f"Other initialization in its __init__ is lost. To keep it, {action}, or define reset_parameters() in {lost}"
+        f"Other initialization in its __init__ is lost. To keep this initialization, {action}, or define "
+        f"reset_parameters() in {lost}"
     )
 
 
@@ -152,7 +154,7 @@ def check_written(network: nn.Module, buffers: list[EmptyBuffer], given: set[str
     raise RoomierError(
         "model",
         missing[0],
-        f"was built on the meta device, and neither reset_parameters() of {owner} nor that of an enclosing module "
+        f"was built on the meta device, and no reset_parameters() method of {owner} or of an enclosing module "
         f"initializes it{more}",
         f"Define reset_parameters() in {owner}, build the model in configure_model or on a real device, or pass the "
         "values with fit(weights=...)",
@@ -181,8 +183,8 @@ def _first_lost(module: nn.Module, name: str, meta_tensors: set[str], *, is_conf
     """Return the class name of the first module on the meta device that has no initializer, parents before children."""
     if next(module.parameters(), None) is None:
         return None
-    # Constructors of torch's classes initialize parameters in the same way as their reset_parameters method. Other
-    # classes may do more.
+    # Constructors of torch's classes initialize parameters in the same way as their reset_parameters method.
+    # Constructors of other classes may initialize parameters differently.
     is_of_torch = type(module).__module__.split(".")[0] == "torch"
     if is_of_torch or is_configured or not _is_new(name, module, meta_tensors):
         children = ((each, f"{name}.{key}" if name else key) for key, each in module.named_children())

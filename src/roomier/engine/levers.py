@@ -34,7 +34,7 @@ class Levers:
     Attributes:
         network: the network in which the techniques are installed.
         forward_context: object that creates the context of a forward pass.
-        backward_context: function that creates the context of a backward pass, in which blocks may be recomputed.
+        backward_context: function that creates the context of a backward pass, in which blocks can be recomputed.
         recompute: recomputation of blocks. There are no such blocks if no activations are recomputed or offloaded.
         output_layer: the layer whose logits are computed in chunks. None without a chunked loss.
     """
@@ -46,7 +46,8 @@ class Levers:
     output_layer: nn.Linear | None = None
 
     def end_update(self) -> None:
-        """Mark the parameters of the output layer as changed, because fused optimizers bypass autograd's counters."""
+        """Mark the parameters of the output layer as changed, because fused optimizers do not increment autograd's
+        version counters."""
         if self.output_layer is not None:
             torch.autograd.graph.increment_version(list(self.output_layer.parameters()))
 
@@ -90,8 +91,8 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
             levers.forward_context.watches.append(LossWatch(levers.output_layer))
         levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, facts.ranks)
         if plan.compile.enabled:
-            compile_blocks(blocks, device, plan.compile)  # outside recomputation, so that the compiler traces both
-            levers.recompute.move_compiled()  # outside the compiler, which cannot trace the moves
+            compile_blocks(blocks, device, plan.compile)  # outside recomputation, which is also traced
+            levers.recompute.move_compiled()  # outside the compiler, which cannot trace the transfers
             levers.forward_context.watches.append(CompileClock())
     except BaseException:
         levers.undo()

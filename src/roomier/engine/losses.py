@@ -27,7 +27,10 @@ def loss_of(output: Any) -> Tensor | None:
     loss: Tensor = output
     if loss.numel() != 1:
         raise TrainingError(
-            "training_step", tuple(loss.shape), "the loss must be a scalar", "Reduce it, for example with loss.mean()"
+            "training_step",
+            tuple(loss.shape),
+            "the loss must be a scalar",
+            "Reduce the loss, for example with loss.mean()",
         )
     if not loss.requires_grad:
         raise TrainingError(

@@ -1,4 +1,5 @@
-"""Models without memory for their weights: on the meta device, or built and sharded in ``configure_model``.
+"""Models that never hold all weights in memory: models on the meta device, and models that ``configure_model`` builds
+in shards.
 
 The weights are removed, the model is sharded on the meta device, each rank allocates its shards, and the values are
 copied into these shards. A rank never stores more of a model than its shards and one or two full tensors.
@@ -142,7 +143,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         return None
     cut = _shard_of(plan, ranks) if shards_parameters(plan, ranks) else Cut()
     stores = plan.offload.parameters == "disk" and cut.num_parts == 1 and not torch_fake.makes_fake_tensors()
-    scratch = Scratch(plan.offload.folder) if stores else None  # no more than one parameter is in memory
+    scratch = Scratch(plan.offload.folder) if stores else None  # at most one parameter is in memory
     pages = Pages(cut, discards=given is not None, scratch=scratch)
     small = {each for name, each in parameters if is_adapter(name)}  # adapters have values, and no file contains them
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
@@ -176,7 +177,7 @@ def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
     found = [tuple(page.shape) for page in strays()]
     if found:
         problem = f"created {len(found)} parameters (with these shapes) that are not parameters of the module"
-        action = "Assign the module that owns them to an attribute of self, or build it in setup()"
+        action = "Assign the module that owns these parameters to an attribute of self, or build that module in setup()"
         raise RoomierError("configure_model", found, problem, action)
 
 

@@ -1,4 +1,4 @@
-"""Engine for a model whose forward a custom loop calls directly, as in a script for Accelerate."""
+"""Engine for a model whose forward is called directly by a custom loop, as in a script for Accelerate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelEngine(PreparedEngine):
     """A :class:`PreparedEngine` with separate calls for the forward, the backward and the update.
 
     The gradients of several ranks are the mean over the ranks, as in DistributedDataParallel. Several engines can share
-    a backward pass, see :meth:`chain`.
+    one backward pass; see :meth:`chain`.
 
     Args:
         facts: the network with its blocks, device, precision and ranks.
@@ -66,8 +66,8 @@ class ModelEngine(PreparedEngine):
         self.is_sharded = parallel.runner is not None and parallel.loss_factor == 1
         # With manual optimization, the gradients of a sharded model are already the mean.
         self._mean_factor = 1.0 if facts.is_manual else parallel.loss_factor / self.ranks.world.size
-        # Autocast returns 16-bit outputs, and a loss in the loop would be computed in 16 bits. If levers compute the
-        # loss from the output layer, the output stands for logits that are never computed.
+        # Autocast returns 16-bit outputs, and a loss in the loop would be computed in 16 bits. If the loss is computed
+        # in chunks, the output is a placeholder for logits that are never materialized, so it is not converted.
         self._widens = facts.precision.autocast_dtype is not None and levers.output_layer is None
         self.reduces = True
         self._begins_window = True
@@ -133,7 +133,7 @@ class ModelEngine(PreparedEngine):
             return
         found = list(tensors(output))
         if not found:
-            problem = "contains no tensor, so roomier cannot find out which models a backward pass reaches"
+            problem = "contains no tensor, so roomier cannot determine which models a backward pass reaches"
             action = "Return a tensor, or a list, tuple or dict of tensors, or prepare one model per Accelerator"
             raise TrainingError("output of the model", type(output).__name__, problem, action)
         for each in found:
@@ -144,7 +144,8 @@ class ModelEngine(PreparedEngine):
         self._is_in_backward = True
 
     def begin_clip(self, parameters: Sequence[Tensor]) -> None:
-        """Unscale the gradients of ``parameters``. In this step, the clipping of the Plan does not apply to them."""
+        """Unscale the gradients of ``parameters``. In this step, the clipping settings of the Plan do not apply to
+        these gradients."""
         own = {id(each) for each in parameters}
         for optimizer in self.optimizers:
             if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
@@ -177,7 +178,7 @@ class ModelEngine(PreparedEngine):
             return
         groups = [group for each in optimizers for group in each.param_groups]
         if any(parameter.grad is not None for group in groups for parameter in group["params"]):
-            problem = "was called, which does not average the gradients over the ranks"
+            problem = "was called, but this method does not average the gradients over the ranks"
             raise TrainingError("loss.backward", None, problem, "Call accelerator.backward(loss)")
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -189,7 +190,9 @@ class ModelEngine(PreparedEngine):
         """
         if self._acts:
             problem = "was created after the model was prepared, so its states cannot be offloaded"
-            raise PlanError("optimizer", type(optimizer).__name__, problem, "Pass model and optimizer to one prepare()")
+            raise PlanError(
+                "optimizer", type(optimizer).__name__, problem, "Pass the model and the optimizer to one prepare() call"
+            )
         check_ownership(Configured([optimizer]), self.module.parameters())
         check_sharded_parameters([optimizer])
         self.optimizers.append(optimizer)

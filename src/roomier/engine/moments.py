@@ -1,4 +1,4 @@
-"""Moments of a step: the methods that the techniques of an engine provide for each moment.
+"""Moments of a step. For each moment, the techniques of an engine provide methods that the engine calls.
 
 [Note: moments]
 An object with empty methods can replace ``None`` for a technique that is not used, but calling the empty methods in
@@ -49,7 +49,8 @@ def moments_of(parallel: Parallel, levers: Levers, updates: Updates) -> Moments:
     recompute = levers.recompute
     divides, recomputes, chunks = parallel.runner is not None, bool(recompute.blocks), levers.output_layer is not None
     return Moments(
-        # Recomputation is last, because it may start a measurement that only errors after begin_step abandon.
+        # Recomputation is last, because it can start a measurement, which is abandoned only after errors that occur
+        # after begin_step.
         begin_step=(updates.begin_step,) * updates.acts + (recompute.begin_step,) * recomputes,
         begin_micro_batch=(parallel.begin_micro_batch,) * divides + (updates.begin_micro_batch,) * updates.acts,
         begin_backward=(parallel.begin_backward,) * divides,

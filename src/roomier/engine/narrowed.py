@@ -1,7 +1,7 @@
 """Steps of optimizers that are restricted to some of their parameters.
 
-The step of the optimizer itself computes the update, so every optimizer works whose update of a parameter depends on
-this parameter only. All optimizers of ``torch.optim`` except LBFGS have this property.
+The step of the optimizer itself computes the update. Therefore, an optimizer is supported if the update of a parameter
+depends only on this parameter. All optimizers of ``torch.optim`` except LBFGS have this property.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 
 Homes = dict[Tensor, tuple[Optimizer, dict[str, Any]]]
-"""The optimizer and the parameter group of each parameter."""
+"""Mapping from each parameter to its optimizer and parameter group."""
 Options = dict[int, dict[str, Any]]
-"""Values of parameter groups, by the identity of the group."""
+"""Settings of parameter groups, with the ``id()`` of the group as key."""
 Groups = list[tuple[dict[str, Any], list[Tensor]]]
 """Parameter groups with the parameters to update."""
 
@@ -52,7 +52,7 @@ def check_no_step_hooks(optimizer: Optimizer, alternative: str) -> None:
         alternative: setting that supports such hooks, for the error.
 
     Raises:
-        TrainingError: it has such a hook.
+        TrainingError: ``optimizer`` has such a hook.
     """
     if torch_private.has_step_pre_hooks(optimizer):
         problem = "has a hook before its step (register_step_pre_hook), but parameters are updated outside its step"
@@ -71,7 +71,8 @@ def _groups_of(homes: Homes, parameters: Iterable[Tensor]) -> dict[Optimizer, Gr
 def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
     """Restrict ``optimizer`` to the parameters of ``groups``.
 
-    Otherwise, each update of a block would loop over all parameters, so a step would require quadratic time.
+    Without this restriction, each update of a block would loop over all parameters, so a step would require quadratic
+    time.
     """
     all_groups = optimizer.param_groups
     all_parameters = [group["params"] for group, _ in groups]
@@ -99,7 +100,9 @@ def _unchanged(optimizer: Optimizer) -> Iterator[None]:
         now = _numbers(group)
         name = next((name for name in now if now[name] != earlier.get(name)), None)
         if name is not None:
-            problem = f"changes {name!r} of a parameter group in each call, but it is called for each block"
+            problem = (
+                f"changes {name!r} of a parameter group in each call of step(), but step() is called for each block"
+            )
             action = (
                 "Use an optimizer that stores its state per parameter, or keep all states on the device and update "
                 "parameters after backward (step_in_backward=False, offload=None)"

@@ -32,7 +32,7 @@ def offloaded_updates(
     """Return updates whose optimizer states or parameters are in the tiers that ``plan`` names.
 
     Args:
-        residency: the parameters that leave the device; None if they stay.
+        residency: the offloaded parameters; None if no parameters are offloaded.
 
     Raises:
         PlanError: an optimizer or manual optimization does not support the mode of the updates.

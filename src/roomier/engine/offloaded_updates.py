@@ -2,7 +2,7 @@
 the device, updated by the optimizer itself, and sent back.
 
 [Note: three exact modes]
-All modes compute the same updates with the same bits. They differ in the time of the updates:
+All modes compute bit-identical updates. They differ in the time of the updates:
 
 - *plain*: after backward, one unit after the other.
 - *deferred*: units outside the blocks are updated after backward. The unit of a block is updated immediately before the
@@ -10,11 +10,12 @@ All modes compute the same updates with the same bits. They differ in the time o
   the learning rate) at the time of the step are stored with the gradients.
 - *speculative*: a unit is updated in the last backward of a step, as soon as its gradients are complete. The step
   accepts this update if the gradients and the parameter groups are unchanged. Clipping with the factor 1 does not
-  change them. Otherwise the weights and states before the update are restored, and the unit is updated again as in
-  *plain*. The engine compares the version counters of the gradients, so it also detects hooks that modify gradients.
+  change the gradients. If the gradients or the groups changed, the step restores the previous weights and states, and
+  the unit is updated again as in *plain*. The step compares the version counters of the gradients, so changes by hooks
+  are also detected.
 
-Code between two steps must not read parameters while updates are pending. Therefore it calls ``settle()`` first, which
-completes deferred updates and rejects speculative updates.
+Code between two steps must not read parameters while updates are pending. Therefore, such code calls ``settle()``
+first, which completes deferred updates and rejects speculative updates.
 
 [Note: stream of the updates]
 On an accelerator, all updates run on one separate stream. With sharded parameters, a gradient is complete on a stream
@@ -22,9 +23,9 @@ of its collective. An update on this stream would delay the next collective, and
 delay backward. The separate stream waits for the stream on which the gradient is complete. The compute stream waits for
 the updates when the step accepts them.
 
-[Note: gathered ahead]
-With sharded parameters, the forward of a unit starts the all-gather of the next unit. A deferred update must therefore
-be complete one unit earlier. The hook of each unit completes the updates of all units up to the next one.
+[Note: gathered ahead] With sharded parameters, the forward of a unit starts the all-gather of the next unit. The
+deferred update of a unit must therefore be complete before the forward of the preceding unit. The hook of each unit
+completes the updates of all units up to the next one.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from roomier.offload.states import OffloadedStates
 from roomier.offload.units import Unit
 from roomier.plan import BatchPlan
 
-_NUM_REJECTED = 4  # consecutive steps with rejected updates after which speculation pauses
-_NUM_PAUSED = 32  # steps of a pause
+_NUM_REJECTED = 4  # number of consecutive steps with rejected updates after which speculation pauses
+_NUM_PAUSED = 32  # number of steps of a pause
 
 
 @dataclass
@@ -67,7 +68,7 @@ class _Pending:
     Attributes:
         gradients: the gradient of each parameter to update.
         options: the values of the parameter groups at the time of the step.
-        changes: changes of gradients in a tier.
+        changes: changes to apply to gradients in a tier.
     """
 
     gradients: dict[Tensor, Tensor]
@@ -80,7 +81,7 @@ class _Speculation:
     """A speculative update that is neither accepted nor rejected.
 
     Attributes:
-        versions: identity and version of each gradient from which the update was computed.
+        versions: ``id()`` and version of each gradient from which the update was computed.
         options: the values of the parameter groups.
     """
 
@@ -97,10 +98,10 @@ class OffloadedUpdates(Updates):
         states: the states of the units.
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
         device: the device of the parameters.
-        gathers: the all-gathers of the parameters.
+        gathers: the all-gathers of the parameters, which wait for updates.
         gathers_ahead: whether updates are completed one unit ahead, because the forward of a unit and the all-gather of
             the next unit run at the same time.
-        parameters: parameters in a tier.
+        parameters: the parameters in a tier, or an object without effect if all parameters stay on the device.
         batch_plan: settings for clipping.
 
     Attributes:
@@ -133,7 +134,7 @@ class OffloadedUpdates(Updates):
         self._speculations: dict[int, _Speculation] = {}
         self._waiting: dict[int, set[Tensor]] = {}  # parameters of each unit whose gradients are not complete
         self._is_last = True
-        # The memory of parameters that leave belongs to the compute stream.
+        # The device memory of offloaded parameters belongs to the compute stream.
         has_stream = capabilities_of(device).has_streams and not parameters.leaves
         self._stream = torch.Stream(device) if has_stream else None
         self._was_rejected = self._is_closed = False
@@ -146,7 +147,7 @@ class OffloadedUpdates(Updates):
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
         """Prepare the forward of a step. Complete the updates of units outside the blocks, and of the first block."""
-        self._reject_all()  # a step without an update, such as a step that a hook skipped
+        self._reject_all()  # left over from a step without an update, such as a step that a hook skipped
         self._homes = homes_of(self._optimizers)
         self._parameters.begin_step(list(self._pending))
         if self._gathers_ahead and self._pending:
@@ -158,7 +159,7 @@ class OffloadedUpdates(Updates):
 
     def backward(self, run: Callable[..., None]) -> None:
         """Compute gradients. The last backward of a step starts to read the states."""
-        self._complete_all()  # of blocks whose forward did not run
+        self._complete_all()  # updates of blocks whose forward did not run
         if self._is_last and self._tries_speculation():
             self._waiting = {
                 number: {each for each in unit.parameters if each.requires_grad and each in self._homes}
@@ -297,8 +298,8 @@ class OffloadedUpdates(Updates):
     def watch(self) -> AbstractContextManager[Any] | None:
         """Return a context for the first forward pass, which has no pending updates.
 
-        If the forward reads parameters of a block outside the block, deferred updates would be too late. In this case,
-        the mode becomes ``"plain"``. If the block's parameters leave the device, the context raises an error.
+        If the forward reads parameters of a block outside the block, deferred updates would be too late, so the mode
+        becomes ``"plain"``. If these parameters are offloaded, the context raises an error instead.
         """
         if self._parameters.leaves:
             return self._parameters.watch()
@@ -356,7 +357,8 @@ class OffloadedUpdates(Updates):
                 self._handles.append(handle)
 
     def take(self, number: int, parameter: Tensor) -> None:
-        """Process the complete gradient of a parameter. Update the unit speculatively if it was the last gradient."""
+        """Process the complete gradient of a parameter. After the last gradient of a unit, update the unit
+        speculatively."""
         waiting = self._waiting.get(number)
         if not waiting:
             return
@@ -408,7 +410,7 @@ class OffloadedUpdates(Updates):
         self._parameters.settle()
 
     def place(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Replace tensors on the meta device by memory in the tier.
+        """Replace tensors on the meta device with memory in the tier.
 
         Raises:
             CheckpointError: the states do not fit into the tier.
@@ -469,8 +471,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Check that parameters of ``optimizer`` can be updated one unit at a time.
 
     Raises:
-        PlanError: its class is not supported.
-        TrainingError: it has hooks that run before its step.
+        PlanError: the class of ``optimizer`` is not supported. TrainingError: ``optimizer`` has hooks that run before
+            its step.
     """
     if isinstance(optimizer, LBFGS):
         problem = "does not support LBFGS, whose update of a parameter depends on all gradients"

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from roomier.core.forms import FormError, anything, fields, item_of, like, tensor
 
 _KNOWN = ("torch.optim", "roomier.optim")
-_OF_KERNELS = ("params", "fused", "foreach", "capturable")  # do not change which states exist
+_OF_KERNELS = ("params", "fused", "foreach", "capturable")  # settings that do not affect which states exist
 
 States = dict[str, Any]
 
 
 def check_values(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str], place: str) -> None:
-    """Check the settings and the states in ``saved``. The tensors may still be unread.
+    """Check the settings and the states in ``saved``. The values of the tensors do not have to be read yet.
 
     Args:
         optimizer: the optimizer of this run.
@@ -69,7 +69,7 @@ def _states_needed(
         FormError: the optimizer takes a step with the settings of ``group``, but not with the settings of ``stored``.
     """
     make = type(optimizer)
-    if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):  # states that change during training
+    if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):  # these states change during training
         return None
     try:
         states = _states_after_step(make, group, parameter)
@@ -79,7 +79,7 @@ def _states_needed(
     if not all(settings[key] is value or _is_same_plain(settings[key], value) for key, value in group.items()):
         try:
             states = _states_after_step(make, settings, parameter)
-        except Exception as error:  # it may fail in any way
+        except Exception as error:  # the step can raise any error
             shown = {key: value for key, value in stored.items() if key not in _OF_KERNELS}
             raise FormError(place, shown, f"settings of {make.__name__} ({error})") from error
     return states

@@ -28,11 +28,12 @@ class PlacesStates(Protocol):
 @runtime_checkable
 class HasRowStates(Protocol):
     """Optimizer with states that are sharded by the rows of their parameter but have a different shape than the
-    parameter. A state with a different number of rows, such as the column means of a matrix, is on every rank."""
+    parameter. A state with a different number of rows, such as the column means of a matrix, is replicated on every
+    rank."""
 
     @property
     def row_states(self) -> Sequence[str]:
-        """Names of states that are sharded if their first dimension is the first dimension of the parameter."""
+        """Names of states that are sharded if the size of their first dimension equals that of the parameter."""
         ...
 
 
@@ -45,7 +46,7 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """Return the state of ``optimizer`` with names in place of indices. Tensors are not copied.
+    """Return the state of ``optimizer`` with parameter names instead of indices. Tensors are not copied.
 
     Returns:
         ``{"type": class name, "state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``.
@@ -58,7 +59,8 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
-    """Check that ``saved`` is a state of ``optimizer``. The tensors of ``saved`` need not be read yet.
+    """Check that ``saved`` is a state of ``optimizer``. The values of the tensors in ``saved`` do not have to be read
+    yet.
 
     Raises:
         CheckpointError: ``saved`` belongs to a different optimizer class, or to different parameters or groups.
@@ -104,7 +106,7 @@ def state_places(
         names: the fully qualified name of each parameter.
         is_spec: returns whether a value is a specification, which has ``shape`` and ``dtype``.
         unneeded: value in place of tensors that this rank does not need.
-        away: parameters whose states are not on the device. Their places are on the meta device.
+        away: parameters whose states are not on the device. The tensors for these states are on the meta device.
     """
     parameters = {name: parameter for parameter, name in names.items()}
 
@@ -162,9 +164,8 @@ def _empty_on_meta(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch
 
 
 def shard_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
-    """Return the full tensor ``value`` sharded like ``own``, which has its shape or its number of rows.
-
-    Other values are returned unchanged. No rank waits for another.
+    """Return ``value``, a full tensor, sharded like ``own`` if both have the same shape or the same number of rows.
+    Other values are returned unchanged. The function does not communicate.
     """
     is_whole = isinstance(value, Tensor) and isinstance(own, Tensor) and (by_rows or own.shape == value.shape)
     if not is_whole or type(own) in (Tensor, nn.Parameter):
@@ -188,7 +189,7 @@ def load_optimizer(
         optimizer: the optimizer.
         saved: the state.
         names: the fully qualified name of each parameter.
-        away: parameters whose states stay where they are. Other states are moved to the device of their parameter.
+        away: parameters whose states are not moved. Other states are moved to the device of their parameter.
 
     Raises:
         CheckpointError: ``saved`` is not a state of ``optimizer``, see :func:`check_optimizer`.

@@ -1,4 +1,4 @@
-"""Optimizers of a run, from the module or from the Plan, and checks that they fit the model."""
+"""Creates the optimizers of a run, from the module or from the Plan, and checks that these optimizers fit the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def configure(
             raise PlanError(
                 "optimizer",
                 None,
-                f"{type(module).__name__} configures no optimizer, and the Trainer names none",
+                f"{type(module).__name__} configures no optimizer, and the Trainer has no argument 'optimizer'",
                 "Return one from configure_optimizers, or pass Trainer(optimizer='adamw', learning_rate=3e-4)",
             )
         return configured
@@ -97,7 +97,8 @@ def configure_by_name(
 
 
 def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None:
-    """Check that ``configured`` can update the parameters of ``module``, and print a notice if it loses small updates.
+    """Check that ``configured`` can update the parameters of ``module``, and print a notice if rounding discards small
+    updates.
 
     Raises:
         RoomierError: an optimizer has parameters of a different module, or does not support sharded parameters.
@@ -105,7 +106,7 @@ def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None
     check_ownership(configured, module.parameters())
     check_sharded_parameters(configured.optimizers)
     losing = [each for each in configured.optimizers if not keeps_updates(each)]
-    if losing and plan.optimizer.weight_rounding is None:  # otherwise the user chose the rounding
+    if losing and plan.optimizer.weight_rounding is None:  # with other dtypes, the user chose the rounding
         names = " and ".join(sorted({type(optimizer).__name__ for optimizer in losing}))
         notice(
             f"bfloat16 weights: {names} rounds them to nearest, so most updates below 2^-9 of a weight are lost. "

@@ -13,7 +13,8 @@ class Parallel(Protocol):
 
     Attributes:
         loss_factor: factor of each loss. With this factor, the reduced gradients are the sum over the ranks.
-        allows_inference_mode: whether parameters unsharded in ``torch.inference_mode`` can be trained afterwards.
+        allows_inference_mode: whether parameters that were unsharded in ``torch.inference_mode`` can be trained
+            afterwards.
         trace: hash of the units of the model that ran so far, in execution order. The hash must be equal on all ranks.
             If the hashes differ, a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
@@ -43,7 +44,7 @@ class Parallel(Protocol):
         ...
 
     def begin_backward(self) -> None:
-        """Prepare a backward pass, which adds to the existing gradients."""
+        """Prepare for a backward pass, whose gradients are added to the existing gradients."""
         ...
 
     def end_backward(self) -> None:
@@ -51,7 +52,7 @@ class Parallel(Protocol):
         ...
 
     def end_update(self) -> None:
-        """Handle an update of the parameters."""
+        """Process the end of an update of the parameters."""
         ...
 
     def release(self) -> None:
@@ -59,11 +60,12 @@ class Parallel(Protocol):
         ...
 
     def trained_parameters_changed(self) -> None:
-        """Handle parameters that were frozen or unfrozen since the last step. Every rank calls this method."""
+        """Adapt to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
         ...
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Scale the gradients to at most ``max_norm``. Return the previous norm over all ranks (0-dim)."""
+        """Scale the gradients so that their norm is at most ``max_norm``. Return the norm over all ranks before scaling
+        (0-dim)."""
         ...
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:

@@ -24,11 +24,12 @@ from roomier.tiers.scratch import Scratch
 from roomier.tiers.tier import Tier
 
 NUM_BUFFERS = 4
-"""Buffers of the ring of a disk tier of parameters."""
+"""Number of buffers in the ring of a disk tier of parameters."""
 NUM_STATE_BUFFERS = 3
-"""Buffers of the ring of a disk tier of optimizer states: one is read, one is updated, and one is written."""
+"""Number of buffers in the ring of a disk tier of optimizer states: one is read, one is updated, and one is written."""
 _NUM_AHEAD = 2
-"""Records of parameters that are read ahead. The other buffers are for the current region and for its gradients."""
+"""Number of records of parameters that are read ahead. The other buffers are for the current region and for its
+gradients."""
 
 
 def offloaded_parameters(
@@ -36,7 +37,7 @@ def offloaded_parameters(
 ) -> OffloadedParameters:
     """Move the parameters of a network that is not sharded to the tier that ``plan`` names.
 
-    Parameters can be on the meta device. Then at most one region is in memory at a time.
+    Parameters can be on the meta device. In this case, at most one region is in memory at a time.
 
     Args:
         taken: weights of parameters on the meta device. None if all parameters have values.
@@ -57,7 +58,7 @@ def offloaded_parameters(
 def filled_parameters(
     plan: Plan, facts: Facts, taken: TakenWeights | None, weights: WeightsToRead | None
 ) -> OffloadedParameters:
-    """Return :func:`offloaded_parameters` with all values.
+    """Return :func:`offloaded_parameters` after all values were read or restored.
 
     Args:
         weights: file with the initial weights. None preserves the values in the network.

@@ -24,8 +24,8 @@ class ParametersOnDevice:
     """Parameters that stay on the device, so the engine handles their gradients.
 
     Attributes:
-        leaves: whether parameters leave the device.
-        numbers: numbers of the units whose parameters leave.
+        leaves: whether parameters are offloaded.
+        numbers: numbers of the units whose parameters are offloaded.
         changes: functions that changed the gradients after they were complete, in the order of the calls.
     """
 
@@ -37,11 +37,13 @@ class ParametersOnDevice:
         """Free the gradients of the last step, except the gradients of the units in ``pending``."""
 
     def watch(self) -> AbstractContextManager[Any] | None:
-        """Return a context for the first forward, which raises an error if code reads a parameter that is away."""
+        """Return a context for the first forward that raises an error if code reads a parameter that is not on the
+        device."""
         return None
 
     def watch_forwards(self, complete: Callable[[int], object]) -> None:
-        """Call ``complete`` with the number of a unit when its parameters have arrived for a forward."""
+        """Call ``complete`` with the number of a unit each time its parameters were brought to the device for a
+        forward."""
 
     def end_backward(self) -> None:
         """Call after each backward pass."""
@@ -59,7 +61,7 @@ class ParametersOnDevice:
         Args:
             number: number of the unit.
             own: the parameters that are updated.
-            changes: changes of the gradients.
+            changes: functions that change the gradients before the update.
         """
         yield []
 
@@ -71,7 +73,7 @@ class ParametersOnDevice:
         return None
 
     def settle(self) -> None:
-        """Make the complete parameters readable."""
+        """Make all parameters readable."""
 
     def close(self) -> None:
         """Remove all hooks, and free the tier. The parameters remain readable."""

@@ -98,7 +98,8 @@ def build_prepared(
     Args:
         plan: the plan.
         module: any ``nn.Module``, which is moved, converted and sharded in place.
-        given: the optimizers of its parameters. If ``module`` is sharded, they receive the sharded parameters.
+        given: the optimizers of its parameters. If ``module`` is sharded, the optimizers receive the sharded
+            parameters.
         engine_class: the class of the engine.
         max_steps: number of optimizer steps, for a schedule that ``plan`` names.
         allows_none: allow a model without an optimizer.
@@ -117,7 +118,7 @@ def build_prepared(
             replace_parameters()
             return Configured(list(given))
         if plan.optimizer.name is None:
-            raise PlanError("optimizer", None, "none was passed, and the plan names none", "Pass one")
+            raise PlanError("optimizer", None, "no optimizer was passed, and the plan names none", "Pass one")
         return configure_by_name(plan, network, lambda: max_steps or float("inf"), blocks)
 
     wrapped = as_module(module)
@@ -131,9 +132,9 @@ def build_prepared(
 
 
 def replacement_of_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Return a function that gives ``optimizers`` the parameters that replaced those of ``network`` since this call.
-
-    Sharding replaces parameters. The new parameters have the same names.
+    """Return a function that updates ``optimizers`` after parameters of ``network`` were replaced. Sharding replaces
+    parameters by new parameters with the same names. The returned function gives these new parameters to the
+    optimizers.
     """
     names = {id(each): name for name, each in network.named_parameters(remove_duplicate=False)}
 

@@ -4,14 +4,15 @@ freed.
 At any time, only the gradients of one block are in memory, instead of the gradients of the full model. The optimizer's
 own step computes the update, with its groups restricted to some of the parameters. The update of a parameter must
 therefore depend on this parameter only, as in all optimizers of ``torch.optim`` except LBFGS. An optimizer that counts
-its calls in a parameter group would count the update of each block as a step. The first update detects this.
+its calls in a parameter group would count the update of each block as a step. The first update detects such an
+optimizer and raises an error.
 
 [Note: weights that change during backward]
 A weight is written while backward runs. Its gradient is complete after all operations that used the weight have run
-their backward, so no later operation reads the weight. An operation that used the detached weight is the exception:
-autograd counts writes and raises an error. Under activation recomputation, a block is recomputed before the first of
-its operations with saved tensors runs its backward. The weights of the block are updated after all of these weights
-have their gradients, or later.
+their backward, so no later operation reads the weight. The exception is an operation that used the detached weight. For
+this operation, autograd detects the write and raises an error. Under activation recomputation, a block is recomputed
+before the first of its operations with saved tensors runs its backward. The weights of the block are updated after all
+their gradients are complete.
 
 [Note: clipping by norm]
 The factor depends on all gradients. ``"exact"`` runs two backwards of one forward pass. The first backward pass
@@ -55,7 +56,7 @@ class StepInBackward(Updates):
         join_norms: function that returns the norm over all ranks, from the norm of this rank's shard of each gradient,
             by parameter.
         late: parameters whose gradients are complete only after backward.
-        separate: parameters of blocks that are not updated together with their block.
+        separate: parameters of blocks that are updated separately from their block.
 
     Attributes:
         norm: norm of the gradients of the last step, before clipping (0-dim). None if no norm is computed.
@@ -116,7 +117,7 @@ class StepInBackward(Updates):
             TrainingError: the step has several micro-batches.
         """
         if len(batches) != 1:
-            problem = "are not supported, because each update happens before the gradients of the next one exist"
+            problem = "are not supported, because each update runs before the gradients of the next micro-batch exist"
             action = "Pass one micro-batch per step, or set step_in_backward=False"
             raise TrainingError("batches", f"{len(batches)} micro-batches", problem, action)
         self._watch_parameters()
@@ -170,14 +171,14 @@ class StepInBackward(Updates):
         self._is_step_open = False
 
     def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Return :attr:`norm`. The gradients were clipped according to the Plan.
+        """Return :attr:`norm`. The gradients were clipped during backward, according to the Plan.
 
         Raises:
             TrainingError: the arguments request another limit.
         """
         if max_norm is None and algorithm is None:
             return self.norm
-        problem = "the gradients are used and freed already, because each parameter was updated during backward"
+        problem = "the gradients were already used and freed, because each parameter was updated during backward"
         action = "Set gradient_clip_val, which clips during backward, or set step_in_backward=False"
         raise TrainingError("clip", max_norm, problem, action)
 
@@ -228,8 +229,8 @@ class StepInBackward(Updates):
         self._norms[parameter] = torch_private.norm_of(_own_gradient(parameter))
 
     def _collect(self, parameter: Tensor) -> None:
-        """Update the parameters of a block together, after its last gradient or a gradient of another block is
-        complete."""
+        """Collect the parameters of a block. Update them together after the last gradient of the block, or the first
+        gradient of another block, is complete."""
         if parameter in self._updated:
             raise self._came_in_parts(parameter)
         block = self._block_of.get(parameter)
@@ -258,7 +259,7 @@ class StepInBackward(Updates):
     def _check_begins_step(self) -> None:
         if self._is_step_open:
             problem = (
-                "a second backward ran before the step of the first one ended, which has updated parameters already"
+                "a second backward ran before the step of the first backward ended, which already updated parameters"
             )
             action = "Call engine.step() after each backward, and run one backward of the sum of several losses"
             raise TrainingError("backward", None, problem, action)
@@ -266,7 +267,7 @@ class StepInBackward(Updates):
             check_no_step_hooks(optimizer, "set step_in_backward=False")
         kept = next((each for each in self._home if each.grad is not None), None)
         if kept is not None:
-            problem = "has a gradient before the backward, which would add to it"
+            problem = "already has a gradient before the backward"
             action = "Do not run backward in training_step, or set step_in_backward=False"
             raise TrainingError("gradient", self._name_of(kept), problem, action)
 
@@ -280,7 +281,7 @@ class StepInBackward(Updates):
 
 
 class _Hook:
-    """Hook of a parameter. The weak reference in the hook does not keep the engine alive."""
+    """Hook of a parameter. The hook holds a weak reference, so that it does not keep the engine alive."""
 
     def __init__(self, steps: weakref.ref[StepInBackward]) -> None:
         self._steps = steps

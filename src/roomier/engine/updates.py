@@ -1,4 +1,4 @@
-"""Updates: when and how the optimizers of an engine step."""
+"""Objects that determine when and how the optimizers of an engine step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Scale(Protocol):
         ...
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """Return whether the step is skipped because unscaled gradients are not finite. The host reads one flag."""
+        """Return whether the step is skipped because unscaled gradients are not finite. The host waits for the device
+        to read one flag."""
         ...
 
 
@@ -56,7 +57,7 @@ class Updates:
         """Prepare for gradients that the engine clips."""
 
     def end_clip(self, norm: Tensor | None, limit: float) -> None:
-        """Handle gradients that the engine clipped to ``limit``.
+        """Process the result of clipping: the engine clipped the gradients to ``limit``.
 
         Args:
             norm: norm of the gradients before clipping; None if elements were clipped.
@@ -89,7 +90,7 @@ class Updates:
         return {}
 
     def place(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Replace tensors on the meta device by memory into which the states of ``away`` are read before
+        """Replace tensors on the meta device with memory into which the states of ``away`` are read before
         :meth:`load`."""
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:

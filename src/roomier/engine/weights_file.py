@@ -32,7 +32,7 @@ class WeightsToRead(Protocol):
     """Source of the initial values of a model."""
 
     def check(self, network: nn.Module) -> set[str]:
-        """Return the names of the tensors of ``network`` that will be read. They include all except adapters."""
+        """Return the names of the tensors of ``network`` that will be read. These are all tensors except adapters."""
         ...
 
     def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
@@ -69,9 +69,9 @@ class WeightsFile:
     def check(self, network: nn.Module) -> set[str]:
         """Compare names and shapes with ``network``. Adapters may be missing from the file.
 
-        If all names in the file match names in one child of ``network`` (``model.`` and the name), this child is read.
-        If the names in the file do not match ``network``, and ``network`` is or contains a Hugging Face model, the
-        tensors are converted by the rules of its ``from_pretrained``.
+        If all names in the file match ``network`` after the name of one child module, such as ``model.``, is prepended,
+        the values are read into this child. If the names in the file do not match ``network``, and ``network`` is or
+        contains a Hugging Face model, the tensors are converted by the rules of its ``from_pretrained``.
 
         Returns:
             The names of the tensors that will be read, including all names of tied tensors.
@@ -88,14 +88,14 @@ class WeightsFile:
             if converted:
                 problems, self._conversions = self._compared(converted, wanted), converted
         if problems:
-            action = "Pass the weights of this model, or build the model that they were saved from"
+            action = "Pass the weights of this model, or build the model from which the weights were saved"
             raise RoomierError("weights", str(self.path), f"does not match the model: {'; '.join(problems)}", action)
         present = {id(wanted[name]) for each in self._conversions for name in each.targets}
         return {name for name, tensor in wanted.items() if id(tensor) in present}
 
     def _as_pretrained(self, network: nn.Module, wanted: Mapping[str, Tensor]) -> list[Conversion]:
-        """Return the conversions from the files of the Hugging Face model in ``network``. Empty without such a
-        model."""
+        """Return the conversions from the files of the Hugging Face model in ``network``. If ``network`` contains no
+        such model, the result is empty."""
         found = find_pretrained(network)
         if found is None:
             return []

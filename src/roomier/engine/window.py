@@ -16,7 +16,8 @@ class Window:
     """State of one optimizer step while its micro-batches run.
 
     Attributes:
-        weights: fraction of the global batch's loss terms in each micro-batch. Empty if losses are summed unweighted.
+        weights: fraction of the global batch's loss terms in each micro-batch. Empty if losses are summed without
+            weights.
         loss: sum of the weighted losses so far (0-dim, detached).
         left_out: weights of the micro-batches whose step returned None.
     """
@@ -43,13 +44,13 @@ class Closure:
         self, window: Window, run_last: Callable[[], Tensor | None], weigh_again: Callable[[Window], None]
     ) -> None:
         self._window, self._run_last, self._weigh_again = window, run_last, weigh_again
-        self._loss, self._left_out = window.loss, window.left_out  # of the earlier micro-batches
+        self._loss, self._left_out = window.loss, window.left_out  # loss and weights of the earlier micro-batches
 
     @torch.enable_grad()
     def __call__(self) -> Tensor | None:
         window = self._window
         window.loss, window.left_out = self._loss, self._left_out
         loss = self._run_last()
-        if window.left_out:  # immediately, because an update may follow
+        if window.left_out:  # immediately, because the optimizer may update next
             self._weigh_again(window)
         return loss
