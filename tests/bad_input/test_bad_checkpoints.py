@@ -252,7 +252,13 @@ WRONG = {
         "4",
         "Pass a checkpoint, 'last' or 'best'",
     ),
-    "of weights alone": (from_weights_only, CheckpointError, "ckpt_path", "weights", "Load it with Module.load_from"),
+    "of weights alone": (
+        from_weights_only,
+        CheckpointError,
+        "ckpt_path",
+        "weights",
+        "Load the weights with Module.load_from",
+    ),
     "the best, but no checkpoint exists": (
         lambda d: d.fit(ckpt_path="best"),
         CheckpointError,

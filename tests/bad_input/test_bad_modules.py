@@ -358,7 +358,7 @@ OPTIMIZERS = {
         RoomierError,
         "configure_optimizers",
         "AdamW",
-        "Create it with self.parameters()",
+        "Create the optimizer with self.parameters()",
     ),
     "an optimizer of the Trainer and a frozen module": (
         lambda d: d.fit(frozen(d.net(configure_optimizers=lambda self: None)), optimizer="adamw"),

@@ -292,7 +292,7 @@ def test_the_step_at_which_the_variance_is_frozen(capsys: pytest.CaptureFixture[
     assert freeze_step(50, math.inf) == 50
     assert capsys.readouterr().err == ""
     assert freeze_step(1000, 1000) == 1000
-    assert "no step is compressed: the run has 1000 steps, and freeze_step is 1000" in capsys.readouterr().err
+    assert "no step is compressed, because the run has 1000 steps, and freeze_step is 1000" in capsys.readouterr().err
     assert freeze_step(50, 1000, warmup=100) == 50
     assert "before the end of the learning rate warm-up" in capsys.readouterr().err
     with pytest.raises(PlanError, match=r"freeze_step.*required if the length of the run is unknown"):

@@ -58,7 +58,7 @@ def taken(num_wanted: tuple[int, int]) -> tuple[list[int], str, bool]:
 ALL = [0, 1, 2, 0]
 LEFT = (
     "predict_stream='ranks [{}]': left the stream before its end, but this rank requests another prediction. "
-    "Iterate to the end of the stream on all ranks, or leave it at the same prediction."
+    "Iterate to the end of the stream on all ranks, or leave the stream at the same prediction."
 )
 
 

@@ -11,8 +11,8 @@ arithmetic of torch, and processes one shard at a time. Four values depend on th
 
 The update is computed twice, before and after its norm is known, so the temporaries have the size of one shard. The
 factors stay on the device, so a step does not wait for the device. Row means are sharded like the rows. Column means of
-a matrix are on every rank. With more than two dimensions, torch factorizes the last two, so both means have the rows of
-the shard.
+a matrix are replicated on every rank. For a tensor with more than two dimensions, torch factorizes the last two
+dimensions, so both means have the rows of the shard.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Adafactor(torch.optim.Adafactor):
     """Adafactor whose parameters can be sharded, see [Note: Adafactor on shards].
 
     The arguments and the states are the same as in ``torch.optim.Adafactor``. Unsharded parameters are updated one at a
-    time, also with ``foreach=True``.
+    time, even with ``foreach=True``.
     """
 
     row_states = ("row_var", "col_var")
@@ -96,9 +96,9 @@ class _Part:
         gradient: the shard of the gradient.
         moments: mean squares of rows and columns, or of the elements of a vector.
         shape: shape of the unsharded parameter.
-        newest: weight of the newest squares in the means.
+        newest: weight of the current squared gradients in the means.
         rate: learning rate relative to the size of the weight.
-        kept: factor of weight decay.
+        kept: factor by which weight decay multiplies the weight.
         eps: lower limits of the mean squares and of the size of the weight.
         largest: root mean square above which an update is scaled down.
     """
@@ -114,7 +114,7 @@ class _Part:
     largest: float
 
     def begin(self) -> list[Tensor]:
-        """Update the means that depend on this shard only. Return the values to sum over the ranks."""
+        """Update the means that depend only on this shard. Return the values to sum over the ranks."""
         sums = [_square(self.weight.norm(2))]
         if len(self.moments) == 1:
             self.moments[0].lerp_(self.gradient * self.gradient, self.newest)
@@ -144,7 +144,7 @@ class _Part:
         else:
             rows, columns = self.moments
             mean = rows.mean(dim=-2, keepdim=True) if rows_sum is None else rows_sum.to(rows.dtype) / self.shape[0]
-            if len(self.shape) == 2 and columns.shape[0] != 1:  # this rank has no row
+            if len(self.shape) == 2 and columns.shape[0] != 1:  # this rank has no rows
                 columns = columns.new_zeros(1, self.shape[1])
             estimate = (rows @ columns).div_(mean.clamp_(min=self.eps[0]))
         return estimate.clamp_(min=self.eps[0] ** 2).rsqrt_().mul_(self.gradient)

@@ -36,13 +36,13 @@ from roomier.optim.block_codes import Region
 from roomier.optim.local import first_element, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # seed for stochastic rounding; all runs can use the same noise
+SEED = 0  # seed for stochastic rounding, which can be the same in all runs
 STATE_BITS = (4, 8, 32)
 _ROUNDINGS = ("split", "stochastic", "nearest")
-_CHUNK = 2**16  # elements, so that temporaries fit in the cache
-_CHUNK_COMPILED = 2**19  # compiled code has two temporaries per element, and fewer calls are faster
+_CHUNK = 2**16  # number of elements, so that temporaries fit in the cache
+_CHUNK_COMPILED = 2**19  # larger, because compiled code has two temporaries per element and fewer calls are faster
 _CHUNK_ON_DEVICE = 2**24
-WORTH_COMPILING = 2**22  # quantized elements: with fewer, 1,000 steps save less time than the compilation takes
+WORTH_COMPILING = 2**22  # with fewer quantized elements, 1,000 steps save less time than the compilation takes
 
 UpdateBlocks = Callable[..., None]
 
@@ -82,7 +82,7 @@ class BlockwiseAdamW(Optimizer):
     row_states = ("root_scales", "ratio_scales")
     """States that are sharded by the rows of their parameter but have a different shape."""
 
-    compiled: bool | None = None  # also on the class, for copies
+    compiled: bool | None = None  # also defined on the class, for copies
     _update_codes: UpdateBlocks | None = None
 
     def __init__(
@@ -152,7 +152,7 @@ class BlockwiseAdamW(Optimizer):
         if self._coded and (pays if self.compiled is None else self.compiled):
             found, problem = _update_of(self._coded[0].device)
             if problem and self.compiled:
-                raise PlanError("optimizer.compiled", True, problem, "Remove it to run the update uncompiled")
+                raise PlanError("optimizer.compiled", True, problem, "Remove the option to run the update uncompiled")
             if problem:
                 notice(f"{type(self).__name__}: the uncompiled update takes about 4 times as long: {problem}")
             self._update_codes = found
@@ -161,7 +161,7 @@ class BlockwiseAdamW(Optimizer):
     def _update(self, group: Mapping[str, Any], parameter: nn.Parameter, update: UpdateBlocks) -> None:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
-            action = "Create the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+            action = "Create the embedding with sparse=False, or use torch.optim.SparseAdam for the embedding"
             raise PlanError("optimizer", type(self).__name__, "does not support sparse gradients", action)
         state = self.state[parameter]
         if not state:
@@ -185,7 +185,7 @@ class BlockwiseAdamW(Optimizer):
 
 @dataclass(frozen=True)
 class StepValues:
-    """Scalars of a step; names as in [Note: a step on codes].
+    """Scalars of a step. The names are explained in [Note: a step on codes].
 
     Attributes:
         step: number of the step, starting at 1.
@@ -325,7 +325,7 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
     # A dry run compiles no code, and its update must not be stored in the cache. The compiled update creates no
-    # tensors. A machine that plans for CUDA does not need Triton.
+    # tensors. Therefore, a machine that plans for CUDA does not need Triton.
     kind = torch_fake.fake_kind()
     planned = device if kind == "cuda" else torch.device(kind)
     return (_skip_update if torch_private.missing_compiler(planned) is None else update_blocks), None
@@ -349,7 +349,7 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     compiled = torch.compile(update_blocks, dynamic=True)
 
     def update(*arguments: Any) -> None:
-        with torch_private.without_interception():  # for example by a memory tracker in the first step
+        with torch_private.without_interception():  # a memory tracker may be active
             compiled(*arguments)
 
     try:
@@ -431,7 +431,7 @@ def _as_shard_of(parameter: Tensor, rows: Tensor) -> Tensor:
     """Wrap ``rows``, which belong to this rank's shard of ``parameter``, as a DTensor with the same sharding."""
     if not is_sharded(parameter):
         return rows
-    from torch.distributed.tensor import DTensor  # slow import; sharded parameters already loaded it
+    from torch.distributed.tensor import DTensor  # slow import, which sharded parameters already require
 
     shape = torch.Size([parameter.shape[0], *rows.shape[1:]])
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -458,6 +458,6 @@ def _check(group: Mapping[str, Any]) -> None:
 
 
 def _keeps_rows(placement: Any) -> bool:
-    from torch.distributed.tensor import Replicate, Shard  # slow import; a sharded tensor already loaded it
+    from torch.distributed.tensor import Replicate, Shard  # slow import, which sharded tensors already require
 
     return isinstance(placement, Replicate) or (type(placement) is Shard and placement.dim == 0)

@@ -1,7 +1,7 @@
 """Averages of weights over training steps, for ordinary tensors and for shards.
 
-Averages are elementwise, so each rank averages its shard without communication. 16-bit weights are averaged in float32,
-because bfloat16 would lose an update by 0.001 of a difference.
+Averages are elementwise, so each rank averages its shard without communication. The averages of 16-bit weights are
+float32, because a bfloat16 average would not change if an update adds only 0.001 of the difference.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the values of the tensors and of their averages bit for bit. A second call undoes the first.
-
+        """Exchange the values of the tensors and of their averages bit for bit. A second call reverses the exchange.
         Only one tensor at a time is duplicated. The averages of 16-bit weights have more bits, so a copy of these
         weights is retained.
         """
@@ -180,7 +179,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of ``value``, which is unsharded or sharded like ``tensor``."""
     if is_sharded(value) or not is_sharded(tensor):
         return local(value)
-    from torch.distributed.tensor import distribute_tensor  # slow import; a sharded tensor already loaded it
+    from torch.distributed.tensor import distribute_tensor  # slow import, which sharded tensors already require
 
     placed = value.to(tensor.to_local().device)
     return local(distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None))
@@ -189,7 +188,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
 def _full_tensor_of(tensor: Tensor, part: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return part
-    from torch.distributed.tensor import DTensor  # slow import; a sharded tensor already loaded it
+    from torch.distributed.tensor import DTensor  # slow import, which sharded tensors already require
 
     placed = part.to(tensor.to_local().device)
     return DTensor.from_local(

@@ -18,12 +18,12 @@ Rounding is arithmetic (a root and a product, without a table), so rounding is a
 
 [Note: dither]
 A second moment changes by about 1/1000 per step (``beta2 = 0.999``), but adjacent codes differ by about 1/100 (8 bits)
-or 1/4 (4 bits). With rounding to nearest, codes would never change. Therefore a number is rounded up with a frequency
+or 1/4 (4 bits). With rounding to nearest, codes would never change. Therefore, a number is rounded up with a frequency
 equal to its distance from the code below: ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over the steps.
-``u`` consists of multiples of the golden ratio, shifted from column to column (a Kronecker sequence; see Niederreiter,
-"Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3). ``u`` depends only on step and column, so a
-resumed run and any number of ranks round identically. Numbers that equal a code, such as zero and the maximum of a
-block, do not change.
+``u`` consists of fractional parts of multiples of the golden ratio, shifted from column to column (a Kronecker
+sequence; see Niederreiter, "Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3). ``u`` depends
+only on step and column, so a resumed run and any number of ranks round identically. Numbers that equal a code, such as
+zero and the maximum of a block, do not change.
 
 [Note: blocks]
 A block is part of one row (dimension 0), and has about 256 elements (8 bits) or 128 elements (4 bits). Parameters are
@@ -41,12 +41,12 @@ from torch import Tensor
 
 from roomier.device.capability import capabilities_of
 
-MIN_ELEMENTS = 4096  # smaller tensors save little
+MIN_ELEMENTS = 4096  # quantization of smaller tensors saves little memory
 MIN_BLOCK = 80  # elements: 8 bytes of scales for 80 elements are 0.1 bytes per parameter
-_BLOCK = {8: 256, 4: 128}  # approximate number of elements, by bits
+_BLOCK = {8: 256, 4: 128}  # approximate number of elements of a block, by bits
 _LEAST_SCALE = 1e-30  # the square of a root below 3e-23 is zero in float32
 _STEP_SHIFT, _COLUMN_SHIFT = 0.6180339887498949, 0.7548776662466927  # 1 / golden ratio; 1 / plastic number
-_MARGIN = 1 / 64  # prevents the maximum of a block from being rounded beyond the last code
+_MARGIN = 1 / 64  # margin, so that the maximum of a block is not rounded beyond the last code
 
 
 def can_be_coded(shape: Sequence[int]) -> bool:
@@ -122,7 +122,8 @@ def decode(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, T
 
     Args:
         codes: tensors ``[rows, blocks, size]``, one for roots and one for ratios; with 4 bits, one tensor for both.
-        scales: tensors ``[rows, blocks, 1]``, one for roots and one for ratios. The result is proportional to them.
+        scales: tensors ``[rows, blocks, 1]``, one for roots and one for ratios. The result is proportional to the
+            scales.
     """
     bits = _bits(codes)
     number = codes[0].float()

@@ -52,9 +52,9 @@ def make_optimizer(
 
     Weight decay applies to weights with two or more dimensions. Weight decay does not apply to biases and the scales of
     norms. AdamW, Adam and SGD (SGD only for unsharded parameters) use torch's fused kernels. These kernels read memory
-    once and do not wait for the device if a loss scale is used. Low-bit states are used only for large matrices.
-    Embeddings (and tied output layers), biases, norms and small tensors have float32 states. ``"muon"`` updates the
-    matrices of blocks, and AdamW updates all other parameters.
+    only once. If a loss scale is used, their steps do not wait for the device. Low-bit states are used only for large
+    matrices. Embeddings (and tied output layers), biases, norms and small tensors have float32 states. ``"muon"``
+    updates the matrices of blocks, and AdamW updates all other parameters.
 
     Args:
         name: key of ``OPTIMIZERS``.

@@ -1,7 +1,7 @@
 """Optimizers that require a closure, although the argument of their method ``step`` has the default None.
 
 Sharpness-aware minimization (SAM) is an example. Its ``step`` asserts that a closure was passed, or calls the closure
-without a check. The source of ``step`` shows this before the first step.
+without a check. The source code of ``step`` shows whether a closure is required, before the first step runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @cache
 def assumes_closure(kind: type) -> bool:
-    """Return True if ``kind.step`` fails without a closure. False if its source is not available."""
+    """Return True if ``kind.step`` fails without a closure. Return False if the source code is not available."""
     step: Any = kind.step  # type: ignore[attr-defined]
     try:
         [function] = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(step)))).body
@@ -32,7 +32,7 @@ def _assumes(statements: list[ast.stmt]) -> bool | None:
         if isinstance(each, ast.If) and _mentions(each.test):
             if _is_missing(each.test) and isinstance(each.body[-1], (ast.Raise, ast.Return)):
                 return isinstance(each.body[-1], ast.Raise)
-            continue  # a use that is checked
+            continue  # a guarded use of the closure
         if isinstance(each, (ast.With, ast.For, ast.Try)):
             inner = _assumes(each.body)
             if inner is not None:

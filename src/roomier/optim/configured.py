@@ -1,4 +1,4 @@
-"""Convert the values that ``configure_optimizers`` can return to a common form."""
+"""Converts the values that ``configure_optimizers`` can return to a common form."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +112,7 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
                 FIELD,
                 type(optimizer).__name__,
                 f"{num_foreign} of its {len(held)} parameters do not belong to the module, so checkpoints lack them",
-                "Create it with self.parameters() after the last layer is created; "
+                "Create the optimizer with self.parameters() after the last layer is created; "
                 "register custom tensors as parameters of the module",
             )
     for config in configured.schedulers:

@@ -10,7 +10,7 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.optim.block_codes import can_be_coded
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # scales of other norms have one dimension
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # the scales of other norms have one dimension
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 

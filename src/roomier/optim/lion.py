@@ -6,7 +6,7 @@ Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06
     x = x - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * x)
     m = beta2 * m + (1 - beta2) * g
 
-Every weight changes by the same step. Therefore, the paper uses a learning rate that is 3 to 10 times smaller than
+Every weight changes by the same amount. Therefore, the paper uses a learning rate that is 3 to 10 times smaller than
 AdamW's, and a weight decay that is larger by the same factor (section 5).
 """
 
@@ -23,7 +23,7 @@ from roomier.core.errors import RoomierError
 from roomier.optim.local import first_element, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # seed for stochastic rounding; all runs can use the same noise
+SEED = 0  # seed for stochastic rounding, which can be the same in all runs
 
 
 class Lion(Optimizer):

@@ -20,7 +20,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Return the flat index of the first element of this rank's shard. Tensors are sharded in dimension 0 only."""
+    """Return the flat index of the first element of this rank's shard. Tensors are sharded only in dimension 0."""
     if not is_sharded(tensor) or not tensor.to_local().numel():
         return 0
     return torch_private.offsets_of_shard(tensor)[0] * math.prod(tensor.shape[1:])

@@ -12,8 +12,8 @@ AdamW can use the same learning rate and schedule.
 [Note: sharded matrices]
 The Newton-Schulz iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one
 matrix at a time, in the dtype of the gradient. Every rank runs the iteration on the full update and applies the rows of
-its shard. The result on several ranks equals the result of a single rank. The iteration takes the same time as with
-replicas (ddp), but the communication traffic is twice as large.
+its shard. The result on several ranks equals the result of a single rank. Compared to replicas (ddp), the iteration
+takes the same time, but the communication traffic is twice as large.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Muon(Optimizer):
     Args:
         params: groups; Muon updates the matrices of groups with ``"is_hidden": True``, and AdamW updates the other
             groups.
-        lr: learning rate of both.
-        weight_decay: decoupled weight decay of both optimizers, multiplied by ``lr`` in each step.
+        lr: learning rate of Muon and AdamW.
+        weight_decay: decoupled weight decay of Muon and AdamW, multiplied by ``lr`` in each step.
         momentum: decay rate of Muon's gradient average.
         nesterov: whether the update uses Nesterov momentum.
         ns_coefficients: coefficients of the Newton-Schulz polynomial.
@@ -72,7 +72,7 @@ class Muon(Optimizer):
         others = [group for group in given if not group.get("is_hidden")]
         settings = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         settings |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        if hidden:  # runs torch's checks of settings and shapes; a sharded matrix has its unsharded shape
+        if hidden:  # runs torch's checks of settings and shapes, with unsharded shapes
             torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, **settings)  # type: ignore[arg-type]
         rest = lr if adamw_lr is None else adamw_lr
         devices = {each.device for group in others for each in group["params"]}

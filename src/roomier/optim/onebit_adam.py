@@ -11,20 +11,20 @@ only the momentum, as signs ``C[.]``:
     m = C[mean over ranks of c_i + s];   s = mean of c_i + s - m       the owner of each shard, with its error s
     x = x - lr * m / (sqrt(v) + eps)                                   each rank, with all shards of m
 
-The paper leaves some details open, and others differ here. Both moments have the bias correction of torch's Adam. ``v``
-retains the correction of the step at which it was frozen, so updates are continuous. Weight decay is decoupled, as in
-AdamW. Scales belong to blocks and are means of absolute values (see ``sign_code.py``). A frozen variance is at least
-:data:`LEAST_VARIANCE` times the mean over its tensor. The code represents all elements of a block with the same
-absolute value. Without this lower bound, an element with a variance near zero (the row of a rare token) would make
-large steps from the noise of its neighbors.
+The paper does not specify some details, and this implementation differs in others. Both moments have the bias
+correction of torch's Adam. ``v`` retains the correction of the step at which it was frozen, so updates are continuous.
+Weight decay is decoupled, as in AdamW. Scales belong to blocks and are means of absolute values (see ``sign_code.py``).
+A frozen variance is at least :data:`LEAST_VARIANCE` times the mean over its tensor. The code represents all elements of
+a block with the same absolute value. Without this lower bound, an element with a variance near zero (the row of a rare
+token) would make large steps from the noise of its neighbors.
 
 [Note: bytes per rank]
 This note lists the bytes per parameter in addition to its fp32 weight (4) and gradient (4), on N ranks. Before the
 freeze: 8/N (both moments of this rank's shard; the owner updates the weights of its shard, and all ranks gather them),
 and one bucket of messages. After the freeze: 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``),
 4/N for ``s``, 0.16 for ``m``, which is stored as its code, and 0.31 for messages within a step. Each rank applies the
-full update, so weights, ``e`` and the denominator cannot be sharded: gathering weights from their owners would cost
-more traffic than the signs save.
+full update, so weights, ``e`` and the denominator cannot be sharded. An all-gather of sharded weights would cost more
+traffic than the signs save.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LEAST_VARIANCE = 0.01
-DEFAULT_FREEZE = 0.2  # fraction of the steps of a run
+DEFAULT_FREEZE = 0.2  # default of freeze_step, as a fraction of the steps of a run
 _BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32, averaged together before the freeze
 
 
@@ -57,7 +57,7 @@ class OneBitAdam(Optimizer):
     every rank must call :meth:`step` the same number of times.
 
     Args:
-        params: as for any optimizer; all on one device.
+        params: as for any optimizer. All parameters must be on one device.
         lr: learning rate.
         betas: decay rates of the momentum and of the variance.
         eps: added to the root of the variance.
@@ -297,8 +297,8 @@ class OneBitAdam(Optimizer):
         """Load the result of :meth:`state_dict`. Tensors can be unsharded or sharded. Every rank must call this method.
 
         If the number of ranks differs from the number in the checkpoint, errors of several ranks are merged, or some
-        ranks start with a zero error. The mean of the errors does not change. This mean is the part missing from the
-        average over the ranks.
+        ranks start with a zero error. The mean of the errors, which is missing from the average over the ranks, does
+        not change.
 
         Raises:
             CheckpointError: the states of a parameter are missing.
@@ -358,7 +358,7 @@ class OneBitAdam(Optimizer):
     def _as_shard(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
         if self._exchange.num_ranks == 1:
             return local
-        from torch.distributed.device_mesh import init_device_mesh  # slow import that one process does not need
+        from torch.distributed.device_mesh import init_device_mesh  # slow import, which a single process does not need
         from torch.distributed.tensor import DTensor, Shard
 
         if self._mesh is None:
@@ -395,16 +395,19 @@ def onebit_options(
     """
     length, given = num_steps(), options.get("freeze_step")
     if given is None and length == float("inf"):
-        action = "Set it to about a fifth of the run: optimizer={'name': 'onebit_adam', 'freeze_step': 1000}"
+        action = "Set freeze_step to about a fifth of the run: optimizer={'name': 'onebit_adam', 'freeze_step': 1000}"
         raise PlanError(
             "optimizer.options.freeze_step", None, "is required if the length of the run is unknown", action
         )
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-        action = "Set it to the number of steps in full precision, about a fifth of the run"
+        action = "Set freeze_step to the number of steps in full precision, about a fifth of the run"
         raise PlanError("optimizer.options.freeze_step", given, "must be a positive integer", action)
     freeze_step: int = max(1, round(DEFAULT_FREEZE * length), lr_warmup_steps) if given is None else given
     if freeze_step >= length:
-        notice(f"onebit_adam: no step is compressed: the run has {length:.0f} steps, and freeze_step is {freeze_step}")
+        notice(
+            f"onebit_adam: no step is compressed, because the run has {length:.0f} steps, and freeze_step is "
+            f"{freeze_step}"
+        )
     elif freeze_step < lr_warmup_steps:
         notice(
             f"onebit_adam: the variance is frozen at step {freeze_step}, before the end of the learning rate warm-up "

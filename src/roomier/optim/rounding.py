@@ -15,7 +15,7 @@ and a number that rounds beyond the largest bfloat16 number is infinite only in 
 probability equal to its distance from the next lower bfloat16 number, so the mean of many roundings equals the float32
 number. The random bits are a hash of the element's position in the *unsharded* tensor and of a key (:func:`noise_key`),
 which is computed from seed, step and parameter index. No generator has to be saved. A resumed run uses the same random
-bits, and so does each rank for its shard. Replicas of a parameter stay identical.
+bits, and each rank uses the same bits for its shard as a single process. Replicas of a parameter stay identical.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from roomier.core import torch_fake, torch_private
 
-CHUNK = 2**16  # elements, so that float32 temporaries fit in the cache
+CHUNK = 2**16  # number of elements, so that float32 temporaries fit in the cache
 _CHUNK_ON_DEVICE = 2**24  # enough work for one kernel
 _HALF = 0x8000
 _MASK = 0xFFFFFFFF
@@ -63,8 +63,8 @@ def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
     """Return the float32 number of each element of an ordinary tensor (any shape).
 
     Args:
-        weight: bfloat16 tensor; a tensor of a different dtype is returned unchanged, and :func:`write` then has no
-            effect.
+        weight: bfloat16 tensor; a tensor of a different dtype is returned unchanged, so :func:`write` of this result
+            has no effect.
         low_bits: result of :func:`empty_low_bits`, as updated by :func:`write`.
     """
     if weight.dtype is not torch.bfloat16:
@@ -86,7 +86,7 @@ def write(
         value: float32 numbers of the same shape.
         low_bits: int16 tensor with the shape of ``weight``.
         key: result of :func:`noise_key`.
-        first: flat position of the first element of ``weight`` in the unsharded parameter; used with ``key`` only.
+        first: flat position of the first element of ``weight`` in the unsharded parameter; used only with ``key``.
     """
     if weight.dtype is not torch.bfloat16:
         if not torch_private.is_same_memory(value, weight):
@@ -99,7 +99,7 @@ def write(
     bits = value.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
     upper = bits + _HALF
     if low_bits is not None:
-        low_bits.copy_(bits)  # the cast keeps the lower half
+        low_bits.copy_(bits)  # the cast preserves the lower half
     elif key is not None:
         upper.add_(noise(key, first, weight.numel(), weight.device).view(weight.shape))
     weight.view(torch.int16).copy_(upper.bitwise_right_shift_(16))

@@ -17,11 +17,11 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass
 class Factor:
-    """Factor of the learning rate at a step (the first step is 0).
+    """Function that returns the factor of the learning rate at a step (the first step is 0).
 
-    Warm-up over ``warmup_steps``, followed by the schedule ``name`` over the remaining steps of ``decay_steps`` or
-    ``num_steps`` to ``min_lr_ratio``. The cosine schedule is SGDR (Loshchilov and Hutter 2017, equation 5) without
-    restarts.
+    The factor rises over ``warmup_steps``. Then the schedule ``name`` changes the factor to ``min_lr_ratio`` over the
+    remaining steps of ``decay_steps`` or ``num_steps``. The cosine schedule is SGDR (Loshchilov and Hutter 2017,
+    equation 5) without restarts.
 
     Attributes:
         name: one of ``SCHEDULES``.

@@ -1,4 +1,4 @@
-"""Check that a learning-rate scheduler can continue from a stored state, before the state is loaded.
+"""Checks that a learning-rate scheduler can continue from a stored state, before the state is loaded.
 
 ``load_state_dict`` of torch writes every key of the state into the scheduler's ``__dict__``. A key such as ``get_lr``
 would replace a method.
@@ -89,7 +89,7 @@ def _check_function(function: Any, saved: Any, place: str) -> None:
 def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:
     """Compute the next rate with a copy of a torch scheduler. At the end of a schedule, compute the current rate."""
     is_known = type(scheduler).__module__ == LRScheduler.__module__ and type(scheduler).get_lr is not LRScheduler.get_lr
-    if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # these call functions of the user
+    if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # they call functions of the user
         return None
     copied = copy.copy(scheduler)
     copied.__dict__.update(copy.deepcopy(dict(saved)))

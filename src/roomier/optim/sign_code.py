@@ -1,11 +1,12 @@
-"""Code for tensors as signs, with one bit per element and one scale per block, in rows of bytes that ranks exchange.
+"""Code for tensors as signs, with one bit per element and one scale per block. The codes are stored in rows of bytes
+that ranks exchange.
 
 [Note: which scale]
 A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale has the
 smallest error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded (Karimireddy
-et al. 2019, arXiv 1901.09847, lemma 8). The root mean square preserves the norm, but it can have a squared error of up
-to twice the squared norm of the block. Blocks never span two tensors, because a single scale for the model would
-give norms and embeddings the size of the model's matrices.
+et al. 2019, arXiv 1901.09847, lemma 8). The root mean square as scale would preserve the norm, but its squared error
+can be up to twice the squared norm of the block. Blocks never span two tensors, because a single scale for the model
+would give norms and embeddings the size of the model's matrices.
 
 [Note: shards]
 A tensor of ``n`` elements is sharded across ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
@@ -130,7 +131,7 @@ class SignCode:
         sizes = blocks.abs()
         scales.copy_(sizes.amax(-1) if counts is None else sizes.sum(-1) / counts)
         eights = torch.signbit(blocks).view(len(padded), -1).view(torch.int64)
-        bits.copy_(eights.mul_(_PACK).bitwise_right_shift_(56))  # the cast keeps the lowest byte
+        bits.copy_(eights.mul_(_PACK).bitwise_right_shift_(56))  # the cast preserves the lowest byte
         return torch.copysign(scales.to(blocks.dtype)[..., None], blocks).view_as(padded)
 
     def _decode(self, index: int, rows: Tensor, dtype: torch.dtype) -> Tensor:

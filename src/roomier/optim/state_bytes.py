@@ -72,7 +72,8 @@ def _adafactor_bytes(shape: tuple[int, ...], whole_shape: tuple[int, ...], dtype
     """Return the bytes of the means of rows and columns, or of the squares of a vector, and of the counter."""
     num_elements = math.prod(shape)
     if len(shape) > 1:
-        # The column means of a matrix are on every rank. With one row, they are on the rank that has this row.
+        # The column means of a matrix are replicated on every rank. If the matrix has one row, only the rank with this
+        # row has the means.
         num_matrices = math.prod(shape[:-2]) if len(shape) > 2 else shape[0] if whole_shape[0] == 1 else 1
         num_elements = math.prod(shape[:-1]) + num_matrices * shape[-1]
     return num_elements * dtype.itemsize + _COUNTER_BYTES
@@ -88,8 +89,8 @@ def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> 
 def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
     """Return the bytes of 1-bit Adam's states for a parameter after its freeze, without message buffers.
 
-    The states are the compression error of this rank, the denominator, and the error of the piece that belongs to this
-    rank. Before the freeze, the states are smaller, because only the two moments of this rank's piece exist.
+    The states are the compression error of this rank, the denominator, and the error of the shard that belongs to this
+    rank. Before the freeze, the states are smaller, because only the two moments of this rank's shard exist.
     """
     piece = math.ceil(num_elements / num_ranks)
     return num_elements * (4 + (2 if rounds_variance else 4)) + piece * 4

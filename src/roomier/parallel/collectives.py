@@ -43,7 +43,7 @@ class PairwiseAllGather:
 
 
 class Reductions:
-    """Holder of the pending reduction of a model, shared by all units.
+    """Container for the pending reduction of a model, shared by all units.
 
     Attributes:
         window: number of the current optimizer step.
@@ -120,8 +120,8 @@ class PairwiseReduceScatter:
 
 
 def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start to send ``sent[i]`` to rank i of ``group`` and to receive ``received[i]`` from this rank, for all other
-    ranks."""
+    """For each other rank i of ``group``, start to send ``sent[i]`` to rank i and to receive ``received[i]`` from rank
+    i."""
     operations = [
         dist.P2POp(function, tensors[peer], group=group, group_peer=peer)
         for peer in range(group.size())
@@ -145,7 +145,7 @@ def wait_for(work: Sequence[dist.Work]) -> None:
         for each in work:
             each.wait(PATIENCE)
     except RuntimeError as error:
-        # After a timeout, gloo raises the second of these messages for all later operations.
+        # After a timeout, gloo raises the second of these messages in all later operations.
         if not any(told in str(error).lower() for told in ("timed out", "timeout caused pair closure")):
             raise
         raise TrainingError(

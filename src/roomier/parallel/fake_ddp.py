@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class FakeDDP(nn.Module):
-    """Allocates and frees the same memory as ``DistributedDataParallel`` with ``gradient_as_bucket_view``.
+    """Wrapper that allocates and frees the same memory as ``DistributedDataParallel`` with ``gradient_as_bucket_view``.
 
     No data is communicated. The buckets exist from construction. In a backward pass that reduces, each complete
     gradient is copied into its bucket and becomes a view of the bucket. In a backward pass that does not reduce,

@@ -3,8 +3,8 @@ shard.
 
 [Note: one mesh]
 torch caches the result types of operators on DTensors and treats meshes of equal shape as equal. After a second mesh of
-the same shape is created, a cached result can still refer to the first mesh. A dry run on one rank clears the cache of
-this rank only. The ranks would then communicate in the process groups of different meshes, and hang. Therefore, all
+the same shape is created, a cached result can still refer to the first mesh. A dry run on one rank clears only the
+cache of this rank. The ranks would then communicate in the process groups of different meshes, and hang. Therefore, all
 runs of a process group use the same mesh.
 """
 
@@ -17,7 +17,7 @@ from roomier.core import torch_private
 
 REPLICATE, SHARD = "replicate", "shard"
 
-_group: Any = None  # process group of the meshes below
+_group: Any = None  # process group to which the cached meshes belong
 _meshes: dict[tuple[str, int, int], DeviceMesh] = {}
 
 

@@ -38,14 +38,15 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def over_ranks(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Compute the norm (0-dim) of a sharded tensor from the shard norms of all ranks in ``group``, and return it."""
+    """Return the norm (0-dim) of a sharded tensor, computed from the shard norms of all ranks in ``group``."""
     square = norm.square()
     dist.all_reduce(square, group=group)
     return square.sqrt()
 
 
 def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
-    """Clip the gradients of ``parameters`` as ``clip_grad_value_`` of torch does. Every rank clips its own shards."""
+    """Clip the gradients of ``parameters`` like ``torch.nn.utils.clip_grad_value_``. Every rank clips its own
+    shards."""
     for each in parameters:
         if each.grad is not None:
             _local(each.grad).clamp_(-max_value, max_value)

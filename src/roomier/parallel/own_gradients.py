@@ -23,7 +23,7 @@ class OwnGradients(Unsharded):
     Every rank stores the full model and the gradients of the batches that it computes.
 
     Args:
-        network: unsharded model. Its values are copied from rank 0.
+        network: unsharded model. Its values are overwritten with the values of rank 0.
         ranks: all ranks of the run.
 
     Attributes:
@@ -39,7 +39,7 @@ class OwnGradients(Unsharded):
         self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """This method is called before the forward of each micro-batch of a step."""
+        """Call before the forward of each micro-batch of a step."""
 
     def end_backward(self) -> None:
         """Call after each backward pass."""

@@ -1,12 +1,12 @@
 """Parameters that each rank stores as a shard. Initialization code can fill these parameters as full tensors.
 
 [Note: pages]
-Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. Initialization code
-fills these tensors from one random number generator, and slices, copies and decomposes them. This module provides full
+Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It fills these
+tensors from one random number generator, and slices, copies and decomposes the tensors. This module provides full
 tensors one at a time. The first operation on a paged parameter opens its page. The full tensor then exists, and the
-operation runs on this tensor. When the next parameter is opened, the rank retains its shard of the previous parameter
-and frees the full tensor. The same kernels run as in a single process, so the ranks sample the same random numbers in
-the same order. At any time, a rank stores its shards and the full tensors of one operation.
+operation runs on this tensor. When the page of the next parameter is opened, the rank retains its shard of the previous
+parameter and frees the full tensor. The same kernels run as in a single process, so the ranks sample the same random
+numbers in the same order. At any time, a rank stores its shards and the full tensors of one operation.
 
 A page that is opened again is all-gathered from the ranks, unless the operation overwrites it (``normal_``, ``zero_``).
 All ranks run the same code, so they all-gather the same pages in the same order.
@@ -255,7 +255,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The paged tensor without autograd history. Assigning to it copies values."""
+        """The paged tensor without autograd history. An assignment to this attribute copies values."""
         return self.detach()
 
     @data.setter
@@ -281,8 +281,8 @@ class Pages:
 
     Args:
         cut: shard of each parameter that this rank stores. Parameters without a dimension are stored in full.
-        discards: skip initialization, because the parameters will be loaded later. Initialization code then writes no
-            values and samples no random numbers.
+        discards: skip initialization, because the parameters will be loaded later. In this case, initialization code
+            writes no values and samples no random numbers.
         scratch: file that stores the values of parameters on the meta device; None to store them in host memory.
     """
 

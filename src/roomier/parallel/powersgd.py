@@ -10,7 +10,7 @@ from roomier.core.log import notice
 
 DEFAULT_RANK = 4
 DEFAULT_WARMUP_STEPS = 100
-_FIRST_STEPS_WHOLE = 3  # one step before DDP is constructed, and two in which DDP arranges its buckets
+_FIRST_STEPS_WHOLE = 3  # one step before DDP is constructed, and two steps in which DDP arranges its buckets
 _LEAST_NORM = 1e-8  # added to the norm of each column in orthogonalization, because gradients can be zero
 
 
@@ -60,7 +60,6 @@ class PowerSGD:
             self._is_told = True
             before, after = state.total_numel_before_compression, state.total_numel_after_compression
             notice(
-                f"powersgd: from now on, each step sends {after} numbers instead of {before}, "
-                f"{before / after:.1f} times fewer"
+                f"powersgd: each later step sends {after} numbers instead of {before}, {before / after:.1f} times fewer"
             )
         return sent

@@ -1,4 +1,4 @@
-"""Layers whose weight another module reads without calling the layer.
+"""Finds layers whose weight another module reads without calling the layer.
 
 ``fully_shard`` all-gathers the weights of a unit when the forward of the unit is called. A weight that another forward
 reads as ``self.table.weight`` must belong to a unit that is already unsharded at this time. The layers are found in the
@@ -18,7 +18,7 @@ from torch import nn
 
 _STARTS = ("forward", "training_step")
 _READS = ("LOAD_ATTR", "LOAD_FAST", "LOAD_METHOD")
-# Attributes of a shard that have the values of the weight.
+# Attributes whose values are the same on a shard as on the full weight.
 _DESCRIPTIONS = ("dtype", "device", "shape", "ndim", "size")
 
 

@@ -33,7 +33,7 @@ class Replicas(Unsharded):
     averaged directly. This average shows which parameters have no gradient. DDP is constructed at the start of the
     second step, so the buckets of DDP never exist at the same time as the gradients of the first step. DDP checks for
     unused parameters in every step if a parameter was unused in the first step, or if ``finds_unused`` is set.
-    Otherwise an unused parameter in a later step raises an error with its name.
+    Otherwise, an unused parameter in a later step raises an error that names the parameter.
 
     Args:
         network: model with the same values on every rank.
@@ -82,7 +82,7 @@ class Replicas(Unsharded):
         self._trained = [each for each in network.parameters() if each.requires_grad]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """This method is called before the forward of each micro-batch of a step."""
+        """Call before the forward of each micro-batch of a step."""
         self._is_last = is_last
         if self._wraps_next and torch.is_grad_enabled():  # some ranks may run fewer evaluation steps
             self._wrap()
@@ -105,10 +105,10 @@ class Replicas(Unsharded):
             raise self._left_out()
 
     def end_update(self) -> None:
-        """This method is called after each update of the parameters."""
+        """Call after each update of the parameters."""
 
     def trained_parameters_changed(self) -> None:
-        """Construct DDP again if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters.
+        """Reconstruct DDP if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters.
 
         Raises:
             RoomierError: gradient compression is enabled, and its stored errors belong to the previous set of
@@ -135,7 +135,7 @@ class Replicas(Unsharded):
         runner = self.runner
         assert isinstance(runner, StepRunner)
         if self._finds_unused:
-            # torch warns if all parameters are used in a step. This parameter is always unused.
+            # torch warns if all parameters are used in a step, so this parameter is added, which is always unused.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
         torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
         wrap: type[DistributedDataParallel] = DistributedDataParallel

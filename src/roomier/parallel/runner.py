@@ -1,4 +1,4 @@
-"""Runs a training step as the forward of a module, so that module wrappers apply to it."""
+"""Runs a training step as the forward of a module, so that module wrappers apply to the step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from roomier.core.errors import TrainingError
 
 
 class StepRunner(nn.Module):
-    """Contains ``network`` and runs any function that uses the network as its own forward.
+    """Module that contains ``network`` and whose forward runs any function that uses the network.
 
     ``DistributedDataParallel`` and ``fully_shard`` act before and after a forward pass. ``training_step`` is not a
     forward pass, so the engine calls it through this module.

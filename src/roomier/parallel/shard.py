@@ -166,7 +166,7 @@ class Shards:
         self.trace = (self.trace * 1_000_003 + number) % 2**31
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """This method is called before the forward of each micro-batch of a step."""
+        """Call before the forward of each micro-batch of a step."""
         self._is_last = is_last
         if is_first:
             self._whole.begin_step()
@@ -188,8 +188,8 @@ class Shards:
         root.set_reshard_after_backward(is_last)
 
     def _may_gradients_come_later(self) -> bool:
-        # A gradient must be complete immediately if a user's hook reads the gradient, or if fully_shard accumulates the
-        # gradient into an existing .grad (as after zero_grad(set_to_none=False)).
+        # A gradient must be complete immediately if a hook of the user reads the gradient, or if fully_shard
+        # accumulates the gradient into an existing .grad (as after zero_grad(set_to_none=False)).
         if self._parameters is None:
             self.release()
             self._parameters = sharded_parameters(self.runner)
@@ -207,8 +207,8 @@ class Shards:
         self._gather_root_again()
 
     def end_update(self) -> None:
-        """This method is called after each update of the parameters."""
-        # A hook may have unsharded parameters between backward and update, and the unsharded copies still have the old
+        """Call after each update of the parameters."""
+        # A hook may have unsharded parameters between backward and update. These unsharded copies still have the old
         # values.
         self.release()
         self._gather_root_again()
@@ -223,7 +223,7 @@ class Shards:
     def release(self) -> None:
         """Reshard all units, for example after an evaluation or before named parameters are accessed."""
         for unit in self._units:
-            if torch_private.is_being_gathered(unit):  # it was this unit was prefetched for a forward that did not run
+            if torch_private.is_being_gathered(unit):  # prefetched, but its forward did not run
                 unit.unshard()
             unit.reshard()
 
@@ -247,7 +247,7 @@ class Shards:
 
     def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Shard ``unit`` as one group of parameters, or as two groups with different dtypes (see :func:`parts_of`)."""
-        needs_no_weights = type(unit) is nn.Embedding  # in backward; the class is read before fully_shard changes it
+        needs_no_weights = type(unit) is nn.Embedding  # in backward (type() is read before fully_shard changes it)
         parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
         if needs_no_weights:
             parts[0].set_unshard_in_backward(False)

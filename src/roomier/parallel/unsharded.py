@@ -1,4 +1,4 @@
-"""Members that all wrappers of models without sharded parameters have in common."""
+"""Base class of the wrappers of models without sharded parameters."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Parameters that are not sharded and that every rank stores in full.
 
 [Note: parameters without a dimension]
-A learned scalar, such as the temperature of CLIP, has no dimension to shard, and sharding it would save no memory. A
-learned scalar is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates. This module
-sums the gradient of each such parameter over the ranks once per step, as DDP does. DTensor treats tensors without a
-dimension as replicated, so optimizers accept sharded and unsharded parameters in one list.
+A learned scalar, such as the temperature of CLIP, has no dimension that could be sharded, and sharding would save no
+memory. A learned scalar is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates.
+This module sums the gradient of each such parameter over the ranks once per step, as DDP does. DTensor treats tensors
+without a dimension as replicated, so optimizers accept sharded and unsharded parameters in one list.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WholeParameters:
 
     def begin_backward(self) -> None:
         """Store existing gradients separately, because these gradients are already summed over the ranks."""
-        if self._kept is not None:  # the first micro-batch has done this
+        if self._kept is not None:  # the first micro-batch already stored the gradients
             return
         self._kept = {}
         for each in self.parameters:
@@ -60,7 +60,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Sum the gradients over the ranks. This method is called after the backward of the last micro-batch."""
+        """Sum the gradients over the ranks. Call after the backward of the last micro-batch."""
         trained = sorted((each for each in self.parameters if each.requires_grad), key=_dtype_name)
         for _, group in groupby(trained, _dtype_name):
             self._add_up(list(group))

@@ -70,7 +70,7 @@ def evaluate(
                     run.log_evaluated_batch(row, index)
                 run.log_metrics(metrics)
             call(getattr(hooks, f"on_{stage}_end"))
-        run.vote(waits=True)  # callbacks have processed the metrics and may have requested to stop
+        run.vote(waits=True)  # callbacks processed the metrics and may have requested a stop
     except EvaluationCutError:
         results.abandon(stage)
         raise

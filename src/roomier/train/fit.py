@@ -131,7 +131,7 @@ def begin(run: Run) -> bool:
 
 def catch_up(run: Run) -> bool:
     """Run the validation that a signal interrupted in the previous run. Return True if training ends afterwards."""
-    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # end_epoch validates at unknown ends
+    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # else end_epoch validates
         return False
     validate_within_fit(run)
     step_watching(run)
@@ -196,7 +196,8 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 
 
 def log_step(run: Run) -> None:
-    """Write the row of values for a log step. Only this part of a step waits for the device on the host."""
+    """Write the row of values for a log step. This is the only part of a step in which the host waits for the
+    device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     check_finite(run, "at a log step", losses)
     row, own = run.results.step_values(), dict[str, Any]()
@@ -209,7 +210,8 @@ def log_step(run: Run) -> None:
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
-    """Return True if batches since ``first_batch`` crossed a multiple of the interval, or if training stops here."""
+    """Return True if the number of batches passed a multiple of the interval after ``first_batch``, or if training
+    stops here."""
     if not run.batches.evaluated:
         return False
     progress, every_n_epoch, interval = run.progress, run.options.check_val_every_n_epoch, run.batches.val_interval

@@ -1,4 +1,4 @@
-"""Loaders that are created again during a fit (``Trainer(reload_dataloaders_every_n_epochs=...)``)."""
+"""Loaders that are recreated during a fit (``Trainer(reload_dataloaders_every_n_epochs=...)``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roomier.train.opening.open_run import batches_of_fit
 
 
 def reload_loaders(run: Run) -> None:
-    """Create the loaders of ``run`` again if this is due at the start of the current epoch.
+    """Recreate the loaders of ``run`` at the start of the current epoch, if the interval requires it.
 
     Loaders are created for epoch 0, and then in each epoch whose index is a multiple of the interval. A resumed run
     creates the loaders of its first epoch again, because they were created before the epoch was known. In this case,

@@ -48,7 +48,7 @@ class TrainingStep:
         self._module = run.module
         self._training_step = run.module.training_step
         self.counts_batches = not run.module.automatic_optimization
-        is_share = run.module.loss_reduction == "mean"  # of the mean over all ranks
+        is_share = run.module.loss_reduction == "mean"  # the loss is a share of the mean over all ranks
         self._num_shares = run.ranks.world.size if is_share else 1
         self._num_arguments = num_step_arguments(run.module, "training_step", 2)
         self.batch_idx, self.first_step, self._first_batch = -1, 0, 0
@@ -102,7 +102,7 @@ class TrainingStep:
         self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
-        """Return the outputs that hooks receive. As in Lightning, a dict with the loss of this rank's micro-batch."""
+        """Return the outputs that hooks receive: as in Lightning, a dict with the loss of this rank's micro-batch."""
         output = self._output
         if output is None:
             return {}
@@ -160,7 +160,8 @@ def _is_of_library(hook: Callable[..., Any]) -> bool:
 
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Return one function for the three transfer hooks of the module and the DataModule; None without overrides."""
+    """Return one function that calls the three transfer hooks of the module and the DataModule; None if no hook is
+    overridden."""
     return transfer_to(run.engine.device, run.module, run.settled.request.datamodule, dataloader_idx)
 
 
@@ -288,7 +289,8 @@ def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
 
 
 class _StepWithClosure(ManualOptimizer):
-    """The optimizer that ``optimizer_step`` receives. The method ``step`` accepts a closure, as the optimizer does."""
+    """The optimizer that ``optimizer_step`` receives. Its method ``step`` accepts a closure, like the method of the
+    optimizer."""
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         super().__init__(optimizer, run)

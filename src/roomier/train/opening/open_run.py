@@ -98,7 +98,7 @@ def open_run(
     with naming_nearest(plan, module):
         facts = facts_of(plan, module, ranks)
         settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
-        engine, configured = build(plan, module, optimizers, settled, facts)  # adds only the requested features
+        engine, configured = build(plan, module, optimizers, settled, facts)  # installs only the requested techniques
     with _closed_on_error(engine):
         if request.is_fit:
             check_modes(plan, settled.callbacks, module, configured, request.world.size)

@@ -37,7 +37,7 @@ def run_folder(root: Path, resumed: Path | None) -> Path:
         raise CheckpointError(
             "default_root_dir",
             str(root),
-            f"no run folder can be created there ({error.strerror})",
+            f"no run folder can be created in this folder ({error.strerror})",
             "Pass a folder with write permission",
         ) from error
 
@@ -55,6 +55,6 @@ def write_plan(folder: Path, text: str) -> None:
         raise CheckpointError(
             "default_root_dir",
             str(folder.parent),
-            f"plan.yaml cannot be written to {folder.name} there ({error.strerror})",
+            f"plan.yaml cannot be written to {folder.name} in this folder ({error.strerror})",
             "Free some space, or pass another folder",
         ) from error

@@ -25,15 +25,14 @@ T = TypeVar("T")
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
     """Return a generator of the outputs of ``predict_step`` for each batch of ``run.batches.evaluated``.
 
-    Its first value is None. The first request opens ``session``. The generator calls the same hooks as ``predict``.
-    User code runs between two values. The generator therefore resets the gradient mode and the logging stage before it
-    yields a value.
+    The first value of the generator is None. The first request opens ``session``. The generator calls the same hooks as
+    ``predict``. User code runs between two values. The generator therefore resets the gradient mode and the logging
+    stage before it yields a value.
     """
     with session as run:
         run.engine.settle()
         take_statistics_of_rank_zero(run)
-        # Closing the generator early is not an error. If the generator is closed early, the hooks at the end are not
-        # called.
+        # If the generator is closed early, no error is raised, and the hooks at the end are not called.
         with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
             yield from _all(run, roll_call)
         run.engine.settle()

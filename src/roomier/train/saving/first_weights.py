@@ -51,7 +51,7 @@ class PlainCheckpoint:
         """Read the weights into the tensors of ``network``.
 
         Args:
-            prepare: not called, because the tensors are written one after the other.
+            prepare: never called. It is an argument because :class:`WeightsToRead` requires it.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match the model.

@@ -266,7 +266,10 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
     found = shown["module"]
     differing = sorted(own.keys() ^ found.keys())
     if differing and run.module.strict_loading:
-        problem = f"does not match the model. Only one of the two has {', '.join(differing[:5])}"
+        problem = (
+            f"does not match the model. These weights are only in the model or only in the checkpoint: "
+            f"{', '.join(differing[:5])}"
+        )
         action = "Pass a checkpoint of this model, or set strict_loading = False on the module"
         raise CheckpointError("ckpt_path", str(path), problem, action)
     if differing:
@@ -290,7 +293,7 @@ def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _named_ckpt_path() -> Iterator[None]:
-    """Report errors in a checkpoint as errors in ``ckpt_path``, the argument of the user."""
+    """Raise errors in a checkpoint as errors of the user's argument ``ckpt_path``."""
     try:
         yield
     except CheckpointError as error:
@@ -339,7 +342,7 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
             "ckpt_path",
             str(path),
             f"does not contain {', '.join(missing)}, because it was saved with weights only",
-            "Load it with Module.load_from_checkpoint and start a new fit",
+            "Load the weights with Module.load_from_checkpoint and start a new fit",
         )
 
 

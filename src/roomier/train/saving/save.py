@@ -119,7 +119,7 @@ def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
     if new := [place for place in left_out if place not in run.saves.not_stored]:
         run.saves.not_stored.update(new)
         name, places = type(seen_by_user(run.module)).__name__, ", ".join(new)
-        notice(f"{name} adds objects to its checkpoints, which can contain only data. Not saved: {places}")
+        notice(f"{name} adds objects to its checkpoints, but a checkpoint can contain only data. Not saved: {places}")
     return state
 
 
@@ -168,7 +168,7 @@ def full_state(run: Run) -> dict[str, Any]:
     """Return the state from which a run resumes as if it had not been stopped.
 
     If training ended within an epoch, the metrics of the completed part were already logged and processed by callbacks.
-    A resumed run must not include these effects, so a save after the end uses the state of the last save point.
+    A resumed run must not start with these effects, so a save after the end uses the state of the last save point.
     """
     return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_outside_engine(run))}
 

@@ -25,7 +25,7 @@ SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gr
 
 
 def check_call(request: Request) -> None:
-    """Check a call before anything changes.
+    """Check a call before the call changes any state.
 
     Raises:
         RoomierError: the Trainer or the model is in use, the module does not define the step, or the data is ambiguous.
@@ -37,7 +37,7 @@ def check_call(request: Request) -> None:
         raise RoomierError(stage, type(module).__name__, problem, action)
     for part in module.modules():
         other = vars(part).get("_trainer")
-        if other is not trainer and getattr(other, "is_running", False):  # otherwise it is Lightning's, or not running
+        if other is not trainer and getattr(other, "is_running", False):  # else Lightning's, or idle
             problem = (
                 f"another Trainer is running this module, and {stage} would remove the changes that the other Trainer "
                 "made to it"
@@ -173,6 +173,6 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
                 "callbacks",
                 callback.state_key,
                 "is the state_key of two callbacks, so one state would overwrite the other",
-                "Remove one, or override state_key",
+                "Remove one of the callbacks, or override state_key",
             )
         seen[callback.state_key] = callback
