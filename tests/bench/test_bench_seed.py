@@ -125,8 +125,8 @@ def test_a_model_that_does_not_fit_is_not_run() -> None:
     ("words", "message"),
     [
         ("minigp", "Did you mean 'minigpt'"),
-        ("swav --n_layer 2", "--n_layer=2: is an option of minigpt only"),
-        ("igpt --cpu_offload", "is an option of minigpt only"),
+        ("swav --n_layer 2", "--n_layer=2: is an option only for minigpt"),
+        ("igpt --cpu_offload", "is an option only for minigpt"),
         ("minigpt --ranks 0", "--ranks=0: must be at least 1"),
         ("minigpt --n_layer 2 --size tiny", "contradicts --size"),
         ("igpt --only zero9", "is part of no configuration"),

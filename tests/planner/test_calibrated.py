@@ -105,7 +105,7 @@ def test_runs_that_do_not_match_are_rejected() -> None:
         learned_of(workload, own, this_machine(1, 1, "cpu"), "runs")
     few = dataclasses.replace(own.ranks[0], allocator_bytes=GIB)
     with pytest.raises(
-        RoomierError, match=r"measured 1.0 GiB, but no activation factor explains this for a forecast of"
+        RoomierError, match=r"measured 1.0 GiB, but no activation factor explains this value for a forecast of"
     ):
         learned_of(workload, dataclasses.replace(own, ranks=(few,)), machine, "runs")
 

@@ -16,7 +16,7 @@ def folder_of(package: ModuleType) -> str:
 
 
 class FrameCount:
-    """A probe that records, once, the stack frames between ``training_step`` and ``fit``.
+    """Probe that records the stack frames between ``training_step`` and ``fit`` in one step.
 
     Args:
         fit: code of the method that the user called. The frame of this method and the frames of the user are not
@@ -53,7 +53,7 @@ class FrameCount:
 
 
 class CallCount:
-    """A probe that counts the Python calls into a library from the step ``first`` to the step ``last``.
+    """Probe that counts the Python calls into a library from the step ``first`` up to the step ``last``.
 
     Choose an integer number of log intervals, so that calls of log steps are counted with their frequency. A call
     within ``training_step`` is counted only if it enters the library. A generator is counted each time it resumes.
@@ -61,7 +61,7 @@ class CallCount:
     Args:
         folders: a function call is counted if the file of the function is in one of these folders.
         first: index of the first counted step.
-        last: index of the first step that is no longer counted.
+        last: index of the first step after the counted steps.
         exclude: a folder whose functions are not counted, such as the folder of the benchmark.
     """
 
@@ -84,7 +84,7 @@ class CallCount:
             sys.setprofile(None)
 
     def _counter(self) -> Callable[[FrameType, str, Any], None]:
-        counts: dict[CodeType, bool] = {}  # whether calls of a function count
+        counts: dict[CodeType, bool] = {}  # whether calls of a function are counted
 
         def on_event(frame: FrameType, event: str, _: Any) -> None:
             if event != "call":

@@ -1,4 +1,5 @@
-"""The benchmarks of ``roomier bench``, each in a separate file. This list imports none of them."""
+"""The benchmarks of ``roomier bench``, each in a separate file. An import of this module does not import the
+benchmarks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ _WORKER = "roomier.bench.choice_ranks"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--pairs", type=int, default=20, help="random models, each with a random budget (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first pair; a number defines its pair")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first pair; the number and the seed determine a pair"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of models and budgets (%(default)s)")
     parser.add_argument("--all-plans", action="store_true", help="report every plan that was run, with its forecast")
 
@@ -71,7 +73,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     found = Table(
         title=f"{result['num_within_bar']} of {len(result['pairs'])} choices within {BAR:g} of the best step, "
         f"{result['under_budget']:.0%} under the budget",
-        caption="peak bytes by the memory tracker, largest rank; interleaved steps, medians\n"
+        caption="peak bytes on the largest rank, measured by the memory tracker; medians of interleaved steps\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",
     )
     for name in ("model", "ranks", "chosen", "peak", "budget", "plans run", "step", "of the best", "best"):

@@ -88,7 +88,7 @@ class Drawn:
 
     @property
     def name(self) -> str:
-        """Kind, sizes and batch size."""
+        """Kind, sizes and batch size, as text."""
         return " ".join([self.kind, *(f"{name}={size}" for name, size in self.sizes.items()), f"x{self.batch_size}"])
 
     def module(self) -> Module:

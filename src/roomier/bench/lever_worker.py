@@ -32,7 +32,7 @@ _NUM_BATCHES = 10**6
 
 
 class Measurement:
-    """The measurement of a run. It is called at the end of each optimizer step.
+    """Measurement of a run, which is called at the end of each optimizer step.
 
     Attributes:
         result: bytes and seconds. The peak is measured in a step that is not timed, because counting bytes takes time.
@@ -44,7 +44,7 @@ class Measurement:
         self._steps: Iterator[None] | None = None
 
     def end_step(self, network: nn.Module, optimizers: list[Optimizer]) -> bool:
-        """Continue the measurement; return whether it is complete."""
+        """Continue the measurement, and return whether the measurement is complete."""
         if self._steps is None:
             self._steps = self._measure(network, optimizers)
         return next(self._steps, self) is self

@@ -25,7 +25,7 @@ def circumstances(command: list[str] | None = None) -> dict[str, Any]:
     """Return machine, versions, commit and command as JSON data.
 
     Args:
-        command: command line of the measurement. Default: the command line of this process.
+        command: command line of the measurement. None means the command line of this process.
     """
     return {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -214,7 +214,7 @@ class _Disk:
 
     def __init__(self, folder: str) -> None:
         self._scratch = Scratch(folder)
-        self._buffers = [allocate(_RECORD_BYTES, pinned=False).fill_(1) for _ in range(2)]  # of the kind that tiers use
+        self._buffers = [allocate(_RECORD_BYTES, pinned=False).fill_(1) for _ in range(2)]  # as in tiers
         self._tier = DiskTier(self._scratch, [_RECORD_BYTES] * _NUM_RECORDS, 4, pinned=False, closes_scratch=True)
         for record in range(_NUM_RECORDS):
             self._tier.put(record, self._tier.blank(record).fill_(1))

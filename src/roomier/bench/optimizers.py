@@ -130,7 +130,7 @@ def _train(name: str, config: GPTConfig, seed: int, num_steps: int, text: Tensor
     network = GPT(config)
     optimizer = _optimizer(name, network)
     schedule = make_schedule("cosine", optimizer, num_steps, warmup_steps=max(1, num_steps // 10), min_lr_ratio=0.05)
-    held_out = len(text) // 20  # the end of the text
+    held_out = len(text) // 20  # the end of the text is for validation
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(num_steps):

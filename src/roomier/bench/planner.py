@@ -10,7 +10,7 @@ of a row are:
   ``optimizer``, ``accumulate`` (micro-batches per step);
 - ``predicted_bytes``, ``measured_bytes``, ``error``, and the predicted and measured bytes by kind;
 - in some rows ``rss_bytes``, a second measurement: the increase of the resident set of a fresh process
-  (:mod:`roomier.bench.planner_rss`). ``error`` does not depend on it.
+  (:mod:`roomier.bench.planner_rss`). ``error`` does not depend on this measurement.
 
 By default, each model runs with each strategy on each number of ranks, and every pair of options occurs in at least one
 row. ``--all`` runs every legal combination, which takes hours, ``--quick`` runs each model twice, and ``--budgets``

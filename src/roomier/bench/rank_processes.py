@@ -36,7 +36,7 @@ def run_on_ranks(
         The content of ``result.json``, after all ranks have ended.
 
     Raises:
-        RoomierError: a rank failed. The message contains its last lines.
+        RoomierError: a rank failed. The message contains the last lines that the rank printed.
     """
     with TemporaryDirectory() as folder:
         path = Path(folder)

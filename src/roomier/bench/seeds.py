@@ -126,7 +126,7 @@ def gpt(num_layers: int, num_heads: int, width: int, batch_size: int) -> Callabl
 
 _FP16 = {"precision": "16-mixed", "optimizer": "adamw", "gradient_clip_val": 1.0}
 _TWO_COPIES = "DDP of 2021 kept gradients and buckets, 4 bytes per parameter; here gradients are views of the buckets"
-_LABEL = "the article prints this figure for 12.8B, the README of the benchmark for the 1.7B model"
+_LABEL = "the article prints this value for 12.8B, but the README of the benchmark prints it for the 1.7B model"
 _SMALL = {"accumulate_grad_batches": 4, "activation_checkpointing": "full", "precision": "16-mixed"}
 _CACHE = "nvidia-smi also counts memory that the allocator reserves"
 _A100S = "a100-40gb:8"
@@ -137,14 +137,14 @@ def published() -> Iterator[Published]:
     ddp, zero3 = {**_FP16, "strategy": "ddp"}, {**_FP16, "strategy": "zero3"}
     large = mingpt(16, 8192)
     yield Published(_MINGPT, "1.7B, ddp, fp16", _A100S, mingpt(15, 3072), ddp, 36148.55, "allocated", _TWO_COPIES)
-    next_size = "larger than the largest model that fitted; here 4 bytes per parameter less, so a few more layers fit"
+    next_size = "larger than the largest model that fit; here 4 bytes fewer per parameter, so a few more layers fit"
     yield Published(_MINGPT, "2.3B (20 layers), ddp, fp16", _A100S, mingpt(20, 3072), ddp, None, "allocated", next_size)
     yield Published(_MINGPT, "1.7B, zero3, fp16", _A100S, mingpt(15, 3072), zero3, 7796.98, "allocated", _LABEL)
     yield Published(_MINGPT, "12.8B, ddp, fp16", _A100S, large, ddp, None, "allocated", "states alone are 205 GB")
     zero2 = {**_FP16, "strategy": "zero2"}
     whole = "each rank holds the unsharded weights and activations"
     yield Published(_MINGPT, "12.8B, zero2, fp16", _A100S, large, zero2, None, "allocated", whole)
-    fits = "the article states that the model fits, without a figure"
+    fits = "the article states that the model fits, without a value"
     yield Published(_MINGPT, "12.8B, zero3, fp16", _A100S, large, zero3, None, "allocated", fits)
     giant, full = mingpt(56, 8192), {**zero3, "activation_checkpointing": "full"}
     states = "without offload: states alone are 84 GiB on each of eight"
@@ -155,7 +155,7 @@ def published() -> Iterator[Published]:
     plain = {"optimizer": "adam"}
     for num_layers, size, strategy in ((22, "1.2B", "ddp"), (22, "1.2B", "zero2"), (32, "1.7B", "zero2")):
         workload, flags = sentence_model(num_layers, 4), {**plain, "strategy": strategy}
-        why = "the text contains no figure, batch or precision; here fp32 and 4 sentences"
+        why = "the text contains no value, batch size or precision; here fp32 and 4 sentences"
         yield Published(_SHARDED, f"{size}, {strategy}, fp32", _A100S, workload, flags, None, "allocated", why)
     yield from _bert_ladder()
     yield from _offloaded()
@@ -193,7 +193,7 @@ def _offloaded() -> Iterator[Published]:
 
 def _bert_ladder() -> Iterator[Published]:
     adamw, adafactor, eight = ({"optimizer": name} for name in ("adamw", "adafactor", "adamw8bit"))
-    factored = "torch's Adafactor stores row and column means only, without a first moment, as in the guide"
+    factored = "torch's Adafactor stores only row and column means, without a first moment, as in the guide"
     rungs: list[tuple[str, int, dict[str, Any], int, str]] = [
         ("batch 4", 4, adamw, 14949, _CACHE),
         ("batch 1 x 4 accumulated", 1, {**adamw, "accumulate_grad_batches": 4}, 8681, _CACHE),
@@ -267,7 +267,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Forecast all published values."""
     rows = [row_of(each, runs_dry=options.dry_run) for each in published() if options.only in each.what]
     if not rows:
-        raise RoomierError("--only", options.only, "no row contains this text", "Leave it out to see all rows")
+        raise RoomierError("--only", options.only, "no row contains this text", "Omit the option to see all rows")
     if options.update is not None:
         options.update.write_text(with_current_cells(options.update.read_text(), rows))
     return {"rows": rows}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_NUM_COLUMNS = 5  # configuration, published, forecast, fits, difference
+_NUM_COLUMNS = 5  # columns: configuration, published, forecast, fits, difference
 
 
 def generated_cells(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -85,7 +85,7 @@ def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
 def possible_strategies(text: str, num_ranks: int) -> list[str]:
     """Return the strategies of ``text``, separated by commas, and :data:`PEER`. An empty text means all.
 
-    One rank has the strategy ``single`` only, because the other strategies would run the same code.
+    On one rank, ``single`` is the only strategy, because the other strategies would run the same code.
     """
     has_copies = num_ranks >= 2 * _NUM_COPIES and num_ranks % _NUM_COPIES == 0
     impossible = {"single"} if has_copies else {"single", "hsdp"}

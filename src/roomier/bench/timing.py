@@ -39,7 +39,7 @@ def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> di
         num_repeats: number of rounds.
 
     Returns:
-        The costs of each block. Item ``i`` of the result of each block is from the same round.
+        The costs of each block. The items ``i`` of all blocks are from the same round.
     """
     found: dict[str, list[Cost]] = {name: [] for name in blocks}
     for index in range(num_repeats):
@@ -51,7 +51,8 @@ def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> di
 
 
 class Stamps:
-    """A probe that records both clocks in each step. A call of the probe takes less than a microsecond."""
+    """Probe that records the wall clock and the processor clock in each step. A call of the probe takes less than a
+    microsecond."""
 
     def __init__(self) -> None:
         self._wall_ns: list[int] = []

@@ -40,7 +40,8 @@ def toy_batches(num_steps: int) -> list[Batch]:
 
 
 def run_bare(batches: list[Batch], probe: Probe, *, device: torch.device | None = None) -> None:
-    """Train with the loop from the PyTorch tutorials. None means the CPU, where batches are not moved."""
+    """Train with the loop from the PyTorch tutorials. If ``device`` is None, the loop runs on the CPU and does not move
+    batches."""
     network = toy_network() if device is None else toy_network().to(device)
     optimizer = toy_optimizer(network)
     for index, (x, y) in enumerate(batches):

@@ -101,7 +101,8 @@ class Choice:
         return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}{self._why_tiers(chosen)}"
 
     def _why_tiers(self, chosen: Forecast) -> str:
-        """Return the use of lower tiers by the chosen plan, and the reason for it; empty without tiers."""
+        """Return the use of lower tiers by the chosen plan, and the reason for this use; empty if the plan uses no
+        lower tiers."""
         used = tiers_text(chosen)
         if not moves_states(chosen.plan):
             return f"; {used}" if used else ""

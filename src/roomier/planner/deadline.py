@@ -55,7 +55,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time limit has passed."""
+        """True if the time limit has passed."""
         return self.clock() - self.begun_s > self.limit_s
 
     def first_half(self) -> Deadline:

@@ -26,7 +26,7 @@ class StepTime:
         recompute_s: part of ``compute_s`` that is spent on recomputation.
         communication_s: duration of all collectives, including collectives that overlap with computation.
         exposed_s: part of ``communication_s`` that does not overlap with computation.
-        offload_s: time that offloading adds to the step, which is the part of the transfers in both directions that
+        offload_s: time that offloading adds to the step. This time is the part of the transfers in both directions that
             does not overlap with computation.
         update_s: clipping and the optimizer.
     """
@@ -138,7 +138,8 @@ class Forecast:
 
     @property
     def full_tier(self) -> str:
-        """``"host memory"`` or ``"disk"`` if the offloaded data of a node does not fit in it, otherwise empty."""
+        """Tier in which the offloaded data of a node does not fit, ``"host memory"`` or ``"disk"``; empty if the data
+        fits."""
         machine = self.machine
         if self.host_bytes * machine.devices_per_node > _SHARE_OF_HOST * machine.host_memory_bytes:
             return "host memory"

@@ -120,7 +120,9 @@ def model_class(config: PreTrainedConfig) -> type[nn.Module]:
         if ("For" in name or "LMHead" in name) and not name.endswith("ForPreTraining"):
             return kind  # type: ignore[no-any-return]
     action = 'Set "architectures" in config.json to a class that computes a loss, or pass --model and --input'
-    raise RoomierError("hf", config.model_type, "transformers has no known class that computes a loss for it", action)
+    raise RoomierError(
+        "hf", config.model_type, "no class of transformers is known that computes a loss for this type of model", action
+    )
 
 
 def _inputs(kind: type[nn.Module]) -> list[str]:
@@ -205,5 +207,7 @@ def _length(config: Any, num_tokens: int | None) -> int:
         return min(longest or DEFAULT_TOKENS, DEFAULT_TOKENS)
     if longest is not None and num_tokens > longest:
         problem = f"must be at most {longest}, the number of positions of the model"
-        raise RoomierError("seq_len", num_tokens, problem, "Shorten the sequences, or increase it in config.json")
+        raise RoomierError(
+            "seq_len", num_tokens, problem, "Shorten the sequences, or increase the number of positions in config.json"
+        )
     return num_tokens

@@ -2,7 +2,7 @@
 
 The keys of a row are ``num_bytes`` (size of the copy), ``copy_s`` (median over repetitions, each synchronized),
 ``bytes_per_s``, and ``forecast_bytes_per_s``: the bandwidth that forecasts assume for copies between host and device,
-None for other copies. A copy on the device reads and writes each byte, and counts it once.
+None for other copies. A copy on the device reads and writes each byte, but each byte is counted once.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def summary(values: Mapping[str, Any]) -> str:
-    """Return speed and peak memory."""
+    """Return speed and peak memory as text."""
     return f"{values['samples_per_s']:.2f} samples/s, {format_bytes(values['peak_bytes'])}"
 
 

@@ -8,7 +8,8 @@ The keys of a row are:
 - ``step_s``: seconds of an optimizer step, median over the turns (``step_s_all``); ``tokens_per_s``;
 - ``model_flops_per_s``: 6 FLOPs per token for each parameter in matrix products, as in
   :func:`roomier.callbacks.throughput.flops_per_token`, without recomputation; ``peak_flops_per_s``: the rate of 16-bit
-  matrix products in the data sheet; ``mfu``: their ratio. The last two are None for a device without a data sheet;
+  matrix products in the data sheet; ``mfu``: their ratio. The values ``peak_flops_per_s`` and ``mfu`` are None for a
+  device without a data sheet;
 - ``forecast_step_s``, and forecast and measured allocated and reserved bytes, with the keys of the part ``planner``.
 """
 
@@ -92,7 +93,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def summary(values: Mapping[str, Any]) -> str:
-    """Return speed, memory, and the plan."""
+    """Return speed, memory and plan as text."""
     mfu = "" if values["mfu"] is None else f", MFU {values['mfu']:.1%}"
     return (
         f"{values['tokens_per_s']:.0f} tokens/s{mfu}; step {format_seconds(values['step_s'])}, forecast "

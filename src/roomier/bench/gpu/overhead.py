@@ -25,7 +25,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def summary(values: Mapping[str, Any]) -> str:
-    """Return the time of a step and the overhead."""
+    """Return the time of a step and the overhead as text."""
     return (
         f"bare loop {values['bare_us']:.0f} us, overhead {values['overhead_us']:.0f} us, one self.log "
         f"{values['log_us']:.1f} us"

@@ -65,7 +65,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def summary(values: Mapping[str, Any]) -> str:
-    """Return measured bytes and errors."""
+    """Return measured bytes and errors as text."""
     text = f"allocated {format_bytes(values['allocated_bytes'])}, forecast {values['allocated_error']:+.1%}"
     if values["reserved_bytes"] is not None:
         text += f"; reserved {format_bytes(values['reserved_bytes'])}, forecast {values['reserved_error']:+.1%}"

@@ -1,4 +1,5 @@
-"""The results file of ``roomier bench gpu``: one JSON object per line, appended when it is known."""
+"""The results file of ``roomier bench gpu``: one JSON object per line. Each line is appended when its values are
+known."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from roomier.bench.machine import circumstances
 from roomier.device.resolve import device_name, num_devices
 
 KEY = ("commit", "source", "torch", "cpu", "device", "num_devices", "size")
-"""Facts that are equal if a line in the file is valid for this run."""
+"""Facts that must be equal for a line in the file to be valid for this run."""
 
 MEASURED, UNSUPPORTED, FAILED = "measured", "unsupported", "failed"  # status of a row
 COMPLETE, INCOMPLETE = "complete", "incomplete"  # status of a part, in addition to FAILED
@@ -39,7 +40,8 @@ def facts_of(setting: Setting) -> Record:
 
 
 def source_hash() -> str:
-    """Return a hash of the installed Python files. It differs between uncommitted changes of the same commit."""
+    """Return a hash of the installed Python files. The hash also differs between uncommitted changes of the same
+    commit."""
     folder = Path(roomier.__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -57,7 +59,7 @@ class Results:
     """The lines of a results file that are valid for this run.
 
     Args:
-        path: the file. It and its folder are created by the first :meth:`append`.
+        path: the file. The file and its folder are created by the first :meth:`append`.
         facts: see :func:`facts_of`.
     """
 
@@ -71,7 +73,7 @@ class Results:
         Args:
             record: ``"row"`` or ``"end"``.
             part: name of the part.
-            values: further values of the line.
+            values: additional values of the line.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"record": record, "part": part, **values, **self.facts})

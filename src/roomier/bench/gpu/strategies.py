@@ -34,7 +34,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def summary(values: Mapping[str, Any]) -> str:
-    """Return step time, ratio to DDP, and peak memory of each strategy."""
+    """Return step time, ratio to DDP, and peak memory of each strategy as text."""
     return "; ".join(
         f"{row['strategy']} {format_seconds(row['step_s'])} ({row['ratio_to_torch_ddp']:.2f}), "
         f"{format_bytes(row['allocator_peak_bytes'] or row['peak_bytes'])}"

@@ -18,7 +18,8 @@ from roomier.bench.gpu.results import COMPLETE, FAILED, INCOMPLETE, MEASURED, UN
 from roomier.device.capability import capabilities_of
 from roomier.device.memory import allocated_bytes, release_cached
 
-_USABLE_SHARE = 0.9  # of the time limit; the rest is for the last row, which may take longer than the rows before it
+# Fraction of the time limit after which no row starts, because the last row can take longer than earlier rows.
+_USABLE_SHARE = 0.9
 _NUM_LAST_FRAMES = 4
 
 

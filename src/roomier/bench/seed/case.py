@@ -3,7 +3,7 @@
 With ``--json``, each row is one line:
 
 - ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: the training. ``num_parameters``,
-  ``micro_batch``, ``accumulate``, ``global_batch``: its sizes;
+  ``micro_batch``, ``accumulate``, ``global_batch``: sizes of the training;
 - ``hardware``: machine of the forecast; ``ranks``: number of ranks;
 - ``forecast_bytes``: all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan fits on
   ``hardware``; ``forecast_step_s``, ``forecast_samples_per_s``, ``forecast_epoch_s``;
@@ -56,7 +56,9 @@ _NUM_LAST_LINES = 15
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("model", help=", ".join(MODELS))
-    parser.add_argument("--size", choices=SIZES, default=None, help="middle; with --forecast, and on a GPU, seed")
+    parser.add_argument(
+        "--size", choices=SIZES, default=None, help="default: seed with --forecast or on a GPU, otherwise middle"
+    )
     parser.add_argument("--only", default="", help="only configurations whose name contains this text")
     parser.add_argument("--ranks", "--gpus", type=int, default=None, help="ranks; all GPUs, otherwise 2")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each configuration (%(default)s)")
@@ -95,7 +97,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in _OWN_SIZE if getattr(options, name) is not None}
     if model != "minigpt" and (given or options.cpu_offload or options.limit_train_batches is not None):
         name = next(iter(given), "cpu_offload" if options.cpu_offload else "limit_train_batches")
-        raise RoomierError(f"--{name}", getattr(options, name), "is an option of minigpt only", "Remove it")
+        raise RoomierError(f"--{name}", getattr(options, name), "is an option only for minigpt", "Remove it")
     for name in ("ranks", "steps", "batch_size", "limit_train_batches", *_OWN_SIZE):
         value = getattr(options, name)
         if value is not None and value < 1:

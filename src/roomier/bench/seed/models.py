@@ -36,7 +36,7 @@ class Training:
         make_model: function that creates the model with random weights.
         make_sample: function that creates one sample from a generator.
         micro_batch: samples of a micro-batch on each rank.
-        collate: function that combines samples to a batch.
+        collate: function that combines samples into a batch.
     """
 
     make_model: Callable[[], nn.Module]
@@ -62,7 +62,7 @@ class SeedModel:
     """A model of an article.
 
     Attributes:
-        sizes: the trainings by the names in :data:`SIZES`.
+        sizes: the training of each size in :data:`SIZES`, by name of the size.
         text: sizes that the article states, and assumptions.
         epoch_samples: samples of an epoch in the article.
     """

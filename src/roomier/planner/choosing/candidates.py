@@ -1,7 +1,7 @@
 """All plans for a request, with every value of each option that the request leaves open.
 
 Options that are open by default are exact, or they change only how the sum over the batch is split (strategy,
-micro-batch). Options that change the rounding within a rank are open only if the request allows them by name.
+micro-batch). Options that change the rounding within a rank are open only if the request lists them explicitly.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _parts(plan: Plan, changes: Changes) -> dict[str, Part]:
         section, _, name = field.partition(".")
         by_section.setdefault(section, {})[name] = value
     parts = {section: replace(getattr(plan, section), **by_section.get(section, {})) for section in PARTS}
-    # Allowed options are resolved now. The budget is retained as a record.
+    # The allowed options are resolved at this point, so only the memory budget is preserved.
     if changes.get("parallel.strategy", plan.parallel.strategy) != "auto":
         parts["choice"] = ChoicePlan(plan.choice.memory_budget_bytes)
     return parts

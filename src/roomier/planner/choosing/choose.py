@@ -28,11 +28,12 @@ a dry run."""
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
 """Fraction of the device memory that remains free if no budget is set, by kind of device.
 
-Kinds that are not in the table are like ``"cuda"``. On a GPU, this fraction is the largest accepted error of a
-forecast. Memory shared with the host is also used by the system, the dataset and its workers, and file caches.
+All other kinds use the fraction of ``"cuda"``. On a GPU, this fraction is the largest accepted error of a forecast.
+Memory shared with the host is also used by the system, the dataset and its workers, and file caches.
 """
 
-_NUM_KEPT = 12  # plans that fit, and plans that do not fit, in the result, in addition to the best of each strategy
+# Maximum number of plans that fit in the result, and of plans that do not fit. The best plan of each strategy is added.
+_NUM_KEPT = 12
 
 
 def choose(

@@ -116,7 +116,8 @@ def _ways(
 
 
 def _smallest(choice: Choice) -> Forecast:
-    """Return the forecast with the smallest peak, of the plans whose offloaded data fits if such plans exist."""
+    """Return the forecast with the smallest peak. If the offloaded data of some plans fits, only these plans are
+    compared."""
     found = (each.forecast for each in choice.considered if each.forecast)
     return min(found, key=lambda each: (bool(each.full_tier), each.peak_bytes))
 
@@ -172,8 +173,8 @@ class _Peaks:
         except DryRunError as error:
             self.failures.append(reason_of(error))
         except RoomierError:
-            return None  # a rejected plan is no alternative
-        except Exception as error:  # the error that is being created has priority
+            return None  # a rejected plan is not an alternative
+        except Exception as error:  # the error for the user must be raised in any case
             self.failures.append(reason_of(error))
         return None
 

@@ -23,7 +23,7 @@ TYPICAL_DEVICE = Device(
     memory_bytes_per_s=2e10,
     operation_s=3e-6,
 )
-"""Device whose speed is assumed if a dry run is not for a certain machine. The speed affects only the choice between
+"""Device whose speed is assumed if a dry run is not for a specific machine. The speed affects only the choice between
 recomputations with different bytes. The values are assumptions."""
 
 
@@ -82,7 +82,7 @@ class TrackedBytes:
     """Bytes in use according to a memory tracker, which replaces the statistics of an allocator.
 
     Args:
-        tracker: active tracker. It must not be restarted while this object is in use.
+        tracker: active tracker. The tracker must not be restarted while this object is in use.
     """
 
     own_ns = 0

@@ -4,8 +4,8 @@
 A dry run has only one memory for device, host and disk. Plans that move activations out of the memory of the device, or
 that offload parameters, are therefore forecast with the closed form. If a plan offloads only optimizer states, a dry
 run has all states on the device, and the formulas for tiers (:mod:`roomier.planner.formula.offloaded`) change its
-timeline. With an activation budget in addition, the closed form is used, because the choice depends on the memory of
-the states.
+timeline. If such a plan also has an activation budget, the closed form is used, because the choice depends on the
+memory of the states.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def _tracked_step(
             engine.clip()
         engine.step()
         at_hand.clear()
-        del batches  # loops hold them during the update
+        del batches  # a training loop also references the batches during the update
         tracker.enter("rest")
 
     with tracking(engine, copies) as tracker, ExitStack() as stack:
@@ -255,7 +255,7 @@ def _tracked_step(
         if budgeted is None:
             stack.enter_context(counting)
         else:
-            budgeted.begin_step(engine.optimizers, [])  # chooses before the restart of the tracker
+            budgeted.begin_step(engine.optimizers, [])  # makes the choice before the tracker is restarted
         tracker.restart()
         counter.by_part.clear()
         step(tracker)

@@ -41,7 +41,7 @@ _NUM_TRACED = _NUM_FIRST + _NUM_LAST
 _LEAST = _NUM_TRACED + 2  # shorter rows are traced in full
 
 
-class _IsNotLinear(Exception):  # noqa: N818 - a finding, not an error; callers never see it
+class _IsNotLinear(Exception):  # noqa: N818 - handled in this module, not an error
     """Raised if memory does not grow linearly with the number of blocks, so the full model must be traced."""
 
     def __str__(self) -> str:
@@ -209,8 +209,9 @@ class _Row:
             self.by_depth.append(_Change(*changes))
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
-        """Return True if the visit before interval ``index`` of the base runs after the previous period of the row
-        (forward), or False if the visit runs after the next period (backward)."""
+        """Return the direction in which the row runs in the visit before interval ``index`` of the base. True means
+        that the visit follows the previous period of the row (forward). False means that the visit follows the next
+        period (backward)."""
         for interval in reversed(base.intervals[:index]):
             if interval.place in self.repeat.places(_NUM_FIRST - 1):
                 return True
@@ -237,7 +238,8 @@ def _intervals(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Interval]:
 
 def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Iterator[Interval]:
     visit, goes_up = row.visits[index], row.goes_up(base, index)
-    # Memory that the other rows and the other added periods of this row hold. It is the same during all visits.
+    # Memory that the other rows and the other added periods of this row hold. This memory is the same during all
+    # visits.
     depth = [(each.by_depth[index - 1].end, each.num_more - (each is row)) for each in rows]
     names = row.repeat.places(_NUM_FIRST)
     for number in range(row.num_more):

@@ -54,10 +54,11 @@ def remark_of(keeps: Mapping[str, Keep]) -> str:
 
 
 class NotNestedError(Exception):
-    """The blocks do not run backward in the reverse order of their forward, or the steps have different orders."""
+    """Raised if the blocks do not run backward in the reverse order of their forward, or if the steps have different
+    orders."""
 
     def __str__(self) -> str:
-        return "runs its blocks in an order that an activation budget cannot be computed for"
+        return "runs its blocks in an order for which an activation budget cannot be computed"
 
 
 def within_budget(
@@ -87,7 +88,7 @@ def within_budget(
     if choice is None:
         raise too_small(budget_bytes, least_peak_bytes(stages))
     keeps = dict(zip(order, (KEEPS[index] for index in choice[1:]), strict=True))
-    added: list[NumBytes] = [dict.fromkeys(Kind, 0)]  # for the first k blocks
+    added: list[NumBytes] = [dict.fromkeys(Kind, 0)]  # added[k]: bytes that the first k blocks add
     for number, keep in enumerate(keeps.values()):
         own = _sum(more[keep][number + 1], more[keep][number], -1)
         added.append(_sum(added[-1], own, 1))

@@ -37,7 +37,8 @@ class Work:
         flops: floating-point operations of matrix products, convolutions and attention, by the dtype of their inputs. A
             multiply-add counts as two.
         product_bytes: bytes that these operations read and write.
-        other_bytes: bytes that all other operations read and write. Memory bandwidth limits them, not arithmetic.
+        other_bytes: bytes that all other operations read and write. These operations are limited by memory bandwidth,
+            not by arithmetic.
         num_operations: number of launched kernels.
     """
 

@@ -75,8 +75,8 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
         like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
             GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU, with two exceptions: Attention
-            keeps its scores, because torch has no fused attention for them in general, and autocast uses the dtypes of
-            CUDA.
+            saves its scores, because torch has no fused attention for many of these devices, and autocast uses the
+            dtypes of CUDA.
 
     Raises:
         RoomierError: code inside the context fails. A RoomierError is raised unchanged, and any other error is
@@ -103,7 +103,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
             stack.enter_context(attention_like_cuda())
         elif like != "cpu":
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if functions:  # the replacement adds a check to each function call
+        if functions:  # only if necessary, because the replacement adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 

@@ -14,7 +14,7 @@ from roomier.planner.fake import known_values
 
 aten = torch.ops.aten
 _PAGE_BYTES = 4096
-_NUM_GATES = 4  # of an LSTM, the only layer that uses this kernel
+_NUM_GATES = 4  # number of gates of an LSTM, the only layer that uses this kernel
 
 
 def rnn_answers() -> dict[Any, Callable[[Any, Any, Any], Any]]:
@@ -30,7 +30,7 @@ def rnn_kernels() -> dict[str, Callable[..., Any]]:
 def _mkldnn_layer(func: Any, args: Any, kwargs: Any) -> Any:
     output, *states, _ = func(*args, **kwargs)
     given, is_training = args[0], args[15]
-    length, num_sequences = given.shape[:2]  # the order in which the kernel is called, also with batch_first
+    length, num_sequences = given.shape[:2]  # the kernel always receives this order, even with batch_first
     num_bytes = 0
     if is_training:
         num_bytes = workspace_bytes(length, num_sequences, given.shape[2], args[10], given.itemsize)
@@ -41,7 +41,8 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
     """Return the bytes that oneDNN saves for backward, for one LSTM layer in one direction.
 
     The regions follow ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
-    github.com/oneapi-src/oneDNN). They are the gates, products, states, cells, and float32 gradients of the last three.
+    github.com/oneapi-src/oneDNN). The regions are the gates, products, states, cells, and float32 gradients of the last
+    three.
 
     Args:
         length: steps of a sequence.

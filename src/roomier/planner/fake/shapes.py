@@ -45,7 +45,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
     makers = _Makers(module, weight_dtype)
     memo: dict[int, Any] = {id(each): makers.make(each) for each in _tensors_of(module)}
     memo |= {id(each): each for part in module.modules() for each in part.__dict__.values() if _is_data(each)}
-    trainer = module.trainer if module.is_attached else None  # the step may read it, for example the epoch
+    trainer = module.trainer if module.is_attached else None  # the step can read its attributes, such as the epoch
     if trainer is not None:
         memo[id(trainer)] = trainer
     try:
@@ -60,7 +60,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
     for part in (*of_lightning, *(each for each in copied.modules() if isinstance(each, Module))):
         for name in ("log", "log_dict", "print"):
             part.__dict__[name] = _ignore
-    unwrap(copied)  # removes wrappers of its forward from an earlier run
+    unwrap(copied)  # removes wrappers that an earlier run installed
     if next(copied.parameters(), None) is None and overrides(copied, "configure_model", Module):
         copied.configure_model()
         return shapes_of(copied, weight_dtype) if weight_dtype is not None else copied
@@ -114,7 +114,7 @@ class _Makers:
 
 
 _LARGE_BYTES = 2**20  # size from which an array is shared with the copy
-_OF_PAGES = ("page", "pages", "_paged_as")  # attributes of parameters of which each rank creates a shard
+_OF_PAGES = ("page", "pages", "_paged_as")  # attributes of parameters that each rank stores as a shard
 
 
 def _refuse(module: Module) -> None:

@@ -5,8 +5,8 @@ A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activatio
 the model runs. :class:`~roomier.memory.walk.Walk` contains the memory that is gathered, sent and reduced at the entry
 and exit of each part. The trace determines the order of the parts. For each part, the memory that the walk records at
 the entry of the part is added to the trace at the beginning of the part. Memory that the walk records at the exit is
-added to the trace at the end of the part. Between the entry and the exit, the highest moment of the trace is added to
-the current state of the walk. Unsharded gradients are counted at their moments in the trace until the walk counts these
+added to the trace at the end of the part. Between the entry and the exit, the largest sum in the trace is added to the
+current state of the walk. Unsharded gradients are counted at their moments in the trace until the walk counts these
 gradients.
 
 With gradient accumulation, only three micro-batches are computed: the first, one in the middle, and the last. All
@@ -184,7 +184,7 @@ class _CutStep(_Step):
 
     def _backward(self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: int | None) -> Iterator[Interval]:
         walk, order = self._walk, self._order
-        taken_over = 0  # gradients that the walk counts
+        taken_over = 0  # bytes of the gradients that the walk already counts
         adds_in_place = self.layout.accumulates_unsharded and not is_first
         waiting = list(order.gathering)
         last = len(self.trace.visits) - 1

@@ -13,7 +13,7 @@ from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.formula.trace import Execution, Trace, take_trace
 from roomier.planner.workload import Workload
 
-_NUM_TRACED = 3  # periods. The first and the last differ from the others
+_NUM_TRACED = 3  # number of traced periods, because the first and the last period differ from the others
 _LEAST = _NUM_TRACED + 2
 
 
@@ -56,7 +56,7 @@ def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Ca
     base = at(counts)
     others = [list(each.executions) for each in base.visits if each.row is None]
     for row, repeat in enumerate(repeats):
-        if base.keeps_memory(row):  # such as autocast's copies of weights, which are freed after the row
+        if base.keeps_memory(row):  # for example, autocast's copies of weights, which are freed after the row
             deeper = at([count + (number == row) for number, count in enumerate(counts)])
             more = [each.executions for each in deeper.visits if each.row is None]
             for mine, theirs in zip(others, more, strict=True):
@@ -68,8 +68,8 @@ def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Ca
 
 
 def _written_out(base: _Shallow, others: Sequence[list[Execution]]) -> Trace:
-    """Return the trace of the full model. The executions of ``others`` and the repeated visits to middle blocks
-    alternate in it."""
+    """Return the trace of the full model. This trace alternates between the executions of ``others`` and the repeated
+    visits to middle blocks."""
     executions: list[Execution] = []
     waiting = iter(others)
     for visit in base.visits:

@@ -61,7 +61,8 @@ class _Built:
     saved_buffer_bytes: int  # saved floating-point buffers, in float32 or wider
     optimizers: list[Optimizer]
     names: dict[str, Any]
-    groups: dict[str, list[tuple[str, list[str]]]]  # "whole", "sharded", "regions": module -> names of its weights
+    # For each of "whole", "sharded" and "regions": modules, and the names of their weights.
+    groups: dict[str, list[tuple[str, list[str]]]]
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class _Step:
     """One optimizer step.
 
     Attributes:
-        trace: trace of one micro-batch. With a choice for an activation budget, blocks save all activations in it. None
-            for a dry run.
+        trace: trace of one micro-batch. If the choice for an activation budget was computed, all blocks save all
+            activations in this trace. None for a dry run.
         run: the step.
         moved_bytes: activations outside the device.
         remark: see :class:`roomier.planner.forecast.Forecast`.

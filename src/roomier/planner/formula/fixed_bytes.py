@@ -10,15 +10,15 @@ their first use, which is PyTorch's default (pytorch/pytorch#109888, #86509). Th
 to require 100 MiB.
 
 *communication*: buffers of NCCL. For each connection of a channel, the receiver has buffers of 4 MiB (protocol Simple,
-``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL). They occupy 10 MiB, because memory is allocated in pieces of 2
-MiB. The sender has a buffer of 2 MiB (NVIDIA/nccl#1685 lists buffers of 10,485,760 and 2,097,152 bytes). The number of
-channels is 2 for each NVLink, which is sufficient to saturate the link (NVIDIA/nccl#1703), and at most 32 (32 on H100,
-#1685). Over PCIe, the number of channels is assumed to be 4. With 24 channels on A100 GPUs, 544 MiB were measured with
-2 devices and 688 MiB with 3 or 4 devices (#964). These measurements correspond to a constant of 256 MiB, plus 12 MiB
-for each channel with two devices, or 18 MiB for each channel with more devices. A second node adds a network buffer for
-each channel (#1450). A third node adds no buffer (#986, on #864). Memory is proportional to the number of
-communicators. Strategy hsdp has one communicator across replicas, one inside each replica, and one for all ranks.
-PyTorch's allocator does not include the memory of NCCL in its statistics.
+``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL). These buffers occupy 10 MiB, because memory is allocated in pieces
+of 2 MiB. The sender has a buffer of 2 MiB (NVIDIA/nccl#1685 lists buffers of 10,485,760 and 2,097,152 bytes). The
+number of channels is 2 for each NVLink, which is sufficient to saturate the link (NVIDIA/nccl#1703), and at most 32 (32
+on H100, #1685). Over PCIe, the number of channels is assumed to be 4. With 24 channels on A100 GPUs, 544 MiB were
+measured with 2 devices and 688 MiB with 3 or 4 devices (#964). These measurements correspond to a constant of 256 MiB,
+plus 12 MiB for each channel with two devices, or 18 MiB for each channel with more devices. A second node adds a
+network buffer for each channel (#1450). A third node adds no buffer (#986, on #864). Memory is proportional to the
+number of communicators. Strategy hsdp has one communicator across replicas, one inside each replica, and one for all
+ranks. PyTorch's allocator does not include the memory of NCCL in its statistics.
 
 *workspace*: workspaces of cuBLAS, one for each thread that runs matrix products: the threads of forward and backward.
 The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671),
@@ -27,10 +27,10 @@ allocator provides the workspaces, so ``memory_allocated`` includes them, unlike
 
 *allocator*: memory that the caching allocator reserves but cannot use. Blocks are rounded to 512 bytes. Blocks below 1
 MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger blocks are rounded to 2 MiB
-(``CUDACachingAllocator.cpp``, from memory). The remaining unusable memory is fragmentation, which is proportional to
-the tensor bytes. Fragmentation is small if all steps allocate the same memory. For steps with recomputation, sharding
-or offloading, an allocator without fragmentation saved 15 % on average over eight models (GMLake, Guo et al. 2024,
-arXiv 2401.08156, abstract). This result predates the change in ``fully_shard`` that frees memory without
+(``CUDACachingAllocator.cpp``, cited from memory). The remaining unusable memory is fragmentation, which is proportional
+to the tensor bytes. Fragmentation is small if all steps allocate the same memory. For steps with recomputation,
+sharding or offloading, an allocator without fragmentation saved 15 % on average over eight models (GMLake, Guo et al.
+2024, arXiv 2401.08156, abstract). This result predates the change in ``fully_shard`` that frees memory without
 ``record_stream`` (pytorch/pytorch#114299). The values in this module are assumptions: 4 % for steps that allocate the
 same memory, 10 % for other steps, and 2 % with ``expandable_segments``, because these segments grow.
 """
@@ -60,8 +60,8 @@ _SEGMENT_BYTES = (2 + 20) * MIB  # segments of both sizes, the last of which is 
 FRAGMENTED_STEADY, FRAGMENTED, FRAGMENTED_EXPANDABLE = 0.04, 0.10, 0.02
 _SECTION = "fixed_bytes"
 COMPILER_HOST_BYTES = 116 * MIB
-"""Host memory that a process uses after it compiled the update of 8-bit or 4-bit states, measured as the increase of
-the resident memory on a CPU with torch 2.13. A process that loads the result from the cache of torch uses less."""
+"""Host memory that a process uses after it compiled the update of 8-bit or 4-bit states, measured as the increase in
+resident memory on a CPU with torch 2.13. A process that loads the result from the cache of torch uses less."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Calibration:
 def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str, int]:
     """Return device memory in addition to tensors, by purpose; see [Note: fixed bytes of a GPU].
 
-    The result is empty for a CPU, because forecasts for a CPU are compared with the bytes of tensors. It is also empty
-    for Apple's GPUs, which share the memory of the host, and for devices other than CUDA, for which no values are
-    known.
+    The result is empty for a CPU, because forecasts for a CPU are compared with the bytes of tensors. The result is
+    also empty for Apple's GPUs, which share the memory of the host, and for devices other than CUDA, for which no
+    values are known.
 
     Args:
         plan: strategy and techniques, which determine communication and fragmentation.
@@ -169,7 +169,8 @@ def _check(machine: Machine, allocated_bytes: int, reserved_bytes: int, used_byt
 
 
 def _workspace_bytes(sheet: Sheet | None) -> int:
-    """Return the workspace bytes of the threads that run forward and backward. Unknown devices count as recent ones."""
+    """Return the workspace bytes of the threads that run forward and backward. Unknown devices are treated like recent
+    devices."""
     if sheet is not None and sheet.capability == 0:
         return 2 * 64 * MIB
     is_large = sheet is None or sheet.capability >= 9

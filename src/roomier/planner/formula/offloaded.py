@@ -3,15 +3,15 @@
 [Note: units on the device]
 The optimizer states of a unit are on the device while the unit is updated. The states of the previous unit are copied
 to the host at the same time, and the states of the next unit are copied to the device, so the states of at most three
-units are on an accelerator. The states that left last remain until the next states leave, and between two updates the
-next states are already on the device. The gradients of a deferred update exist until the update, which is in the
-forward of the next step. With sharded parameters, deferred updates are complete one unit ahead. A speculative update
-runs at the end of the backward of its block.
+units are on an accelerator. The states that were copied to the host last stay on the device until the next states are
+copied to the host. Between two updates, the states of the next unit are already on the device. The gradients of a
+deferred update exist until the update, which is in the forward of the next step. With sharded parameters, deferred
+updates are complete one unit ahead. A speculative update runs at the end of the backward of its block.
 
 Parameters are on the device while their block computes, together with the parameters of the next block. In backward,
 the gradients of the previous block are copied to the host at the same time. At the end of the backward of a block, its
-gradients exist twice, as tensors of autograd and as the record that leaves. In an update, the parameters and
-gradients of the unit and the updated parameters of the previous unit are on the device.
+gradients exist twice, as tensors of autograd and as the record that is copied to the tier. In an update, the parameters
+and gradients of the unit and the updated parameters of the previous unit are on the device.
 
 On a CPU, the states of a unit are updated in the buffers of the disk tier, so the buffers are the only additional
 memory.
@@ -42,7 +42,7 @@ from roomier.tiers.buffers import allocated_bytes, buffer_sizes, padded
 StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]
 """Function that returns the bytes of each state that is not a scalar, given the shape of the shard."""
 Group = tuple[str, Sequence[Weight]]
-"""Name of a module that is updated as one unit, or an empty name for the rest of the network; and its weights."""
+"""A module that is updated as one unit: its name and its weights. The name is empty for the rest of the network."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Offloaded:
     """Model states of one rank in lower tiers.
 
     Attributes:
-        states: units of optimizer states that leave, in the order of their updates.
-        parameters: units of parameters that leave.
+        states: units of offloaded optimizer states, in the order of their updates.
+        parameters: units of offloaded parameters.
         state_tier: ``"none"``, ``"cpu"`` or ``"disk"``.
         parameter_tier: ``"none"``, ``"cpu"`` or ``"disk"``.
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
@@ -229,13 +229,13 @@ class Offloaded:
 
     @property
     def _left_bytes(self) -> int:
-        """Bytes of the states that left last in a step and remain on an accelerator."""
+        """Bytes of the states that were copied to the host last in a step, which remain on an accelerator."""
         if self.on_cpu or not self.states:
             return 0
         return self.states[0 if self.mode == "speculative" else -1].record_bytes
 
     def _present(self, first: int, last: int) -> dict[Kind, int]:
-        """Return the states of the units from ``first`` to ``last``, without :attr:`_left_bytes`. 0 on a CPU."""
+        """Return the states of the units from ``first`` to ``last``, without :attr:`_left_bytes`; 0 on a CPU."""
         units = self.states[max(0, first) : last + 1]
         more = 0 if self.on_cpu else sum(each.record_bytes for each in units) - self._left_bytes
         return {Kind.OPTIMIZER_STATE: more}
@@ -332,7 +332,7 @@ class Offloaded:
         return found
 
     def _gradients_of(self, units: Sequence[MovedUnit]) -> dict[Kind, int]:
-        if self.parameters:  # their gradients are in the tier
+        if self.parameters:  # the gradients of offloaded parameters are in the tier
             return {}
         held = self.states if self.in_buckets and units else units
         return {Kind.GRADIENT: sum(each.gradient_bytes for each in held)}

@@ -9,10 +9,10 @@ view that a unit returns becomes a separate tensor. Therefore, one trace is reco
 sharded models.
 
 [Note: pending gradients]
-A gradient is *complete* when it has been added to the gradient of its parameter. Before that, it is pending. DDP copies
-a complete gradient into a bucket and frees it, and further micro-batches add their gradients to the existing gradients.
-In sharded models, 16-bit gradients remain pending, because further micro-batches add these gradients to the 32-bit
-gradients only at the end of the unit's backward.
+A gradient is *complete* when it has been added to the gradient of its parameter. Until then, the gradient is pending.
+DDP copies a complete gradient into a bucket and frees the original. Later micro-batches add their gradients to the
+existing gradients. In sharded models, 16-bit gradients remain pending, because later micro-batches add these gradients
+to the 32-bit gradients only at the end of the unit's backward.
 """
 
 from __future__ import annotations

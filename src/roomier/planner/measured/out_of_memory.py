@@ -49,7 +49,8 @@ _NAMES = {
     Kind.OPTIMIZER_STATE: "optimizer states",
 }
 _CALL_WITH_HOOKS = "Module._call_impl.<locals>.inner"
-_LESS = 0.9  # if a plan that was forecast to fit failed: largest forecast of the next plan, relative to that forecast
+# If a plan failed although it was forecast to fit: largest forecast of the next plan, relative to that forecast.
+_LESS = 0.9
 
 
 class OutOfMemory(TrainingError, torch.OutOfMemoryError):  # noqa: N818 - torch's class has the suffix Error

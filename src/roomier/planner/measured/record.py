@@ -35,7 +35,8 @@ class Measured:
 
     Attributes:
         rank: the rank.
-        timeline: intervals of the step. For ranks that use less memory than the fullest rank, only the peak is stored.
+        timeline: intervals of the step. Only the rank with the highest memory stores all intervals. The other ranks
+            store only the peak.
         allocator_bytes: peak of the bytes that CUDA's allocator had allocated; None on other devices.
         reserved_bytes: peak of the bytes that CUDA's allocator had reserved.
         beside_bytes: other memory in use on the device, including other programs.
@@ -95,7 +96,8 @@ class Record:
 
     @property
     def forecast_bytes(self) -> int:
-        """Forecast tensor bytes, which are compared with :attr:`measured_bytes`. No allocator counts fixed bytes."""
+        """Forecast tensor bytes, which are compared with :attr:`measured_bytes`. Fixed bytes are excluded, because no
+        allocator counts them."""
         return self.forecast.tensor_bytes
 
     @property

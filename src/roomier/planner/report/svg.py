@@ -131,7 +131,7 @@ def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]]
 
 
 def definitions() -> str:
-    """Return the invisible SVG definitions that all drawings of a page use. Place it before the drawings."""
+    """Return the invisible SVG definitions that all drawings of a page use. Place the result before the drawings."""
     return (
         '<svg width="0" height="0" style="position:absolute" aria-hidden="true" focusable="false">'
         f"<defs>{_HATCH}</defs></svg>"

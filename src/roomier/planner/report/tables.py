@@ -174,7 +174,10 @@ def _verdict(choice: Choice) -> str:
     if found is None or found.forecast is None:
         return f"No plan fits. {took}"
     how, needs = words_of(found.plan, found.micro_batch), format_bytes(found.forecast.peak_bytes)
-    return f"No plan fits. The nearest, {how}, needs {needs} of {format_bytes(choice.budget_bytes)}. {took}"
+    return (
+        f"No plan fits. The nearest plan, {how}, needs {needs}, but the budget is {format_bytes(choice.budget_bytes)}. "
+        f"{took}"
+    )
 
 
 def _refused_lines(refused: Sequence[Considered]) -> Iterable[Text]:

@@ -26,8 +26,8 @@ def what_if(
     """Return the peak of ``plan`` on ``machine`` for each workload and micro-batch, computed by the closed form.
 
     Args:
-        workloads: for each row, its value and a function that returns the workload. The micro-batch size of this
-            workload can be any size.
+        workloads: for each row, its value and a function that returns the workload. This workload can have any
+            micro-batch size.
         micro_batches: micro-batch of each column, in samples.
         plan: plan with a concrete strategy.
         machine: machine to plan for.

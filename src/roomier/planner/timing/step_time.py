@@ -81,7 +81,8 @@ def step_time(
         RoomierError: the rate of the device is not known for a dtype.
     """
     network = network_of(workload.module)
-    # This build of torch may not know the device of a planned machine. With its own memory, it is planned like CUDA.
+    # This build of torch may not know the device of a planned machine. Such a device is planned like CUDA if it has its
+    # own memory.
     device = torch.device("cuda" if machine.device.has_own_memory else machine.device.kind)
     precision = precision_of(plan.precision.mode, device)
     if units is None:
@@ -254,7 +255,7 @@ class _Step:
         found, last = [], len(segments) - 1
         for index, (place, segment) in enumerate(segments):
             own_reduces = reduces.pop(place, []) if segment.is_backward else []
-            if index == last:  # the root, and units without a part
+            if index == last:  # reductions of the root, and of units without a part
                 own_reduces = own_reduces + [each for rest in reduces.values() for each in rest]
             own_gathers = gathers.pop((place, segment.is_backward), [])
             found.append((place, replace(segment, gathers=tuple(own_gathers), reduces=tuple(own_reduces))))

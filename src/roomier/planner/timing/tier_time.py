@@ -8,11 +8,10 @@ transfers of the update. ``ring`` is the part of ``IO`` that fills the buffers d
     deferred     C - F + max(F + U, IO - ring)
     speculative  max(C + U, IO)
 
-On two cores with a disk, measured steps differed from such formulas by 10 to 15 %.
-
-The reads and writes of a disk share its time. On that machine, a reader alone had 2.15 GiB/s, a writer alone 7.3 GiB/s,
-and both together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers
-in both directions at the same time. If parameters are offloaded, forward and backward take at least the time of their
+On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. The reads and writes
+of a disk share its time. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
+together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers in both
+directions at the same time. If parameters are offloaded, forward and backward take at least the time of their
 transfers. Transfers of activations are assumed not to slow down transfers of model states.
 """
 

@@ -135,7 +135,7 @@ def _play_micro_batch(
             _begin_copy(clocks, segment.copy_s)
         if gathers[index]:
             _gather(clocks, gathers[index], following_gather[index])
-        if segment.copy_s:  # in forward, the copy of the block before the previous one; in backward, its own copy
+        if segment.copy_s:  # waits for the copy of an earlier block (forward) or of this block (backward)
             clocks.device_s = max(clocks.device_s, clocks.copies_s)
         begin_s = clocks.device_s
         if not segment.is_backward:

@@ -32,8 +32,8 @@ from roomier.plan import Plan
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
 
 BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
-_LEAST_SAVING = 2  # of torch's PowerSGD: a matrix is sent uncompressed unless its factors have less than half its size
-_POWERSGD_PASSES = 6  # over the gradient: add the error, two products, the sum of both, the new error
+_LEAST_SAVING = 2  # torch's PowerSGD compresses a matrix if the factors have less than half of its size
+_POWERSGD_PASSES = 6  # passes over the gradient: add the error, two products, the sum of both, the new error
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
         layout: result of :func:`roomier.memory.predict.layout_of`.
         machine: machine whose links are used.
     """
-    if layout.strategy == "single":  # also 1-bit Adam, which communicates in its update
+    if layout.strategy == "single":  # includes 1-bit Adam, which communicates in its update
         return []
     if layout.strategy == "ddp":
         return _of_replicas(units, plan, machine)
@@ -185,7 +185,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
     num_elements = own_elements * layout.num_shards
     whole_bytes = num_elements * wire_dtype_of(unit, layout).itemsize
     copied_bytes = num_elements * unit.gathered_dtype.itemsize + whole_bytes
-    if layout.on_gloo and machine.in_node_reduce is None:  # copies its own shard and adds the shards of other ranks
+    if layout.on_gloo and machine.in_node_reduce is None:  # each rank copies its shard and adds the other shards
         sum_bytes = own_elements * unit.sum_dtype.itemsize
         copied_bytes += whole_bytes + sum_bytes * (2 * layout.num_shards - 1)
     found = Exchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
@@ -219,10 +219,10 @@ def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[Un
     num_buckets = num_buckets_of(units)
     link_s = num_buckets * all_reduce_s(sum(num_bytes) / num_buckets, group, machine)
     adds_up = machine.device.kind == "cpu" and machine.in_node_reduce is None
-    copied = 2 + (3 * group.share_sent if adds_up else 0)  # into the bucket, and the sum
+    copied = 2 + (3 * group.share_sent if adds_up else 0)  # passes: the copy into the bucket, and the sum
     if plan.parallel.gradient_compression == "powersgd":
         copied += _POWERSGD_PASSES
-        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # uncompressed tensors, and two factors
+        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # the two factors are separate collectives
     found = []
     for unit, whole, wired in zip(units, whole_bytes, num_bytes, strict=True):
         share = wired / max(sum(num_bytes), 1)

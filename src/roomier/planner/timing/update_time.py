@@ -60,12 +60,12 @@ _MOVED = {
     "radam": Moved(116, 116, 14),
     "adafactor": Moved(68, 164, 16),
     "lion": Moved(44, 49, 20),
-    "adamw8bit": Moved(16, 60, 11),  # reads weight and gradient, writes the weight; reads and writes two codes
+    "adamw8bit": Moved(16, 60, 11),  # read: weight, gradient and codes; written: weight and codes
     "adamw4bit": Moved(14, 60, 11),
-    "muon": Moved(48, 48, 7),  # of hidden matrices, in addition to their products
+    "muon": Moved(48, 48, 7),  # for hidden matrices, in addition to their products
     "onebit_adam": Moved(140, 140, 20),
 }
-_MOMENTUM_BYTES = 8  # of SGD with momentum, read and written
+_MOMENTUM_BYTES = 8  # momentum of SGD, read and written
 # AdamW and Lion with bfloat16 weights are not fused. Rounding takes most of their time.
 _ROUNDED = {
     ("adamw", "split"): Moved(146, 121, 80, 2),
@@ -73,7 +73,7 @@ _ROUNDED = {
     ("lion", "split"): Moved(106, 84, 59, 2),
     ("lion", "stochastic"): Moved(154, 132, 117, 2),
 }
-_SIGN_BYTES = 0.15625  # per element of 1-bit Adam: a bit, and a float32 for each 128 (docs/design/communication.md)
+_SIGN_BYTES = 0.15625  # 1-bit Adam, per element: a bit, and a float32 for 128 elements (docs/design/communication.md)
 _MUON_STEPS = 5
 # Costs in lightest operations. A step of fused AdamW took the time of 22 lightest operations, plus 2 to 3 for each of
 # 16 to 54 weights. A step in backward, which updates one weight at a time, took the time of 7 lightest operations for
@@ -139,7 +139,7 @@ def update_time(
         num_bytes = [math.prod(each.shape) * each.dtype.itemsize for each in hidden]
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
         sent_bytes += group.share_sent * sum(num_bytes)
-    if plan.optimizer.name == "adafactor" and layout.is_sharded:  # column means, then the norms of the updates
+    if plan.optimizer.name == "adafactor" and layout.is_sharded:  # sends column means, then norms of updates
         num_columns = sum(each.shape[1] for each in trained if len(each.shape) == 2)
         sizes = [4 * (num_columns + 2 * len(trained)), 4 * len(trained)]
         exchange_s += sum(all_reduce_s(size, group, machine) for size in sizes)
@@ -185,7 +185,7 @@ def _clipping(weights: Sequence[Weight], plan: Plan, layout: Layout) -> Work:
     own_bytes = sum(_own_elements(each, layout) * each.dtype.itemsize for each in weights)
     num_passes = 0
     if plan.batch.gradient_clip_val is not None:
-        num_passes += 3 if plan.batch.clips_norm else 2  # the norm reads; scaling reads and writes
+        num_passes += 3 if plan.batch.clips_norm else 2  # the norm reads gradients; scaling reads and writes gradients
     if plan.precision.mode == "16-mixed" and num_passes:
         num_passes += 2  # unscaling
     num_operations = 2 * len(weights) if num_passes else 0
