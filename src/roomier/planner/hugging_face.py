@@ -120,9 +120,7 @@ def model_class(config: PreTrainedConfig) -> type[nn.Module]:
         if ("For" in name or "LMHead" in name) and not name.endswith("ForPreTraining"):
             return kind  # type: ignore[no-any-return]
     action = 'Set "architectures" in config.json to a class that computes a loss, or pass --model and --input'
-    raise RoomierError(
-        "hf", config.model_type, "no class of transformers is known that computes a loss for this type of model", action
-    )
+    raise RoomierError("hf", config.model_type, "has no known class in transformers that computes a loss", action)
 
 
 def _inputs(kind: type[nn.Module]) -> list[str]:

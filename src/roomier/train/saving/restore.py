@@ -267,7 +267,7 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
     differing = sorted(own.keys() ^ found.keys())
     if differing and run.module.strict_loading:
         problem = (
-            f"does not match the model. These weights are only in the model or only in the checkpoint: "
+            "does not match the model. These weights are only in the model or only in the checkpoint: "
             f"{', '.join(differing[:5])}"
         )
         action = "Pass a checkpoint of this model, or set strict_loading = False on the module"
