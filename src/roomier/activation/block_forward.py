@@ -3,7 +3,7 @@
 [Note: recomputation]
 Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The graph of a block is the usual graph, but its
 saved tensors are placeholders. A second forward pass computes the saved tensors when the backward first reads one of
-them. Inputs do not have to require a gradient, hooks on gradients and ``backward(inputs=...)`` work, and the random
+them. Inputs do not have to require a gradient, and hooks on gradients and ``backward(inputs=...)`` work. The random
 states and autocast are the same as in the first forward pass. The reentrant variant would run a separate backward
 inside the backward, and bypass the hooks that reduce gradients.
 """

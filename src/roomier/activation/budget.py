@@ -7,9 +7,9 @@ choice is made (:mod:`roomier.activation.choose`). With several ranks, the choic
 measurement over all ranks, so all ranks make the same choice. Gradients are bit-identical for every choice, so the step
 in which the choice is made does not affect the result.
 
-If the batch of a later step has larger tensors than any measured batch, a run on one rank also measures that step, and
-the new choice fits all measurements. With several ranks, the other ranks do not have this measurement, so the choice
-does not change, and a notice reports the larger batch.
+A later step can have a batch with larger tensors than any measured batch. In this case, a run on one rank also measures
+this step, and the new choice fits all measurements. With several ranks, the other ranks do not have this measurement,
+so the choice does not change, and a notice reports the larger batch.
 """
 
 from __future__ import annotations

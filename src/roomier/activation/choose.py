@@ -22,13 +22,14 @@ unequal blocks can result in more than ``MAX_STATES`` states. In this case, only
 retained. The choice is still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
-At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). All calls on
-the device at a given moment belong to blocks between their forward and their backward, so the total size of the two
-largest of the first ``k`` blocks is an upper bound. If the block that runs at this moment is offloaded, only one other
-offloaded call is on the device. In the choice, the size of each offloaded call is counted as the size of the largest
-allowed call. Therefore, a state contains only the number of such calls (zero, one, or at least two), and only states
-with equal numbers are compared. A third call adds no memory. Several values are tried for the largest size. If
-offloaded blocks have equal sizes, the choice is optimal. Otherwise, the bound can be too large, but never too small.
+At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). At a given
+moment, all offloaded calls on the device belong to blocks between their forward and their backward. Therefore, the
+total size of the two largest calls of the first ``k`` blocks is an upper bound. If the block that runs at this moment
+is offloaded, only one other offloaded call is on the device. In the choice, the size of each offloaded call is counted
+as the size of the largest allowed call. Therefore, a state contains only the number of such calls (zero, one, or at
+least two), and only states with equal numbers are compared. A third call adds no memory. Several values are tried for
+the largest size. If offloaded blocks have equal sizes, the choice is optimal. Otherwise, the bound can be too large,
+but never too small.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Stage:
     Attributes:
         options: options of the block. The first option is the minimum, with 0 additional bytes.
         outside_peak_bytes: peak of all memory on the device outside of blocks, while this block and all blocks before
-            it are between their forward and their backward and save the minimum.
+            it are between their forward and their backward. These blocks save the minimum.
     """
 
     options: tuple[Option, ...]

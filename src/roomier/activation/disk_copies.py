@@ -9,8 +9,8 @@ the tensor.
 On a CPU, the writer reads the memory of the tensor directly, and the tensor is freed after the write. When the second
 block after a block begins, computation waits for the writes of the block. Therefore, the host memory contains the saved
 tensors of at most two blocks, if the graph is their only user. glibc retains most freed blocks of memory by default.
-While activations are on disk, large freed blocks are returned to the operating system instead, so the operating system
-must clear the pages of new blocks, which takes time.
+While activations are on disk, large freed blocks are returned to the operating system instead. The operating system
+must then clear the pages of new blocks, which takes time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class DiskCopies(Copies):
         self.bytes_read = self.bytes_written = 0
         self._link = None if device.type == "cpu" else copies_on(device)
         if self._link is None:
-            always_give_back_blocks(MIN_BYTES)  # otherwise, the memory of freed activations remains in the process
+            # without this call, the memory of freed activations remains in the process
+            always_give_back_blocks(MIN_BYTES)
         self._scratch = scratch
         self._regions = Regions(scratch)
         self._write: Job | None = None

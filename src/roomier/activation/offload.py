@@ -7,7 +7,7 @@ the tensors is freed. In backward, the computation waits for the tensors of a vi
 the preceding visit, which overlaps with computation. Therefore, only the tensors of at most two visits are on the
 device. The tensors of the last two visits are still on the device when backward begins. The computation also waits for
 their copies, because backward frees their memory. All device memory belongs to the compute stream, which waits for the
-copies before memory is freed. ``record_stream`` is not used, because it would keep the memory allocated while the host
+copies before memory is freed. ``record_stream`` is not used, because the memory would remain allocated while the host
 runs ahead of the device.
 
 A storage is moved completely and only once, even if several blocks save views of it (for example of a mask).
@@ -117,8 +117,8 @@ class Copies:
         """Make subsequent computation wait for the copies before ``mark``."""
 
     def wait_to_free(self, mark: Any) -> None:
-        """Make subsequent computation, which can use the memory of the copied tensors, wait for the copies before
-        ``mark``."""
+        """Make subsequent computation wait for the copies before ``mark``, because the computation can use the memory
+        of the copied tensors."""
         self.wait(mark)
 
     def close(self) -> None:

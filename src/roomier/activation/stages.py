@@ -174,8 +174,8 @@ def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """Return a profile in which each number of bytes and each time is the maximum over ``profiles``, so that a choice
-    based on the result is valid for all profiles.
+    """Return a profile in which each number of bytes and each time is the maximum over ``profiles``. A choice based on
+    the result is valid for all profiles.
 
     Args:
         profiles: profiles with the same order of blocks.

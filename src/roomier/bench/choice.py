@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         settings = {"num_ranks": num_ranks, "numbers": mine, "seed": options.seed, "all_plans": options.all_plans}
         if not mine:
             continue
-        with TemporaryDirectory() as nothing_kept:  # without stored measurements, as on a machine that was not measured
+        with TemporaryDirectory() as nothing_kept:  # an empty folder, as on a machine without stored measurements
             environment = {"XDG_CACHE_HOME": nothing_kept}
             found = run_on_ranks(_WORKER, num_ranks, settings, environment, tells=sys.stderr)
         rows |= {int(number): row for number, row in found.items()}
@@ -53,8 +53,8 @@ def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``pairs``; ``under_budget``, the share of pairs whose peak is below the budget; ``worst_ratio`` and
-        ``median_ratio`` of the step time of the chosen plan to the step time of the best plan, None if one pair has no
-        ratio; ``num_within_bar``, the number of ratios up to :data:`BAR`.
+        ``median_ratio``, the ratios of the step time of the chosen plan to the step time of the best plan, None if a
+        pair has no ratio; ``num_within_bar``, the number of ratios up to :data:`BAR`.
     """
     ratios = [each["ratio"] for each in pairs]
     known = [ratio for ratio in ratios if ratio is not None]

@@ -2,8 +2,8 @@
 
 Every plan runs alone for two warm-up steps, one step under the memory tracker, and three timed steps. The budget is
 between the smallest and the largest measured peak, and ``auto`` chooses a plan. The chosen plan and the fast plans that
-fit are then built again and timed in alternating turns. The leading plans are timed in additional turns, and only these
-turns are used, because the plan with the fastest single measurement among many is partly fastest by chance.
+fit are then built again and timed in alternating turns. Among many plans, the plan with the fastest single measurement
+is partly fastest by chance. Therefore, the leading plans are timed in additional turns, and only these turns are used.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ ROWS: dict[str, Row] = {
         }
     ),
 }
-"""Name -> row, in the order of the table."""
+"""Mapping from names to rows, in the order of the table."""
 
 
 @dataclass(frozen=True)

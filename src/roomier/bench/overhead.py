@@ -29,7 +29,8 @@ from roomier.bench.timing import (
 )
 from roomier.trainer import Trainer
 
-NUM_LOGGED = 10  # the time of one self.log is one tenth of the time of ten calls, so its noise is also one tenth
+# the time of one self.log is one tenth of the time of ten calls, which reduces the noise by the same factor
+NUM_LOGGED = 10
 _NUM_CALLBACKS = 50
 LOG_INTERVAL = 50  # default of log_every_n_steps: times and calls are counted over complete intervals
 _FIRST_COUNTED, _LAST_COUNTED = LOG_INTERVAL, 3 * LOG_INTERVAL

@@ -1,11 +1,11 @@
 """Compilation of blocks with ``torch.compile``.
 
 [Note: compiled blocks]
-The compiled function replaces the forward of a block and contains its recomputation, so that the compiler processes
-both and decides which activations to save. Hooks remain outside: ``fully_shard`` unshards before the compiled call and
+The compiled function replaces the forward of a block and contains its recomputation. The compiler can therefore process
+both and decide which activations to save. Hooks remain outside: ``fully_shard`` unshards before the compiled call and
 reshards after it. torch caches compiled code by the code object of the forward and treats weights as inputs. Blocks of
-one class therefore share the compiled code. It consists of one graph for training and one for evaluation, regardless of
-the number of blocks.
+one class therefore share the compiled code. The code consists of one graph for training and one graph for evaluation,
+regardless of the number of blocks.
 
 The guards of torch's cache do not check which attention kernel is allowed. The cache also stores at most eight variants
 of one code object, and additional variants run uncompiled. Both properties would affect a process that builds several

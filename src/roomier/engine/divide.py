@@ -1,7 +1,7 @@
 """Distribution of a model across ranks, as the Plan's strategy requires.
 
-The implementations are imported in the functions that use them, because the imports take half a second and a run with a
-single process does not need them.
+The implementations are imported in the functions that use them. The imports take half a second, and a run with a single
+process does not need them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
     if plan.optimizer.name == "onebit_adam":
-        from roomier.parallel.own_gradients import OwnGradients  # late: not needed for one process
+        from roomier.parallel.own_gradients import OwnGradients  # late: a single process does not need it
 
         return OwnGradients(network, ranks)
-    from roomier.parallel.agree import take_values_of_rank_zero  # late: not needed for one process
+    from roomier.parallel.agree import take_values_of_rank_zero  # late: a single process does not need it
 
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
-        from roomier.parallel.powersgd import PowerSGD  # late: not needed for one process
-        from roomier.parallel.replicate import Replicas  # late: not needed for one process
+        from roomier.parallel.powersgd import PowerSGD  # late: a single process does not need it
+        from roomier.parallel.replicate import Replicas  # late: a single process does not need it
 
         take_values_of_rank_zero(network, ranks)  # DDP also does so, but is created after the first step or never
         compresses = wanted.gradient_compression == "powersgd"
@@ -59,7 +59,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
             wire_dtype=wire_dtype,
             compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
-    from roomier.parallel.mesh import make_mesh  # late: not needed for one process
+    from roomier.parallel.mesh import make_mesh  # late: a single process does not need it
     from roomier.parallel.shard import Sharding, Shards, check_shardable, lay_out_by_rows  # late: as above
 
     sharding = Sharding(

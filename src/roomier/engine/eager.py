@@ -110,7 +110,7 @@ class EagerEngine:
         if not (len(batches) == 1 and self.ranks.is_alone) and self._count_terms is not None:
             weights = term_weights(self._count_terms, batches, self.ranks)
         window = Window(step, len(batches), weights)
-        for begin_step in self._moments.begin_step:  # no error may occur between here and the first micro-batch
+        for begin_step in self._moments.begin_step:  # no error can occur between this line and the first micro-batch
             begin_step(self.optimizers, batches)
         return window
 
@@ -343,7 +343,7 @@ class EagerEngine:
     def leave_out_update(self) -> None:
         """Discard the current gradients without an update. The loss scale does not change."""
         state = self.scaler.state()
-        self.scaler.update()  # otherwise the scaler does not unscale the next gradients
+        self.scaler.update()  # without this call, the scaler does not unscale the next gradients
         self.scaler.load(state)
         self._unscaled.clear()
 

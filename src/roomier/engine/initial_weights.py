@@ -3,7 +3,7 @@
 [Note: initial values of a meta model]
 A constructor that runs on the meta device samples no values. The values are sampled afterwards: each module's
 ``reset_parameters()`` (Hugging Face: ``initialize_weights()``) is called. Children are initialized before parents,
-which is the order in which constructors call these methods. Other initialization in a constructor is lost.
+which is the order in which constructors call these methods. All other initialization in a constructor is lost.
 ``configure_model`` keeps them.
 """
 
@@ -59,7 +59,8 @@ class EmptyBuffer:
     version: int
 
     def is_written(self) -> bool:
-        """Return whether the buffer has values: it was replaced or written, and contains no NaN."""
+        """Return whether the buffer has values. A buffer has values if it was replaced or written, and contains no
+        NaN."""
         now = getattr(self.owner, self.attribute)
         if now is self.tensor and torch_private.version_of(now) == self.version:
             return False

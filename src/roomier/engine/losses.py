@@ -82,7 +82,7 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
             "num_loss_terms",
             counts,
             "no micro-batch of this step has a loss term to average over",
-            "Check the targets: all of them may be ignored",
+            "Check whether all targets are ignored",
         )
     return tuple(count / total for count in counts)
 

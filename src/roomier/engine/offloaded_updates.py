@@ -130,7 +130,7 @@ class OffloadedUpdates(Updates):
         self._device, self._gathers, self._gathers_ahead = device, gathers, gathers_ahead
         self._unit_of = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters}
         self._homes: Homes = homes_of(optimizers)
-        self._pending: dict[int, _Pending] = {}  # in the order of the forwards
+        self._pending: dict[int, _Pending] = {}  # keys are in the order of the forwards
         self._speculations: dict[int, _Speculation] = {}
         self._waiting: dict[int, set[Tensor]] = {}  # parameters of each unit whose gradients are not complete
         self._is_last = True
@@ -317,7 +317,7 @@ class OffloadedUpdates(Updates):
             if unit.module is not None:
                 last = number + 1 if self._gathers_ahead else number
                 hook = partial(_before_forward, weakref.ref(self), last)
-                # Before the hooks of fully_shard, which read the shard.
+                # This hook runs before the hooks of fully_shard, which read the shard.
                 self._handles.append(unit.module.register_forward_pre_hook(hook, prepend=True))
         self._parameters.watch_forwards(partial(_when_present, weakref.ref(self)))
 

@@ -28,11 +28,11 @@ class PreparedEngine(EagerEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.hooks = StepHooks(keeps_gradients=True)  # a loop may read gradients after the update, as in plain PyTorch
+        self.hooks = StepHooks(keeps_gradients=True)  # a loop can read gradients after the update, as in plain PyTorch
         self._clipped: set[int] = set()  # optimizers whose gradients were clipped since the last backward pass
         self._is_before_any_backward = True
 
-    def forward_backward(  # type: ignore[override]  # the step of a custom loop takes the batch only
+    def forward_backward(  # type: ignore[override] # the step of a custom loop takes only the batch
         self, step: Callable[[Any], Any], batches: Sequence[Any]
     ) -> Tensor | None:
         loss = super().forward_backward(lambda batch, _: step(batch), batches)

@@ -70,8 +70,8 @@ class WeightsFile:
         """Compare names and shapes with ``network``. Adapters may be missing from the file.
 
         If all names in the file match ``network`` after the name of one child module, such as ``model.``, is prepended,
-        the values are read into this child. If the names in the file do not match ``network``, and ``network`` is or
-        contains a Hugging Face model, the tensors are converted by the rules of its ``from_pretrained``.
+        the values are read into this child. If the names in the file do not match, and ``network`` is or contains a
+        Hugging Face model, the tensors are converted by the rules of ``from_pretrained`` of this model.
 
         Returns:
             The names of the tensors that will be read, including all names of tied tensors.

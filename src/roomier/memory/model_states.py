@@ -141,7 +141,8 @@ class _UnshardedStep:
         self.moments.append(Moment(name, dict(self.now)))
 
     def _update_in_backward(self, units: list[Unit]) -> None:
-        # All parameters of a block, including its norms, are updated together. Other parameters are updated one by one.
+        # All parameters of a block, including its norms, are updated together. Parameters outside the blocks are
+        # updated one by one.
         groups: list[list[Weight]] = []
         for unit in units:
             if unit.is_inner:

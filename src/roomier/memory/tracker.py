@@ -1,12 +1,12 @@
 """Measures the bytes of a rank by kind over a step.
 
 [Note: how bytes are counted]
-While a :class:`MemoryTracker` is active, it receives each operation that torch dispatches on this rank, including the
-operations of backward and of optimizers. Each storage of an argument or a result is counted once, regardless of the
-number of tensors that share it. A result is counted from the operation that returns it onward. An argument that was not
-recorded before is counted from the start, because the argument already existed. A storage is counted until Python
-destroys it. Sizes are read before each operation, because ``fully_shard`` frees and allocates storages by resizing.
-On a CPU, the memory of a tier is counted from the start, and storages in this memory are not counted again.
+An active :class:`MemoryTracker` receives each operation that torch dispatches on this rank, including the operations of
+backward and of optimizers. Each storage of an argument or a result is counted once, regardless of the number of tensors
+that share it. A result is counted from the operation that returns it onward. An argument that was not recorded before
+is counted from the start, because the argument already existed. A storage is counted until Python destroys it. Sizes
+are read before each operation, because ``fully_shard`` frees and allocates storages by resizing. On a CPU, the memory
+of a tier is counted from the start, and storages in this memory are not counted again.
 
 The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
 becomes a gradient. Therefore, kinds are assigned to storages instead of moments, and sums by kind are computed at the

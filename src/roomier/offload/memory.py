@@ -57,7 +57,7 @@ class Memory(Protocol):
         ...
 
     def leave(self, *, is_changed: bool) -> None:
-        """Free the memory. If the content changed, write it to the record first."""
+        """Free the memory. If the content changed, write the content to the record first."""
         ...
 
     def free(self) -> None:

@@ -236,7 +236,7 @@ class Residency:
         self._tier.close()
 
     def absent(self, tensor: object) -> str | None:
-        """Return the name of ``tensor`` if it is a parameter that is away from the device."""
+        """Return the name of ``tensor`` if it is a parameter that is not on the device; otherwise None."""
         region = self._home.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if region is None or self._memory[region].is_here:
             return None
@@ -313,7 +313,9 @@ class AbsentWatch:
             name = self._residency.absent(each)
             if name is not None:
                 problem = "was read while its module was not running, so it was not on the device"
-                action = "Read it in the forward of the module that owns it, or keep the parameters on the device"
+                action = (
+                    "Read the parameter in the forward of the module that owns it, or keep the parameters on the device"
+                )
                 raise TrainingError(FIELD, name, problem, action)
         return func(*args, **kwargs)
 

@@ -3,7 +3,7 @@
 [Note: states away from the device]
 The states of a unit are one record of a tier. Before an update, the record is brought to the device, and
 ``optimizer.state`` contains views of it. After the update, the record is sent to the tier, and ``optimizer.state``
-contains tensors on the meta device, so code that reads these tensors fails instead of reading wrong values.
+contains tensors on the meta device. Code that reads these tensors fails instead of reading wrong values.
 :meth:`OffloadedStates.settle` replaces the meta tensors with tensors that are mapped to the records in the tier. Code
 that reads ``optimizer.state`` between steps, such as a checkpoint, calls this method first. Such code then reads the
 tier without a copy in host memory. Tensors without dimensions, such as step counts, stay where the optimizer created

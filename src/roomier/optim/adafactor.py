@@ -181,7 +181,7 @@ def _sum(values: Sequence[Sequence[Tensor]], ranks: ProcessGroup | None) -> Sequ
     """Return ``values``, which are 1-dim, summed over the ranks with one collective."""
     if ranks is None:
         return values
-    import torch.distributed as dist  # a sharded tensor already loaded it
+    import torch.distributed as dist  # sharded tensors already require this import
 
     joined = torch.cat([each for row in values for each in row])
     dist.all_reduce(joined, group=ranks)
@@ -208,7 +208,7 @@ def _zeros(shape: tuple[int, ...], parameter: nn.Parameter) -> Tensor:
     own = local(parameter.grad)
     if not is_sharded(parameter):
         return own.new_zeros(shape)
-    from torch.distributed.tensor import DTensor, Replicate  # a sharded tensor already loaded it
+    from torch.distributed.tensor import DTensor, Replicate  # sharded tensors already require this import
 
     is_by_rows = shape[0] == parameter.shape[0]
     mesh, part = parameter.device_mesh, own.new_zeros((own.shape[0], *shape[1:]) if is_by_rows else shape)

@@ -10,8 +10,9 @@ The formulas use ``r`` and ``q = m / (r + e')`` as in ``block_codes.py``, the gr
     w = w * (1 - lr * weight_decay) - lr * sqrt(c2) / c1 * q
 
 These formulas are equivalent to AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", arXiv
-1711.05101, Algorithm 2), except that ``r`` and ``q`` are rounded when they are stored. On a CPU, the step processes as
-many rows as fit in the cache, in place. On CUDA, the step is compiled to a few kernels over full parameters.
+1711.05101, Algorithm 2). The only difference is that ``r`` and ``q`` are rounded when they are stored. On a CPU, the
+step processes as many rows as fit in the cache, in place. On CUDA, the step is compiled to a few kernels over full
+parameters.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class BlockwiseAdamW(Optimizer):
             the adjacent code.
 
     Raises:
-        PlanError: an option is invalid, or ``compiled=True`` is set but no compiler is available. The error is also
-            raised if moments of 4 or 8 bits are requested for weights that are neither float32 nor bfloat16, or that
-            are not sharded by rows.
+        PlanError: an option is invalid, or ``compiled=True`` is set but no compiler is available. Moments of 4 or 8
+            bits also raise this error for weights that are neither float32 nor bfloat16, or that are not sharded by
+            rows.
 
     Example:
         >>> optimizer = BlockwiseAdamW(model.parameters(), lr=3e-4, state_bits=8)

@@ -33,7 +33,7 @@ def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: 
 
     Args:
         averages: floating-point tensors on any device, with the same sharding as their tensors.
-        tensors: tensors of the same shapes.
+        tensors: tensors with the shapes of ``averages``.
         weight: weight of the new tensor, in [0, 1].
     """
     own: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -96,7 +96,7 @@ class WeightAverage:
         average_one: AverageOne | None = None,
         average_all: AverageAll | None = None,
     ) -> None:
-        """Add the current values of the tensors to the average. The first update copies them.
+        """Add the current values of the tensors to the average. The first update copies the values.
 
         Args:
             weight: weight of the new values; None weights all iterates equally.

@@ -18,12 +18,12 @@ Rounding is arithmetic (a root and a product, without a table), so rounding is a
 
 [Note: dither]
 A second moment changes by about 1/1000 per step (``beta2 = 0.999``), but adjacent codes differ by about 1/100 (8 bits)
-or 1/4 (4 bits). With rounding to nearest, codes would never change. Therefore, a number is rounded up with a frequency
-equal to its distance from the code below: ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over the steps.
-``u`` consists of fractional parts of multiples of the golden ratio, shifted from column to column (a Kronecker
-sequence; see Niederreiter, "Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3). ``u`` depends
-only on step and column, so a resumed run and any number of ranks round identically. Numbers that equal a code, such as
-zero and the maximum of a block, do not change.
+or 1/4 (4 bits). With rounding to nearest, codes would never change. Therefore, a number ``x``, in units of codes, is
+rounded to ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over the steps. The frequency of rounding up
+equals the distance of ``x`` from the code below. ``u`` consists of fractional parts of multiples of the golden ratio,
+shifted from column to column (a Kronecker sequence; see Niederreiter, "Random Number Generation and Quasi-Monte Carlo
+Methods", 1992, chapter 3). ``u`` depends only on step and column, so a resumed run and any number of ranks round
+identically. Numbers that equal a code, such as zero and the maximum of a block, do not change.
 
 [Note: blocks]
 A block is part of one row (dimension 0), and has about 256 elements (8 bits) or 128 elements (4 bits). Parameters are

@@ -93,7 +93,7 @@ def read_configured(returned: Any) -> Configured:
 
 def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
     """Reject an optimizer that updates parameters of a different model, and a scheduler of a different optimizer.
-    Neither would affect the model.
+    Such an optimizer or scheduler would not affect the model.
 
     Args:
         configured: optimizers and schedulers of the module.

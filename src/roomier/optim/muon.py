@@ -6,8 +6,8 @@ matrix after a transformation that sets all singular values close to 1. The tran
 Newton-Schulz iteration in bfloat16. Option names and defaults (except ``adjust_lr_fn``) are the same as in
 ``torch.optim.Muon``, and results are bitwise equal. The update has singular values near 1 for any gradient, so Muon's
 learning rate has a different scale than AdamW's learning rate. The default ``adjust_lr_fn="match_rms_adamw"`` scales
-updates to the size of AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so Muon and
-AdamW can use the same learning rate and schedule.
+updates to the size of AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that Muon
+and AdamW can use the same learning rate and schedule.
 
 [Note: sharded matrices]
 The Newton-Schulz iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one

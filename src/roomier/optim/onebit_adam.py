@@ -13,10 +13,10 @@ only the momentum, as signs ``C[.]``:
 
 The paper does not specify some details, and this implementation differs in others. Both moments have the bias
 correction of torch's Adam. ``v`` retains the correction of the step at which it was frozen, so updates are continuous.
-Weight decay is decoupled, as in AdamW. Scales belong to blocks and are means of absolute values (see ``sign_code.py``).
-A frozen variance is at least :data:`LEAST_VARIANCE` times the mean over its tensor. The code represents all elements of
-a block with the same absolute value. Without this lower bound, an element with a variance near zero (the row of a rare
-token) would make large steps from the noise of its neighbors.
+Weight decay is decoupled, as in AdamW. Each block has a scale, which is the mean of the absolute values in the block
+(see ``sign_code.py``). A frozen variance is at least :data:`LEAST_VARIANCE` times the mean over its tensor. The code
+represents all elements of a block with the same absolute value. Without this lower bound, an element with a variance
+near zero (the row of a rare token) would make large steps from the noise of its neighbors.
 
 [Note: bytes per rank]
 This note lists the bytes per parameter in addition to its fp32 weight (4) and gradient (4), on N ranks. Before the
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 LEAST_VARIANCE = 0.01
 DEFAULT_FREEZE = 0.2  # default of freeze_step, as a fraction of the steps of a run
-_BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32, averaged together before the freeze
+_BUCKET_ELEMENTS = 2**23  # gradients that are averaged together before the freeze: 32 MiB in fp32
 
 
 class OneBitAdam(Optimizer):

@@ -35,8 +35,8 @@ _FACTOR = fields(
     {"name": one_of(*SCHEDULES), "num_steps": count, "warmup_steps": count, "min_lr_ratio": finite},
     others={"log_warmup": flag, "decay_steps": optional(count)},
 )
-_PARTS = "_schedulers"  # of SequentialLR and ChainedScheduler
-_FUNCTIONS = "lr_lambdas"  # objects with a state, or functions without a state
+_PARTS = "_schedulers"  # attribute of SequentialLR and ChainedScheduler
+_FUNCTIONS = "lr_lambdas"  # contains objects with a state, or functions without a state
 
 
 def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:

@@ -4,7 +4,7 @@ Each rank sends to every other rank only the shard that the other rank needs. Th
 buffers. For 8 Mi floats on two ranks over loopback, an all-gather takes 30 ms with gloo and 10 ms with this module. A
 reduce-scatter takes 40 ms with gloo and 11 ms with this module (2 cores, torch 2.13). ``fully_shard`` has no streams on
 a CPU, so this module decides when to wait for a collective. This module waits for an all-gather when the result is
-copied out. It waits for a reduction when the next reduction begins or when backward ends.
+copied out. The module waits for a reduction when the next reduction begins or when backward ends.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class PairwiseReduceScatter:
     Gradients are sent in ``wire_dtype`` and summed in the dtype of the result. Every rank sums in the order of the
     ranks.
 
-    ``fully_shard`` creates gradients from the result without reading its values, except if it adds them to the
-    gradients of an earlier micro-batch or of an earlier use of the unit. ``fully_shard`` does not read the result of a
-    unit's first reduction in a step, so this reduction may finish later.
+    ``fully_shard`` creates gradients from the result without reading the values, with one exception. It reads the
+    values to add them to the gradients of an earlier micro-batch or of an earlier use of the unit. ``fully_shard`` does
+    not read the result of a unit's first reduction in a step, so this reduction may finish later.
 
     Args:
         reductions: pending reduction, shared by all units of a model.

@@ -17,8 +17,8 @@ unit, which stays unsharded during the step.
 Autocast computes matrix products and convolutions in 16 bits, and embeddings, norms and additions in float32.
 ``MixedPrecisionPolicy`` alone would cast all parameters of a unit to 16 bits. To match autocast on a single device, the
 weights of matrix products are all-gathered in 16 bits. The embeddings and norms of the block are a separate unit, which
-is all-gathered in float32. If these embeddings and norms are only a small fraction of the block, they belong to the
-root unit instead, because the hooks and collectives of each unit take a fixed time.
+is all-gathered in float32. The hooks and collectives of each unit take a fixed time. Therefore, these embeddings and
+norms belong to the root unit if they are only a small fraction of the block.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Shards:
 
     def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Shard ``unit`` as one group of parameters, or as two groups with different dtypes (see :func:`parts_of`)."""
-        needs_no_weights = type(unit) is nn.Embedding  # in backward (type() is read before fully_shard changes it)
+        needs_no_weights = type(unit) is nn.Embedding  # in backward (read before fully_shard changes the type)
         parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
         if needs_no_weights:
             parts[0].set_unshard_in_backward(False)
@@ -290,7 +290,7 @@ class Shards:
         unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
         if sharding.is_pairwise:
             # The gradients of an individual micro-batch already have compute_dtype, so they are sent in this dtype.
-            # They are summed in full precision.
+            # The gradients are summed in full precision.
             own = compute_dtype if sharding.reduces_each_micro_batch else None
             reduce_scatter = PairwiseReduceScatter(
                 self._reductions,

@@ -185,7 +185,7 @@ def _images(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, T
 
 def _transcribed_speech(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
     num_bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
-    # Whisper's encoder halves the number of frames of its 30-second input. Other models accept any number.
+    # Whisper's encoder halves the number of frames of its 30-second input. Other models accept any number of frames.
     num_frames = 2 * getattr(config, "max_source_positions", 1500)
     num_labels = num_tokens or min(config.max_target_positions, _DEFAULT_LABEL_TOKENS)
     features = torch.empty(batch_size, num_bins, num_frames)

@@ -61,8 +61,8 @@ class Workload:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Workload:
-        """Return the workload of ``model``, in any form that ``Trainer.fit`` accepts, and ``batch``. Both are converted
-        to shapes.
+        """Return the workload of ``model`` and ``batch``. ``model`` can have any form that ``Trainer.fit`` accepts.
+        Only the shapes of the model and the batch are retained.
 
         The number of samples is the size of dimension 0 in the first tensor of ``batch``.
         """

@@ -1,4 +1,5 @@
-"""Notes that are added to an error in a step. They name the rank, the batches, and invalid contents of the batches."""
+"""Notes that are added to an error in a step. A note names the rank, the batches, and invalid contents of the
+batches."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def note_batches(error: Exception, window: Window, world: World) -> None:
     """Add a note to ``error``, which occurred in a training step. The note names the batches of the step, and the rank
     if several ranks exist.
 
-    Text in the first batch is reported in the same way as by :func:`note_text`.
+    If the first batch contains text, the note also reports the text, as :func:`note_text` does.
     """
     if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
         first, last = window.first_batch, window.first_batch + len(window.batches) - 1

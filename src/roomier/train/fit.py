@@ -24,9 +24,9 @@ from roomier.train.step import TrainingStep, forward_backward_of, install_step_h
 def fit(run: Run) -> None:
     """Train until a limit is reached, or until a callback or a signal stops the run.
 
-    Each epoch consists of optimizer steps. A step computes the gradients of its micro-batches, clips them, updates the
-    parameters, steps the schedulers and logs values. If validation is due, the step then runs the validation. Each step
-    ends with the save point. Checkpoints are saved, and training can end, only at the save point.
+    Each epoch consists of optimizer steps. A step computes the gradients of its micro-batches, clips the gradients,
+    updates the parameters, steps the schedulers and logs values. If validation is due, the step then runs the
+    validation. Each step ends with the save point. Checkpoints are saved, and training can end, only at the save point.
     """
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)

@@ -247,8 +247,8 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
 
 
 def update_of(run: Run) -> Callable[[Tensor | None], None]:
-    """Return the function that runs after the gradients of a step are computed. It calls hooks, clips gradients and
-    runs the optimizer.
+    """Return the function that runs after the gradients of a step are computed. The function calls hooks, clips
+    gradients and runs the optimizer.
 
     The argument of this function is the loss of the step. Hooks that are not overridden and features that are not
     enabled are skipped.

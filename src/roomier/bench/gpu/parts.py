@@ -15,8 +15,8 @@ SIZES = ("tiny", "full")
 
 Values = dict[str, Any]
 Rows = Mapping[str, Callable[[], Values]]
-"""Name of a row -> function that measures it and returns JSON data. If the device lacks a required capability, the
-data contains only ``"unsupported"`` with the reason."""
+"""Mapping from the name of a row to a function that measures the row and returns JSON data. If the device lacks a
+required capability, the data contains only ``"unsupported"`` with the reason."""
 
 
 @dataclass(frozen=True)

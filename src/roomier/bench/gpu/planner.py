@@ -138,7 +138,8 @@ def _row(
 def forecast_of_allocator(tensor_bytes: int, fixed_bytes: Mapping[str, int]) -> dict[str, int]:
     """Return the forecast of ``allocated`` and ``reserved`` bytes from the parts of a forecast.
 
-    The allocator counts workspaces as allocated. It does not count the context and the buffers of collectives.
+    The allocator counts workspaces as allocated. The allocator does not count the context and the buffers of
+    collectives.
     """
     allocated = tensor_bytes + fixed_bytes.get("workspace", 0)
     return {"allocated": allocated, "reserved": allocated + fixed_bytes.get("allocator", 0)}

@@ -213,4 +213,4 @@ MODELS: dict[str, SeedModel] = {
         epoch_samples=512,
     ),
 }
-"""Name -> model, in the order of the articles."""
+"""Mapping from names to models, in the order of the articles."""

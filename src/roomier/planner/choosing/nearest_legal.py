@@ -64,7 +64,7 @@ def with_nearest(
         works: function that returns whether a valid plan can be built; None checks only the device of the plan. The
             device is not checked if this machine lacks the accelerator in ``asked``, because the run is planned for
             another machine.
-        fixed: keywords that cannot change anymore.
+        fixed: keywords that must not change.
     """
     found = nearest_legal(error, asked, works or _works_here(asked), fixed=fixed)
     if not found:  # either None, or a Trainer without keywords, which is no useful advice

@@ -2,12 +2,12 @@
 
 [Note: plans that are not evaluated]
 Most of the planning time is spent in traces. Each combination of techniques that save activations requires one trace.
-Neither a memory technique nor a smaller micro-batch makes a step faster. Therefore, the *plain* plan of a strategy,
-without memory techniques and with full micro-batches, is at least as fast as any other plan of that strategy, and is
-evaluated first. A strategy is skipped if its plain plan is not faster than a plan that fits. For one set of techniques,
-micro-batches smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not fit, the sizes
-between the smallest and the largest micro-batch do not fit either. If no plan fits, all plans are evaluated to find the
-nearest plan.
+Neither a memory technique nor a smaller micro-batch makes a step faster. The *plain* plan of a strategy has no memory
+techniques and has full micro-batches. Therefore, the plain plan is at least as fast as any other plan of the strategy,
+and is evaluated first. A strategy is skipped if its plain plan is not faster than a plan that fits. For one set of
+techniques, micro-batches smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not fit,
+the sizes between the smallest and the largest micro-batch do not fit either. If no plan fits, all plans are evaluated
+to find the nearest plan.
 
 A chunked loss can be faster than a plain loss, because a chunked loss moves fewer bytes. A chunked loss still counts as
 a memory technique.
@@ -94,7 +94,7 @@ class ClosedForms:
             if not isinstance(error, DryRunError) or error.problem in self._hopeless:
                 raise
             found: Exception = error
-        except Exception as error:  # the closed form assumes more about a model than a dry run does
+        except Exception as error:  # the closed form makes more assumptions about a model than a dry run
             found = error
         return self._without_closed_form(plan, micro_batch, found)
 

@@ -84,7 +84,7 @@ def dry_run_by_depth(
             return _chosen(workload, plan, runs, device)
         except (PlanError, BudgetTooSmallError):
             raise
-        except Exception as error:  # a model may fail in any way with fewer blocks than it was constructed with
+        except Exception as error:  # a model can fail in any way if it has fewer blocks than at its construction
             report_full_trace(workload.module, repeats, error)
     return run(workload)
 

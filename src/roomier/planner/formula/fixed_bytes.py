@@ -21,9 +21,10 @@ number of communicators. Strategy hsdp has one communicator across replicas, one
 ranks. PyTorch's allocator does not include the memory of NCCL in its statistics.
 
 *workspace*: workspaces of cuBLAS, one for each thread that runs matrix products: the threads of forward and backward.
-The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671),
-32 MiB on Hopper (pytorch/pytorch#89027) and Blackwell (#175344), and 64 MiB on AMD (ROCm/hipBLASLt#1212). PyTorch's
-allocator provides the workspaces, so ``memory_allocated`` includes them, unlike the other kinds of fixed bytes.
+The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671).
+The default is 32 MiB on Hopper (pytorch/pytorch#89027) and Blackwell (#175344), and 64 MiB on AMD
+(ROCm/hipBLASLt#1212). PyTorch's allocator provides the workspaces, so ``memory_allocated`` includes them, unlike the
+other kinds of fixed bytes.
 
 *allocator*: memory that the caching allocator reserves but cannot use. Blocks are rounded to 512 bytes. Blocks below 1
 MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger blocks are rounded to 2 MiB
@@ -56,12 +57,13 @@ CONTEXT_BYTES = (426 + 100) * MIB
 NCCL_BYTES = 256 * MIB
 _NCCL_RECEIVER_BYTES, _NCCL_SENDER_BYTES = 10 * MIB, 2 * MIB
 _MOST_CHANNELS, _CHANNELS_PCIE = 32, 4
-_SEGMENT_BYTES = (2 + 20) * MIB  # segments of both sizes, the last of which is partly empty
+_SEGMENT_BYTES = (2 + 20) * MIB  # one segment of each size, because the last segment is partly empty
 FRAGMENTED_STEADY, FRAGMENTED, FRAGMENTED_EXPANDABLE = 0.04, 0.10, 0.02
 _SECTION = "fixed_bytes"
 COMPILER_HOST_BYTES = 116 * MIB
-"""Host memory that a process uses after it compiled the update of 8-bit or 4-bit states, measured as the increase in
-resident memory on a CPU with torch 2.13. A process that loads the result from the cache of torch uses less."""
+"""Host memory that a process uses after it compiled the update of 8-bit or 4-bit states. The value was measured as the
+increase in resident memory on a CPU with torch 2.13. A process that loads the result from the cache of torch uses
+less."""
 
 
 @dataclass(frozen=True)

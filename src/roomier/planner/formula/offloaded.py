@@ -1,10 +1,10 @@
 """Model states in lower tiers: bytes on the device, in host memory and on disk, and the traffic of a step.
 
 [Note: units on the device]
-The optimizer states of a unit are on the device while the unit is updated. The states of the previous unit are copied
-to the host at the same time, and the states of the next unit are copied to the device, so the states of at most three
-units are on an accelerator. The states that were copied to the host last stay on the device until the next states are
-copied to the host. Between two updates, the states of the next unit are already on the device. The gradients of a
+The optimizer states of a unit are on the device while the unit is updated. At the same time, the states of the previous
+unit are copied to the host, and the states of the next unit are copied to the device. Therefore, the states of at most
+three units are on an accelerator. The states that were copied to the host last stay on the device until the next states
+are copied to the host. Between two updates, the states of the next unit are already on the device. The gradients of a
 deferred update exist until the update, which is in the forward of the next step. With sharded parameters, deferred
 updates are complete one unit ahead. A speculative update runs at the end of the backward of its block.
 

@@ -1,12 +1,12 @@
 """Traces: the memory that forward and backward use in addition to model states, recorded once for all strategies.
 
 [Note: traces and strategies]
-One process runs one micro-batch in a fake environment, without an optimizer and with the techniques of the plan that
-act inside the forward. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the states
+One process runs one micro-batch in a fake environment, without an optimizer. The techniques of the plan that act inside
+the forward are applied. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the states
 that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights of
-matmuls are gathered in 16 bits, autocast creates no copies of them, and their gradients are in 16 bits. In addition, a
-view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models and one for
-sharded models.
+matmuls are all-gathered in 16 bits, autocast creates no copies of these weights, and the gradients have 16 bits. In
+addition, a view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models
+and one for sharded models.
 
 [Note: pending gradients]
 A gradient is *complete* when it has been added to the gradient of its parameter. Until then, the gradient is pending.
@@ -72,7 +72,7 @@ class Rise(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """One execution of a part of the model, in forward or in backward, with the growth of memory during it.
+    """One execution of a part of the model, in forward or in backward, with the growth of memory during the execution.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
@@ -134,7 +134,8 @@ class Execution:
 
 
 class Visit(NamedTuple):
-    """An execution, with the memory in use during it. Memory is counted in addition to the memory between two steps.
+    """An execution, with the memory in use during the execution. Memory is counted in addition to the memory between
+    two steps.
 
     Attributes:
         execution: the execution.
@@ -179,7 +180,7 @@ class Trace:
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
-        """Executions with the memory in use during each of them."""
+        """Executions, with the memory in use during each execution."""
         return tuple(map(Visit.of, self.executions, self.levels))
 
     @cached_property
@@ -231,8 +232,8 @@ class Trace:
         return mine == theirs
 
     def moved_bytes(self, places: Collection[str], min_bytes: int) -> dict[str, int]:
-        """Return the bytes of the tensors of at least ``min_bytes`` that the forward of each of ``places`` saves for
-        backward, in execution order."""
+        """Return the bytes that the forward of each of ``places`` saves for backward, in execution order. Only tensors
+        of at least ``min_bytes`` are counted."""
         order = dict.fromkeys(
             each.place for each in self.executions if each.phase == "forward" and each.place in places
         )

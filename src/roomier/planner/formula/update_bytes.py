@@ -100,8 +100,8 @@ def state_tensors(optimizer: Optimizer, group: Mapping[str, Any], key: Key) -> l
 def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key], kind: type[Optimizer]
 ) -> tuple[nn.ParameterList, Optimizer]:
-    """Return weights with the shapes and dtypes in ``keys``, and an optimizer of class ``kind`` with the settings of
-    ``optimizer`` that updated them."""
+    """Return weights with the shapes and dtypes in ``keys``, and an optimizer that updated them. The optimizer has the
+    class ``kind`` and the settings of ``optimizer``."""
     holder = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in keys)
     weights = list(holder.parameters())
     known = {key: value for key, value in group.items() if key not in _SET_ELSEWHERE}

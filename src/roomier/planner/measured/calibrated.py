@@ -9,8 +9,8 @@ measured peak. The same factor applies to forecasts with different micro-batches
 factor is valid for the model and the data of the measured run, and is not stored.
 
 Device memory that is used in addition to tensors does not depend on the model.
-:func:`roomier.planner.formula.fixed_bytes.calibrate` derives this memory from the same step, and stores it for all
-plans on devices of this kind, including plans of ``strategy="auto"``.
+:func:`roomier.planner.formula.fixed_bytes.calibrate` derives this memory from the same step, and stores the result for
+all plans on devices of this kind, including plans of ``strategy="auto"``.
 """
 
 from __future__ import annotations

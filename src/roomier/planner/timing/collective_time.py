@@ -1,19 +1,20 @@
 """Duration of collectives, computed from volumes and links.
 
 [Note: volumes]
-For ``B`` bytes on ``N`` ranks, each rank sends ``(N-1)/N B`` in an all-gather or a reduce-scatter, and twice that in an
-all-reduce, which runs both in sequence (Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur,
-Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1, 4.4 and 4.5).
-No algorithm sends less. The ring and the pairwise exchange both reach this volume and differ only in latency.
+For ``B`` bytes on ``N`` ranks, each rank sends ``(N-1)/N B`` in an all-gather or a reduce-scatter. In an all-reduce,
+which runs both in sequence, each rank sends twice as many bytes (Rabenseifner 2004, "Optimization of collective
+reduction operations"; Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in
+MPICH", sections 4.1, 4.4 and 4.5). No algorithm sends less. The ring and the pairwise exchange both reach this volume
+and differ only in latency.
 
 [Note: links]
 In a ring over several nodes, the number of parallel links between two nodes equals the number of ranks of the ring on
-each node, because NCCL creates this number of rings, each of which sends a fraction of the bytes. The bandwidth is
-therefore the lower of two bandwidths: the link of one rank within its node, and the links of all ranks of a node to the
-next node. A collective in a ring of ``N`` ranks consists of ``N-1`` steps, and an all-reduce of twice as many. Steps
-between nodes have the latency of the network. For an all-reduce, NCCL can also use trees (Sanders, Speck and Träff
-2009, "Two-tree algorithms for full bandwidth"), which send the same bytes and have a latency that grows with the
-logarithm of the number of nodes. NCCL selects the faster algorithm.
+each node. NCCL creates this number of rings, and each ring sends a fraction of the bytes. The bandwidth is therefore
+the lower of two bandwidths: the link of one rank within its node, and the links of all ranks of a node to the next
+node. A collective in a ring of ``N`` ranks consists of ``N-1`` steps, and an all-reduce of twice as many. Steps between
+nodes have the latency of the network. For an all-reduce, NCCL can also use trees (Sanders, Speck and Träff 2009,
+"Two-tree algorithms for full bandwidth"), which send the same bytes. The latency of a tree grows with the logarithm of
+the number of nodes. NCCL selects the faster algorithm.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ On a CPU, launch and computation run in one thread, so the two times are added.
 [Note: cost of Python]
 :attr:`~roomier.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that autograd
 records. Launching an operation of a model takes four times as long, because its module, its arguments and its kernel
-add overhead. In models with a few thousand parameters, in which other costs are negligible, each counted operation took
-the time of 3.7 to 4.3 lightest operations (a GPT and a BERT-like encoder; an MLP took 2.9 and a convolutional network
-6.3). These are process times on one core of an Intel Xeon with torch 2.13.
+add overhead. In models with a few thousand parameters, other costs are negligible. In a GPT and a BERT-like encoder of
+this size, each counted operation took the time of 3.7 to 4.3 lightest operations (2.9 in an MLP, 6.3 in a convolutional
+network). These are process times on one core of an Intel Xeon with torch 2.13.
 
 The recomputation of a block costs 60 operations in addition to its computation. These operations are hooks, random
 states and a second pass through the modules of the block. Python also executes code for each operation of the block.
@@ -112,8 +112,8 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
 def second_forward(work: Mapping[Part, Work], keeps: Mapping[str, Keep]) -> dict[Part, Work]:
     """Return the work that the backward of each block recomputes, derived from the forward work of a step.
 
-    The recomputed work is the full forward of a block that saves only its input, and all operations except matrix
-    products of a block that saves the results of products.
+    For a block that saves only its input, the recomputed work is the full forward. For a block that saves the results
+    of products, the recomputed work is all operations except matrix products.
 
     Args:
         work: work of a step, by phase and part.

@@ -41,7 +41,7 @@ from roomier.precision.policy import precision_of
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
-# Additional host cost of each weight of a unit. In process time, two gloo ranks took the time of 13 to 30 additional
+# Additional host cost of each weight of a unit. It was measured in process time on two gloo ranks: 13 to 30 additional
 # operations per weight, for an encoder with 54 small weights and an MLP with 16 weights. The two values below are in
 # the middle of the measured range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8

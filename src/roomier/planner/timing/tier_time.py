@@ -1,8 +1,9 @@
 """Time that transfers of model states between the device and lower tiers add to a step.
 
 [Note: time of the modes]
-``C`` is the duration of forward and backward, ``F`` of the first forward, ``U`` of the update, and ``IO`` of all
-transfers of the update. ``ring`` is the part of ``IO`` that fills the buffers during backward:
+``C`` is the duration of forward and backward, ``F`` the duration of the first forward, ``U`` the duration of the
+update, and ``IO`` the duration of all transfers of the update. ``ring`` is the part of ``IO`` that fills the buffers
+during backward:
 
     plain        C + max(U, IO - ring)
     deferred     C - F + max(F + U, IO - ring)

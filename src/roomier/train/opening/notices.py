@@ -17,7 +17,7 @@ from roomier.train.step import TRANSFER_HOOKS
 def report_evaluation_mode(module: Module) -> None:
     """Print a notice about modules in evaluation mode.
 
-    Some models are loaded in this mode, and some users set it to freeze modules.
+    Some models are loaded in this mode, and some users set this mode to freeze modules.
     """
     network = network_of(module)
     names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]

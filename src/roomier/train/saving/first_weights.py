@@ -31,7 +31,8 @@ _RECORD_OF_CHECKPOINT = "run.json"
 
 @dataclass(frozen=True)
 class PlainCheckpoint:
-    """Weights from a checkpoint without adapters, for a model that has adapters. They are read before quantization.
+    """Weights from a checkpoint without adapters, for a model that has adapters. The weights are read before
+    quantization.
 
     Args:
         path: the checkpoint.
@@ -51,7 +52,7 @@ class PlainCheckpoint:
         """Read the weights into the tensors of ``network``.
 
         Args:
-            prepare: never called. It is an argument because :class:`WeightsToRead` requires it.
+            prepare: never called. The argument exists because :class:`WeightsToRead` requires it.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match the model.

@@ -74,7 +74,8 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
 def _check_rounding(stored: Plan, plan: Plan) -> None:
     """Check that the rounding of bfloat16 weights did not change.
 
-    The optimizer states contain the bits that bfloat16 weights cannot store. A different rounding would lose them.
+    The optimizer states contain the bits that bfloat16 weights cannot store. A different rounding mode would lose these
+    bits.
     """
     before, now = rounding_in_force(stored), rounding_in_force(plan)
     if plan.optimizer.name in KEEPS_MASTERS and before != now:

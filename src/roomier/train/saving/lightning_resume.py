@@ -5,8 +5,8 @@ Lightning saves a checkpoint from within hooks, so the checkpoint may be written
 point. After the last batch of an epoch, Lightning has already stepped the schedulers that step by epoch, but has not
 ended the epoch. If the checkpoint was saved at this point, the run continues with the next epoch. Within an epoch, the
 file contains the number of completed batches, but no position in the data. The run skips these batches, so that it
-reads the same data as an uninterrupted run. (When Lightning resumes a run, it reads the loader from the beginning,
-unless the loader has a state.) The file contains neither random states nor metrics of the current epoch.
+reads the same data as an uninterrupted run. (When Lightning resumes a run, the loader starts from the beginning, unless
+the loader has a state.) The file contains neither random states nor metrics of the current epoch.
 
 Every rank maps the file to memory and reads only its shards of the tensors.
 """
@@ -298,8 +298,8 @@ def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Call
 
 
 def _is_key_of(own: str, stored: str) -> bool:
-    """Return True if both keys name the same callback. roomier stores intervals in seconds, and Lightning stores them
-    as timedeltas."""
+    """Return True if both keys name the same callback. roomier stores intervals in seconds, and Lightning stores
+    intervals as timedeltas."""
     mark = "'train_time_interval': "
     return own.partition(mark)[0] == stored.partition(mark)[0] and (own == stored or mark in own)
 

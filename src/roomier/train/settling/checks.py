@@ -1,4 +1,4 @@
-"""Checks before a run starts. They reject unsupported calls, optimizers, hooks and callbacks."""
+"""Checks before a run starts. The checks reject unsupported calls, optimizers, hooks and callbacks."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 [Note: who plans]
 Rank 0 reads a batch, chooses a plan, and sends the plan to the other ranks, which wait for it. All ranks build the same
-plan. Planning does not change the run. It consumes no batches and no random numbers, and changes no weights. If the
-user specifies the plan that the planner chose, the run produces bit-identical results.
+plan. Planning does not change the run. The planner consumes no batches and no random numbers, and changes no weights.
+If the user specifies the plan that the planner chose, the run produces bit-identical results.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _choose(settled: Settled) -> Choice:
 
 
 class _PlanningTrainer:
-    """The Trainer that a module uses while the planner runs. It has one rank and a fixed number of steps."""
+    """The Trainer that a module uses while the planner runs. This Trainer has one rank and a fixed number of steps."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
