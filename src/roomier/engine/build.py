@@ -40,8 +40,7 @@ def build(
     """Apply the techniques of ``plan`` to ``module`` in place, and return the engine that runs it.
 
     Args:
-        configure_optimizers: function that receives the blocks of the network. It is called when the parameters are
-            final.
+        configure_optimizers: function that receives the blocks of the network, after the parameters are final.
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
         weights: file with the initial weights. None preserves the values in the module.

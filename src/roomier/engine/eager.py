@@ -241,8 +241,7 @@ class EagerEngine:
         self._updates.settle()
 
     def trained_parameters_changed(self) -> None:
-        """Adapt the engine to parameters that were frozen or unfrozen since the last step. Every rank must call this
-        method."""
+        """Adapt to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
         self._parallel.trained_parameters_changed()
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
@@ -250,8 +249,7 @@ class EagerEngine:
         self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:
-        """Close the updates and restore the module's original forward. Call this method after the last step of the
-        run."""
+        """Restore the module's original forward, and close the updates. Call this method after the last step."""
         self._updates.close()
         self._levers.undo()
 

@@ -46,8 +46,7 @@ class Levers:
     output_layer: nn.Linear | None = None
 
     def end_update(self) -> None:
-        """Mark the parameters of the output layer as changed, because fused optimizers do not increment autograd's
-        version counters."""
+        """Mark the output layer's weights as changed, because fused optimizers bypass autograd's version counters."""
         if self.output_layer is not None:
             torch.autograd.graph.increment_version(list(self.output_layer.parameters()))
 

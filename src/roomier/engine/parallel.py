@@ -13,8 +13,7 @@ class Parallel(Protocol):
 
     Attributes:
         loss_factor: factor of each loss. With this factor, the reduced gradients are the sum over the ranks.
-        allows_inference_mode: whether parameters that were unsharded in ``torch.inference_mode`` can be trained
-            afterwards.
+        allows_inference_mode: whether parameters can be trained after they were unsharded in inference mode.
         trace: hash of the units of the model that ran so far, in execution order. The hash must be equal on all ranks.
             If the hashes differ, a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
@@ -64,8 +63,7 @@ class Parallel(Protocol):
         ...
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm is at most ``max_norm``. Return the norm over all ranks before scaling
-        (0-dim)."""
+        """Clip the norm of the gradients to ``max_norm``. Return the norm over all ranks before clipping (0-dim)."""
         ...
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:

@@ -131,7 +131,7 @@ def begin(run: Run) -> bool:
 
 def catch_up(run: Run) -> bool:
     """Run the validation that a signal interrupted in the previous run. Return True if training ends afterwards."""
-    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # else end_epoch validates
+    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # then end_epoch validates
         return False
     validate_within_fit(run)
     step_watching(run)
@@ -196,8 +196,7 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 
 
 def log_step(run: Run) -> None:
-    """Write the row of values for a log step. This is the only part of a step in which the host waits for the
-    device."""
+    """Write the row of values for a log step. The rest of a step does not wait for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     check_finite(run, "at a log step", losses)
     row, own = run.results.step_values(), dict[str, Any]()
@@ -210,8 +209,7 @@ def log_step(run: Run) -> None:
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
-    """Return True if the number of batches passed a multiple of the interval after ``first_batch``, or if training
-    stops here."""
+    """Return True if a multiple of the interval was reached after ``first_batch``, or if training stops here."""
     if not run.batches.evaluated:
         return False
     progress, every_n_epoch, interval = run.progress, run.options.check_val_every_n_epoch, run.batches.val_interval

@@ -160,8 +160,7 @@ def _is_of_library(hook: Callable[..., Any]) -> bool:
 
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Return one function that calls the three transfer hooks of the module and the DataModule; None if no hook is
-    overridden."""
+    """Return one function that calls the three transfer hooks; None if neither module nor DataModule overrides one."""
     return transfer_to(run.engine.device, run.module, run.settled.request.datamodule, dataloader_idx)
 
 
@@ -289,8 +288,7 @@ def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
 
 
 class _StepWithClosure(ManualOptimizer):
-    """The optimizer that ``optimizer_step`` receives. Its method ``step`` accepts a closure, like the method of the
-    optimizer."""
+    """The optimizer that ``optimizer_step`` receives. Its method ``step`` accepts a closure."""
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         super().__init__(optimizer, run)
