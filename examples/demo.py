@@ -1,6 +1,6 @@
-"""Train a GPT with 10 million parameters on Python's standard library, stop it half-way, and resume it.
+"""Train a GPT with 10 million parameters on Python's standard library, stop the training half-way, and resume it.
 
-Run it with ``make demo``. Text, tokenizer and model are created locally, without downloads.
+Run this example with ``make demo``. Text, tokenizer and model are created locally, without downloads.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) 
 
 
 def main(num_steps: int) -> int:
-    """Train half-way, resume in a new Trainer, and print a sample. Return 0 if the loss decreased enough, else 1."""
+    """Train half-way, resume in a new Trainer, and print a sample. Return 0 only if the loss decreased enough."""
     shutil.rmtree(OUT, ignore_errors=True)
     begin_s = time.perf_counter()
     tokenizer = write_data(OUT)

@@ -1,7 +1,7 @@
 """Train a model whose weights, gradients and optimizer states do not fit in memory.
 
-The tensors are stored on disk, and few blocks are in memory at a time. The script prints the peak memory of the
-process. To check it, limit the memory of the process::
+The tensors are stored on disk, and only a few blocks are in memory at a time. The script prints the peak memory of the
+process. To verify that the model does not fit, limit the memory of the process::
 
     systemd-run --user --scope -p MemoryMax=6G -p MemorySwapMax=0 python examples/larger_than_memory.py
 """

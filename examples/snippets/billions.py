@@ -1,4 +1,4 @@
-"""Forecast which strategies fit 12.8 billion parameters on eight GPUs with 40 GB. Runs on a laptop, without GPUs."""
+"""Forecast which strategies fit 12.8 billion parameters on eight GPUs with 40 GB. The script runs without GPUs."""
 
 import torch
 

@@ -4,7 +4,7 @@ from autoencoder import LitAutoEncoder, loader
 
 from roomier import Callback, Trainer
 
-messages = []  # represents the API of a chat
+messages = []  # placeholder for the API of a chat service
 
 
 class MyNotifier(Callback):

@@ -1,6 +1,6 @@
 """Shard optimizer states (zero1), gradients (zero2) and weights (zero3) across ranks with one flag.
 
-Start the script once with ``python sharded.py``. It starts the other ranks.
+Start the script once with ``python sharded.py``. The script starts the other ranks.
 """
 
 import torch

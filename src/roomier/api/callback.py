@@ -20,7 +20,7 @@ class Callback:
 
     Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
     micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. This hook is the
-    only point of a step at which a saved checkpoint resumes bit for bit.
+    only point of a step at which a checkpoint can be saved from which a resume is bit-identical.
 
     Example:
         >>> class PrintLoss(roomier.Callback):

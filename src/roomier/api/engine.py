@@ -205,7 +205,7 @@ class Engine(Protocol):
         """Check that the optimizer states in ``state`` can be loaded, before their tensors are read.
 
         Raises:
-            CheckpointError: ``state`` belongs to other optimizers.
+            CheckpointError: ``state`` belongs to different optimizers.
         """
         ...
 
@@ -216,7 +216,7 @@ class Engine(Protocol):
 
         Args:
             stored: the states of each optimizer.
-            is_spec: returns whether a value stands for a tensor. It has ``shape`` and ``dtype``.
+            is_spec: returns whether a value represents a tensor. Such a value has ``shape`` and ``dtype``.
             unneeded: value in place of tensors that this rank does not need.
         """
         ...

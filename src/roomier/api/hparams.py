@@ -86,8 +86,8 @@ class HasHyperParameters:
             logger: True to send the hyperparameters to the loggers.
 
         Raises:
-            RoomierError: a name is not an argument of ``__init__``, an argument has no named items, or this method was
-                not called in ``__init__``.
+            RoomierError: a name is not an argument of ``__init__``, an element of ``args`` is neither a name nor a
+                mapping or namespace, or this method was not called in ``__init__``.
 
         Example:
             >>> class Net(roomier.Module):

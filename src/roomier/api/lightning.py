@@ -45,7 +45,7 @@ LENT = (
 
 
 class LightningAdapter(WrappedModule):
-    """A LightningModule as a Module. Methods that the LightningModule overrides are called on the LightningModule
+    """Module that wraps a LightningModule. Methods that the LightningModule overrides are called on the LightningModule
     itself.
 
     Each LightningModule class has a separate adapter class with the same name, because messages contain
@@ -70,7 +70,7 @@ class LightningAdapter(WrappedModule):
 
     @property
     def _user(self) -> Any:
-        """The LightningModule, as Any because its attributes are unknown."""
+        """The LightningModule, typed as Any because its attributes are unknown."""
         return self.network
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

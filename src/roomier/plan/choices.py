@@ -1,6 +1,6 @@
 """The values that fields of a Plan accept, their labels, and the values that are known but rejected.
 
-To implement a rejected choice, move its entry from ``REFUSED`` to ``CHOICES``. Nothing else in this folder changes.
+To implement a rejected choice, move its entry from ``REFUSED`` to ``CHOICES``. No other code in this folder changes.
 """
 
 from dataclasses import dataclass

@@ -173,7 +173,8 @@ def quantized_base_is_unsharded(plan: Plan) -> Iterator[PlanError]:
 
 
 def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
-    """Reject a kernel that the named device does not support. With ``accelerator="auto"``, ``build`` checks it."""
+    """Reject a kernel that the named device does not support. With ``accelerator="auto"``, ``build`` checks the
+    kernel."""
     kernel, accelerator = plan.attention.kernel, plan.parallel.accelerator
     lacking = {"cpu": ("efficient", "cudnn"), "mps": ("flash", "efficient", "cudnn")}.get(accelerator, ())
     if kernel in lacking:

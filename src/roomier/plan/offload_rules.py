@@ -38,7 +38,7 @@ def update_mode(plan: Plan) -> str:
 
     Speculative updates transfer the states during the entire step. However, they require twice the space, also write
     the weights, and must be repeated if gradients are clipped. This mode is selected if it is supported and if the tier
-    is a disk, because transfers to a disk take longest.
+    is a disk, because transfers to a disk take the longest time.
     """
     if plan.offload.update != "auto":
         return plan.offload.update

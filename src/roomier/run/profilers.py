@@ -32,7 +32,7 @@ class SimpleProfiler:
         self._start_s = 0.0
 
     def start_run(self) -> None:
-        """Discard earlier durations. The total of the report counts from this call."""
+        """Discard earlier durations. The total time in the report starts at this call."""
         self.durations_s.clear()
         self._start_s = time.perf_counter()
 

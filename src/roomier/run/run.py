@@ -170,7 +170,8 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method there.
+        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method at the
+        same point.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 

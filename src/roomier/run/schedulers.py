@@ -76,7 +76,7 @@ class Schedulers:
 
     @staticmethod
     def _report_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> None:
-        problem = f"{type(config.scheduler).__name__} watches this metric, but it was not logged"
+        problem = f"{type(config.scheduler).__name__} monitors this metric, but it was not logged"
         action = did_you_mean(str(config.monitor), metrics) if metrics else "Log it with self.log before it is used"
         if config.strict:
             raise TrainingError("monitor", config.monitor, problem, action)

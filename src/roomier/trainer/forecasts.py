@@ -53,7 +53,7 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     shapes = trainer.shapes if may_be_added else None
     is_planned = trainer.choice is not None
     is_added = shapes is not None and (is_planned or _states_bytes(shapes, trainer.plan) >= LARGE_BYTES)
-    if trainer.ranks.from_zero(is_added):  # it may be impossible to copy a part of the model on only one rank
+    if trainer.ranks.from_zero(is_added):  # the model may be impossible to copy on only one rank
         trainer.callbacks = ordered([*trainer.callbacks, _ByDefault()])
 
 
@@ -77,7 +77,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
     finally:
         set_rng_state(state)
     for parameter in copied.parameters():
-        for name in ("page", "pages", "_paged_as"):  # values of a model that is built in parts
+        for name in ("page", "pages", "_paged_as"):  # values of a model that is created in parts
             parameter.__dict__.pop(name, None)
     return copied
 

@@ -310,7 +310,8 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` on the test data. Arguments and return value are those of :meth:`validate`."""
+        """Run ``test_step`` on the test data. The arguments and the return value are the same as in
+        :meth:`validate`."""
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose, weights_only, unknown)
 
     def predict(

@@ -145,8 +145,8 @@ class Entry:
 
 
 def num_updates(metric: Any) -> int:
-    """Return the number of updates of a torchmetrics object since its last reset. A metric that is composed of others,
-    such as ``a + b``, has the updates of its operands."""
+    """Return the number of updates of a torchmetrics object since its last reset. A metric that is composed of other
+    metrics, such as ``a + b``, has the updates of its operands."""
     operands = [getattr(metric, name, None) for name in ("metric_a", "metric_b")]
     return int(metric.update_count) + sum(num_updates(each) for each in operands if hasattr(each, "update_count"))
 

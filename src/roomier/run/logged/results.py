@@ -1,4 +1,4 @@
-"""Values that a module logs. The value of the step and the reduction over the epoch are stored on its device.
+"""Values that a module logs. The value of the step and the reduction over the epoch stay on the device of the value.
 
 [Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced across ranks when a row is written, and at the end of an epoch
@@ -314,7 +314,7 @@ class Results:
         """Reduce the epoch values of ``stage`` across all ranks, clear them, and return the values for the loggers."""
         self.settle()
         ending = self._entries.get(stage, {}).values()
-        values = [self._reduced(entry) for entry in ending]  # before any reset: metrics can be composed of others
+        values = [self._reduced(entry) for entry in ending]  # before any reset: metrics can contain other metrics
         # An evaluation updates only the names that it logs, so it does not change other names in a checkpoint.
         names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
         self._show_steps(names)

@@ -24,7 +24,7 @@ _SHARES = (
     "Remove it: roomier divides any loader across the ranks, except loaders with a DistributedSampler or with "
     "shards_by_rank = True"
 )
-_NAMED_OPTIMIZER = "Write it into the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
+_NAMED_OPTIMIZER = "Set it in the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
 _WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
 _OF_DATA_LOADER = "Pass batch_size to your DataLoader"
 _SAVES = "Write callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
@@ -121,8 +121,8 @@ FORMER_ARGUMENTS: dict[str, str] = {
     "val_loader": "Pass val_dataloaders to fit, and dataloaders to validate",
     "test_dataloaders": "Write dataloaders",
     "test_dataloader": "Write dataloaders",
-    "loader": "Write train_dataloaders to fit, dataloaders to the others",
-    "dataloader": "Write train_dataloaders to fit, dataloaders to the others",
+    "loader": "Pass train_dataloaders to fit, and dataloaders to the other methods",
+    "dataloader": "Pass train_dataloaders to fit, and dataloaders to the other methods",
     "resume_from_checkpoint": "Write ckpt_path",
     "max_epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
     "epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
