@@ -126,9 +126,9 @@ class Engine(Protocol):
         """Compute gradients like :meth:`forward_backward`, for an update that computes the gradients in a closure.
 
         Args:
-            update: called after all micro-batches except the last have run. Its argument is a closure that computes the
-                gradients of the last micro-batch and returns its weighted loss. LBFGS calls the closure several times
-                per step. ``update`` is not called if a hook skips the step.
+            update: called after all micro-batches except the last have run. The argument of ``update`` is a closure
+                that computes the gradients of the last micro-batch and returns its weighted loss. LBFGS calls the
+                closure several times per step. ``update`` is not called if a hook skips the step.
         """
         ...
 
@@ -178,7 +178,7 @@ class Engine(Protocol):
         ...
 
     def free_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Free the gradients, after the update and after all hooks that may read them."""
+        """Free the gradients, after the update and after all hooks that may read the gradients."""
         ...
 
     def leave_out_update(self) -> None:

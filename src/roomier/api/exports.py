@@ -1,4 +1,5 @@
-"""``to_onnx`` and ``to_torchscript``, with the same names as in Lightning. The folder ``export`` implements them."""
+"""``to_onnx`` and ``to_torchscript``, with the same names as in Lightning. The folder ``export`` implements both
+methods."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from roomier.core.tree import batch_size_of
 
 
 class ForwardModule(WrappedModule):
-    """Module around a plain ``nn.Module``.
+    """Module that wraps a plain ``nn.Module``.
 
     The wrapper calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, and
     ``network(batch)`` otherwise. The loss is the output itself if the output is a 0-dim tensor. Otherwise, the loss is

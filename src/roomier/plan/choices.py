@@ -223,7 +223,7 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "ipu_strategy": Refusal(_KNOWN_DEVICES),
         "bagua": Refusal("Use strategy={'name': 'ddp', 'reduce_dtype': 'bf16'}"),
         "colossalai": Refusal("Use strategy='zero3', with offload={'optimizer_states': 'cpu', 'parameters': 'cpu'}"),
-        "hivemind": Refusal("Use strategy='ddp'. A run resumes with another number of ranks"),
+        "hivemind": Refusal("Use strategy='ddp'. A checkpoint can be resumed on a different number of ranks"),
         "model_parallel": Refusal("Use strategy='zero3'"),
         "tensor_parallel": Refusal("Use strategy='zero3'"),
         "pipeline_parallel": Refusal("Use strategy='zero3'"),

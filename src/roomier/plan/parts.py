@@ -233,7 +233,7 @@ class ActivationPlan(Part):
 @dataclass(frozen=True)
 class OffloadPlan(Part):
     """Tensors that are stored in a lower tier between their uses: host memory (``"cpu"``, pinned if the device is an
-    accelerator) or ``"disk"``. ``"none"`` keeps them on the device.
+    accelerator) or ``"disk"``. ``"none"`` keeps the tensors on the device.
 
     Tensors move in units. A unit consists of the parameters of one block. On a CPU, parameters and optimizer states
     are already in host memory, so ``optimizer_states`` and ``parameters`` support only ``"disk"`` there. The argument
@@ -242,7 +242,7 @@ class OffloadPlan(Part):
     Attributes:
         optimizer_states: tier of the optimizer states. The optimizer updates one unit at a time on the device.
         parameters: tier of the parameters and their gradients, with the strategies ``"single"``, ``"zero3"`` and
-            ``"hsdp"``. A block has its parameters on the device while it computes.
+            ``"hsdp"``. The parameters of a block are on the device while the block computes.
         activations: tier of the activations that blocks save for backward. With the policy ``"budget"``, only the
             activations of selected blocks are moved.
         folder: folder for the files of the disk tier, on a local disk of each machine. None selects a folder for

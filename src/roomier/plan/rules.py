@@ -83,7 +83,7 @@ class _WrongTypeError(PlanError):
 
 @dataclass(frozen=True)
 class _Range:
-    """An interval of numbers from ``low`` to ``high``. It includes ``low`` if ``low_is_allowed`` is True."""
+    """An interval of numbers from ``low`` to ``high``. The interval includes ``low`` if ``low_is_allowed`` is True."""
 
     low: float
     action: str

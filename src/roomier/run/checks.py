@@ -90,7 +90,7 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
             "training_step",
             type(run.module).__name__,
             f"stepped no optimizer in the first {num_batches} batches, but max_steps counts only optimizer steps",
-            "Call self.optimizers().step() in training_step, not an optimizer from elsewhere, or set max_epochs",
+            "In training_step, call step() of self.optimizers() instead of a different optimizer, or set max_epochs",
         )
 
 

@@ -22,7 +22,8 @@ MAX_HANG_TIMEOUT_S = 1800.0  # the timeout of operations of the process group
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Settings of the loops, which have the names of the Trainer's arguments. They are validated at construction.
+    """Settings of the loops, which have the names of the Trainer's arguments. The settings are validated at
+    construction.
 
     Attributes:
         max_epochs, min_epochs, max_steps, min_steps, max_time: length of a fit. -1 means unlimited.
@@ -46,7 +47,7 @@ class LoopOptions:
         default_root_dir: folder that contains the run folders.
 
     Raises:
-        RoomierError: a value is invalid or contradicts another value.
+        RoomierError: a value is invalid, or two values contradict each other.
     """
 
     max_epochs: int | None = None

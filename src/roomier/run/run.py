@@ -170,8 +170,7 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method at the
-        same point.
+        """Make all ranks stop at the same point after a signal or a request. Every rank must call this method.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 
@@ -258,7 +257,7 @@ class Run:
         return column
 
     def loss_number(self) -> float | None:
-        """Return the loss of the last step as a number, or None. This waits for the device."""
+        """Return the loss of the last step as a number, or None. This method waits for the device."""
         return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:

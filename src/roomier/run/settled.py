@@ -137,7 +137,7 @@ class Settled:
     Args:
         request: the call.
         start: the checkpoint and the folder of the run.
-        plan: the plan of the run. Its strategy is not ``"auto"``.
+        plan: the plan of the run. The strategy of this plan is never ``"auto"``.
         data: the loaders. Their micro-batches match ``plan``.
         ranks: the ranks that share the model and each batch.
         callbacks: all callbacks of the run, in the order of their calls.

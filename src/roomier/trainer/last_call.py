@@ -195,7 +195,7 @@ class LastCall(Settings):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Values logged with ``prog_bar=True``, as numbers. Reading them waits for the device."""
+        """Values logged with ``prog_bar=True``, as numbers. Reading the values waits for the device."""
         return self._shown("progress_bar")
 
     def _shown(self, what: str) -> dict[str, Any]:

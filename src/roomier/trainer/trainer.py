@@ -57,8 +57,8 @@ from roomier.tuner.trial import Subject
 class Trainer(LastCall):
     """Trains, validates and tests a model, and runs predictions with it, on one device or on many ranks.
 
-    The Trainer combines its arguments into a :class:`roomier.Plan`. It validates the Plan immediately, prints it when a
-    run starts, and stores it in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
+    The Trainer combines its arguments into a :class:`roomier.Plan`, which is validated immediately, printed when a run
+    starts, and stored in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
 
     Example:
         >>> trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
@@ -310,8 +310,7 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` on the test data. The arguments and the return value are the same as in
-        :meth:`validate`."""
+        """Run ``test_step`` on the test data. Arguments and return value are the same as in :meth:`validate`."""
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose, weights_only, unknown)
 
     def predict(
@@ -339,7 +338,8 @@ class Trainer(LastCall):
 
         Returns:
             One item per batch. With several loaders, one list per loader. Every rank receives the predictions of all
-            ranks in host memory, in the order of the batches. None without batches, or if discarded.
+            ranks in host memory, in the order of the batches. None without batches, or with
+            ``return_predictions=False``.
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
@@ -360,10 +360,10 @@ class Trainer(LastCall):
     ) -> Generator[Any, None, None]:
         """Return an iterator over the predictions, which computes each prediction when it is requested.
 
-        The iterator yields one item per batch, for one loader after the other. It stores the predictions of only one
-        batch per rank at a time. The run ends when the iterator is exhausted, is closed with ``stream.close()``, or is
-        deleted. Until the run ends, this Trainer cannot start another run. Every rank receives the predictions of all
-        ranks in host memory, in the order of the batches. Every rank must request the same number of predictions.
+        The iterator yields one item per batch, for one loader after the other, and stores the predictions of only one
+        batch per rank. The run ends when the iterator is exhausted, is closed with ``stream.close()``, or is deleted.
+        Until the run ends, this Trainer cannot start another run. Every rank receives the predictions of all ranks in
+        host memory, in the order of the batches. Every rank must request the same number of predictions.
 
         Args:
             model: as in :meth:`validate`.

@@ -17,7 +17,8 @@ T = TypeVar("T", bound=LastCall)
 
 
 def copied_for_trial(trainer: T, plan: Plan, options: LoopOptions, callback: Callback) -> T:
-    """Return a Trainer that has the settings of ``trainer`` and writes no files. Its only callback is ``callback``."""
+    """Return a Trainer that has the settings of ``trainer`` and writes no files. The only callback of the new Trainer
+    is ``callback``."""
     trial = copy.copy(trainer)
     own = vars(trial)
     own.update({name: _container(value) for name, value in own.items()})

@@ -1,5 +1,5 @@
-"""A logged name, with its value in the current step and its reduction over the epoch. Both remain on the device of the
-logged value."""
+"""A logged name, with its value in the current step and its reduction over the epoch. The value and the reduction
+remain on the device of the logged value."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ class Entry:
         return self.value if self.agreed_step is None else self.agreed_step
 
     def for_other_ranks(self) -> RankEntry:
-        """Return the data that other ranks require for the reduction, as Python numbers. This waits for the device."""
+        """Return the data that other ranks require for the reduction, as Python numbers. This method waits for the
+        device."""
         return RankEntry(
             self.options,
             total=None if self.total is None else float(self.total),

@@ -47,7 +47,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that stored states have the same names and kinds as the states of the metrics in ``module``.
 
-    Without this check, a state with another name could replace a method. Shapes are not checked, because the first
+    Without this check, a state with a different name could replace a method. Shapes are not checked, because the first
     batch may change them.
 
     Raises:

@@ -351,7 +351,8 @@ class Results:
             entry.reset()
 
     def _show_steps(self, names: set[str] | None) -> None:
-        """Show the logged values of training steps for ``names``, or for all names, before newer ones replace them."""
+        """Show the logged values of training steps for ``names``, or for all names, before newer values replace these
+        values."""
         shown = self._callback_values, self._logged_values, self._bar_values
         for entry in self._unseen_steps():
             if names is None or not names.isdisjoint(entry.names_for_step()):
@@ -391,7 +392,7 @@ class Results:
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Values for the progress bar, as Python numbers. Reading them waits for the device."""
+        """Values for the progress bar, as Python numbers. Reading the values waits for the device."""
         return {name: float(value) for name, value in self._shown()[2].items()}
 
     # Resume -----------------------------------------------------------------------------------------------------
