@@ -338,8 +338,7 @@ class Trainer(LastCall):
 
         Returns:
             One item per batch. With several loaders, one list per loader. Every rank receives the predictions of all
-            ranks in host memory, in the order of the batches. None without batches, or with
-            ``return_predictions=False``.
+            ranks in host memory, in the order of the batches. None without batches or if predictions are discarded.
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
