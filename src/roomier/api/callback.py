@@ -219,7 +219,7 @@ class ChecksState(Protocol):
     """A callback that rejects a malformed state before any part of a checkpoint is loaded."""
 
     def check_stored_state(self, state: Any, place: str) -> None:
-        """Check a stored state. The tensors of the stored state may not be loaded yet.
+        """Check a stored state. The tensors of the stored state might not be loaded yet.
 
         Args:
             state: the state.

@@ -64,7 +64,7 @@ def _is_init_of(obj: object, frame: FrameType) -> bool:
 
 
 class HasHyperParameters:
-    """``save_hyperparameters`` and ``hparams`` of Module and DataModule."""
+    """Mixin that provides ``save_hyperparameters`` and ``hparams`` for Module and DataModule."""
 
     def save_hyperparameters(
         self,

@@ -79,7 +79,7 @@ class RunLoaders:
         return self._train_loader
 
     def reload(self) -> bool:
-        """Forget the loaders that methods of the module or the DataModule created, so that they are created again.
+        """Discard the loaders that methods of the module or the DataModule created, so that they are created again.
 
         Returns:
             False if all loaders were passed as arguments, so that their objects do not change.

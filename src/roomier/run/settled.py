@@ -36,7 +36,7 @@ class Fitted:
     Args:
         module: the module that was fitted.
         progress: the progress at the end of the fit.
-        folder: the run folder. Evaluations add rows to its logs. None if the fit did not write files.
+        folder: the run folder. Evaluations add rows to the logs in this folder. None if the fit did not write files.
         choice: the plans that the planner compared; None if the plan was given.
     """
 

@@ -125,12 +125,13 @@ class Settings:
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first ModelCheckpoint, or None. A ModelCheckpoint of Lightning is returned as the object of the user."""
+        """The first ModelCheckpoint, or None. A ModelCheckpoint of Lightning is returned as the object that the user
+        passed."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
-        """All ModelCheckpoint callbacks, as objects of the user."""
+        """All ModelCheckpoint callbacks, as the objects that the user passed."""
         return [vars(each).get("seen_as", each) for each in self.callbacks if isinstance(each, ModelCheckpoint)]
 
     @property

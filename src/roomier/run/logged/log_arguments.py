@@ -13,7 +13,8 @@ from roomier.run.logged.over_ranks import REDUCTIONS
 
 
 def weight_of(batch_size: Any) -> Any:
-    """Return ``batch_size`` as a number or a tensor. A tensor is not checked, because this would synchronize.
+    """Return ``batch_size`` as a number or a tensor. A tensor is not checked, because the check would wait for the
+    device.
 
     Raises:
         RoomierError: ``batch_size`` is neither a non-negative number nor a tensor.

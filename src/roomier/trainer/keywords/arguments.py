@@ -72,7 +72,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     "nb_gpu_nodes": "Write num_nodes",
     "use_amp": "Write precision='16-mixed'",
     "show_progress_bar": "Write enable_progress_bar",
-    # transformers' Trainer and TrainingArguments; the command does not convert the fields that the class converts
+    # transformers' Trainer and TrainingArguments. The Trainer converts some of these fields, but the command does not.
     **advice(),
     "num_train_epochs": "Write max_epochs",
     "gradient_accumulation_steps": "Write accumulate_grad_batches",
