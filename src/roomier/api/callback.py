@@ -19,8 +19,8 @@ class Callback:
     """Base class for callbacks. Override the hooks that you need, and pass instances to ``Trainer(callbacks=[...])``.
 
     Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
-    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. This hook is the
-    only point of a step at which a checkpoint can be saved from which a resume is bit-identical.
+    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. Within a step,
+    only a checkpoint that is saved in this hook can be resumed with bit-identical results.
 
     Example:
         >>> class PrintLoss(roomier.Callback):

@@ -116,7 +116,7 @@ class Engine(Protocol):
         Returns:
             This rank's share of the loss of the full batch (0-dim, detached, on the device). The sum of the shares over
             all ranks is the loss of the full batch. None if ``step`` returned None for every micro-batch. A rank that
-            computes no loss returns a share of zero.
+            computes no loss returns a loss share of zero.
         """
         ...
 
@@ -170,7 +170,7 @@ class Engine(Protocol):
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        """Clip the gradients, by default as the Plan specifies. Return their norm before clipping (``"norm"`` only)."""
+        """Clip the gradients, by default as the Plan specifies. Return the norm before clipping (``"norm"`` only)."""
         ...
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Exception that a callback raises to restore a fit to its last checkpoint."""
+"""Exception that a callback raises to continue a fit from its last checkpoint."""
 
 from __future__ import annotations
 

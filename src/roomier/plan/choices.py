@@ -160,7 +160,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     },
     "offload.activations": {
         "none": _exact(),
-        "cpu": _exact("saved activations wait in host memory"),
+        "cpu": _exact("saved activations are in host memory until backward"),
         "disk": _exact("saved activations wait on disk"),
     },
     "offload.update": {

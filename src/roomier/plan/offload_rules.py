@@ -36,9 +36,9 @@ def check_offload(plan: Plan, device_type: str) -> None:
 def update_mode(plan: Plan) -> str:
     """Return the update mode of a plan that offloads optimizer states. ``"auto"`` selects a mode as follows.
 
-    Speculative updates transfer the states during the entire step. However, they require twice the space, also write
-    the weights, and must be repeated if gradients are clipped. This mode is selected if it is supported and if the tier
-    is a disk, because transfers to a disk take the longest time.
+    Speculative updates transfer the states during the entire step. However, speculative updates require twice the
+    space, also write the weights, and must be repeated if gradients are clipped. This mode is selected if it is
+    supported and if the tier is a disk, because transfers to a disk take the longest time.
     """
     if plan.offload.update != "auto":
         return plan.offload.update

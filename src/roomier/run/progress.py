@@ -62,7 +62,7 @@ class Window:
 
 @dataclass
 class Now:
-    """The state of the current step. Checkpoints do not store it.
+    """The state of the current step. Checkpoints do not store this state.
 
     Attributes:
         batch_idx: index of the current training micro-batch in its epoch.

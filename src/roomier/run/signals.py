@@ -93,7 +93,7 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and restore the previous wakeup file."""
+        """Stop the thread and restore the previous wakeup file descriptor."""
         signal.set_wakeup_fd(self._before)
         _Watch.open = self._outer
         self._is_closed.set()

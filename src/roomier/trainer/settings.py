@@ -247,7 +247,7 @@ class Settings:
 
     @property
     def profiler(self) -> Any:
-        """Object that has Lightning's ``profile(name)``: the profiler of actions, or spans in a torch profile."""
+        """Object with Lightning's method ``profile(name)``: the profiler of actions, or spans in a torch profile."""
         own = self.options.profiler
         return NamedSpans() if own is None or isinstance(own, (str, torch.profiler.profile)) else own
 
