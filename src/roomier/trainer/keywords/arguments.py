@@ -158,7 +158,7 @@ def check_weights_only(weights_only: bool | None) -> None:
         RoomierError: ``weights_only`` is False.
     """
     if weights_only is not None and weights_only is not True:
-        action = "Remove it. If the checkpoint requires it, save its weights with torch.save and pass this file as weights"
+        action = "Remove it. If the checkpoint requires it, save its weights with torch.save and pass it as weights"
         raise RoomierError(
             "weights_only",
             weights_only,
