@@ -89,8 +89,8 @@ class _MirroredCheckpoint(ModelCheckpoint):
         self.seen_as.kth_value = worst if self.kth_value is None else self.kth_value
 
 
-_MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # both store their state under the same name
-_MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # for messages
+_MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # both classes store their state under this name
+_MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # and messages contain this name
 
 
 class _Finetuning(callbacks.BaseFinetuning):
