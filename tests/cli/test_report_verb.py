@@ -31,7 +31,7 @@ def test_run_is_printed_as_a_table(runs: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     found = record(num_ranks=4)
     assert found.line() in out
-    assert "rank 3, the fullest of 4 ranks" in out
+    assert "rank 3, the largest of 4 ranks" in out
     assert "optimizer state" in out
     assert "speed: 32 samples/s, 33.3 K tokens/s" in out
     assert "A note." in out

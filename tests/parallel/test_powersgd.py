@@ -137,7 +137,9 @@ def test_compression_is_reported(on_ranks: RankPool, capsys: pytest.CaptureFixtu
     assert "a resumed run repeats the warm-up" in notices[0]
     whole = 64 * 96 + 96 + 96 * 48 + 48 + 48 * 4 + 4
     factors = 4 * (64 + 96) + 96 + 4 * (96 + 48) + 48 + 48 * 4 + 4
-    assert f"each step sends {factors} numbers instead of {whole}, {whole / factors:.1f} times fewer" in notices[1]
+    assert (
+        f"each later step sends {factors} numbers instead of {whole}, {whole / factors:.1f} times fewer" in notices[1]
+    )
 
 
 def first_compressed_step() -> list[int]:

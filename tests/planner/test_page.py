@@ -116,7 +116,7 @@ def test_a_report_contains_forecast_measurement_and_difference() -> None:
     text = text_of(page_of_record(found, {"Speed": "3 samples/s"}))
     assert found.error < -0.01
     assert found.error_text in text
-    assert "rank 1, the fullest of 2 ranks" in text
+    assert "rank 1, the largest of 2 ranks" in text
     assert "Speed 3 samples/s" in text
     assert "A note." in text
 

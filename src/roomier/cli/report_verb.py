@@ -102,7 +102,7 @@ def table(folder: Path, record: Record) -> Table:
     from roomier.planner.choice import words_of
 
     forecast, worst = record.forecast, record.worst
-    whose = "" if len(record.ranks) == 1 else f", rank {worst.rank}, the fullest of {len(record.ranks)} ranks"
+    whose = "" if len(record.ranks) == 1 else f", rank {worst.rank}, the largest of {len(record.ranks)} ranks"
     found = Table(
         title=Text(f"{folder}: {words_of(forecast.plan, forecast.micro_batch)}\nstep {record.step}{whose}"),
         title_justify="left",

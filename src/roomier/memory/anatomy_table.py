@@ -138,7 +138,7 @@ class Anatomy:
     def table(self) -> Table:
         """Return a table of the worst rank, with one row per kind."""
         worst, peak = self.worst, self.worst.peak
-        whose = "" if len(self.ranks) == 1 else f" of rank {worst.rank}, the fullest of {len(self.ranks)} ranks"
+        whose = "" if len(self.ranks) == 1 else f" of rank {worst.rank}, the largest of {len(self.ranks)} ranks"
         frozen = "" if self.num_trained == self.num_parameters else f", {format_count(self.num_trained)} trained"
         table = Table(
             title=f"memory{whose}: {format_count(self.num_parameters)} parameters{frozen}, {self.strategy}",

@@ -80,7 +80,7 @@ class MemoryReport:
         ]
         if worst.measured_peak is not None and worst.whole_peak is not None:
             columns += [("measured", worst.measured_peak), ("peak of all tensors, measured", worst.whole_peak)]
-        title = f"memory of rank {worst.rank}, the fullest of {len(self.ranks)} ranks; strategy {self.strategy}"
+        title = f"memory of rank {worst.rank}, the largest of {len(self.ranks)} ranks; strategy {self.strategy}"
         table = Table(title=title)
         table.add_column("")
         for name, _ in columns:

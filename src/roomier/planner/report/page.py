@@ -194,7 +194,7 @@ def ladder(choice: Choice) -> str:
 def forecast_and_truth(record: Record) -> list[str]:
     """Return the parts of a page that compare forecast and measurement: values, one step, and bytes by kind."""
     forecast, worst = record.forecast, record.worst
-    whose = "" if len(record.ranks) == 1 else f" of rank {worst.rank}, the fullest of {len(record.ranks)} ranks"
+    whose = "" if len(record.ranks) == 1 else f" of rank {worst.rank}, the largest of {len(record.ranks)} ranks"
     return [
         _list_of_figures(
             [
