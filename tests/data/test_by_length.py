@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from roomier.core.errors import DataError
 from roomier.data import LengthGroupedBatchSampler
+from roomier.data.position import POSITION_FORM
 from roomier.data.source import Source
 from tests.data.pretended import Pretended
 
@@ -57,7 +59,8 @@ def test_order_depends_on_seed_and_epoch_only_and_changes_the_batches() -> None:
     first = LengthGroupedBatchSampler(lengths, batch_size=8, seed=3)
     torch.manual_seed(9)
     before = torch.get_rng_state()
-    assert epoch_of(first, 2) == epoch_of(LengthGroupedBatchSampler(torch.tensor(lengths), batch_size=8, seed=3), 2)
+    for each in (torch.tensor(lengths), np.array(lengths[::-1])[::-1]):
+        assert epoch_of(first, 2) == epoch_of(LengthGroupedBatchSampler(each, batch_size=8, seed=np.int64(3)), 2)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
     of_epochs = [{frozenset(batch) for batch in epoch_of(first, epoch)} for epoch in range(2)]
     assert len(of_epochs[0] & of_epochs[1]) < len(first) // 10
@@ -132,6 +135,36 @@ def test_a_run_resumes_at_each_batch_on_any_number_of_ranks(
         assert rest_of(source, epoch) == rest[rank::after]
         assert len(rest_of(source, epoch + 1)) == len(wanted) // after
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": lengths_of(40, seed=1)}, "has different lengths"),
+        ({"lengths": lengths_of(41)}, "has different lengths"),
+        ({"batch_size": 4}, "has batch_size=4, but .* batch_size=3.*Create the sampler with batch_size=3"),
+        ({"max_tokens": 4000}, "has max_tokens=4000, but .* max_tokens=None"),
+        ({"seed": 1}, "has seed=1"),
+        ({"shuffle": False}, "has shuffle=False"),
+        ({"batches_per_step": 2}, "has batches_per_step=2"),
+        ({"spread": 0.5}, "has spread=0.5"),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
+)
+def test_a_resume_within_an_epoch_requires_the_same_order(changes: dict[str, Any], message: str) -> None:
+    before: dict[str, Any] = {"lengths": lengths_of(40), "batch_size": 3}
+    source = source_of(rank=0, size=1, **before)
+    reading = source.start(0)
+    next(reading)
+    state = source.state_dict()
+    POSITION_FORM(state, "data")
+    after = source_of(rank=0, size=1, **{**before, **changes})
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        after.check(state, 0)
+    after.load_state_dict(state)
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        after.start(0)
+    after.check(state, 1)  # the sampler can change between two epochs
 
 
 @pytest.mark.parametrize(

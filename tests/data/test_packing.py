@@ -46,6 +46,8 @@ def test_labels_of_the_samples_are_used_and_targets_are_unchanged() -> None:
         [{"input_ids": [5, 6], "targets": [6, 7]}, {"input_ids": [8], "targets": [9]}]
     )
     assert lists(shifted) == {"input_ids": [[5, 6, 8]], "position_ids": [[0, 1, 0]], "targets": [[6, 7, 9]]}
+    both = PackedCollate()([{"input_ids": [5, 6], "labels": [5, 6], "targets": [6, 7]}])
+    assert both["labels"].tolist() == [[-100, 6]]
 
 
 @pytest.mark.parametrize(("length", "added"), [(6, 0), (9, 3)])

@@ -60,6 +60,33 @@ def test_evaluation_and_prediction_compute_the_numbers_of_the_cpu(
             assert found[DEVICE][stage] == pytest.approx(value, rel=RELATIVE)
 
 
+class Gathering(Language):
+    """Gathers batches, which a different stream copies to the device, and losses with gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens = self.all_gather(batch[0]).flatten(0, 1)
+        loss: torch.Tensor = self.network(tokens)
+        mean: torch.Tensor = self.all_gather(loss, sync_grads=True).mean()
+        return mean
+
+
+def train_on_gathered_batches(folder: Path) -> tuple[float, list[str]]:
+    """Return the difference to the CPU, and the races."""
+    found = {}
+    for accelerator in ("cpu", DEVICE):
+        module = Gathering()
+        trainer_of(folder, accelerator, enable_checkpointing=False, devices=2, strategy="ddp").fit(module, loader(8))
+        found[accelerator] = weights_of(module)
+    return difference(found[DEVICE], found["cpu"]), simulated.races()
+
+
+@pytest.mark.parametrize("schedule", ["LATE", "OTHERS_FIRST", "IMMEDIATE"])
+def test_gathered_batches(on_simulated: SimulatedRanks, tmp_path: Path, schedule: str) -> None:
+    for relative, races in on_simulated(2, train_on_gathered_batches, tmp_path, schedule=schedule):
+        assert races == []
+        assert relative <= RELATIVE
+
+
 def monitor(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the logged rows and the races."""
     callbacks = [MemoryForecast(at_step=3), DeviceStatsMonitor()]

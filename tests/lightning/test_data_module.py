@@ -1,5 +1,7 @@
 """A LightningDataModule with roomier's Trainer, and the features that roomier's DataModule shares with it."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,17 @@ def test_a_lightning_module_reads_folders_like_files(tmp_path):
     assert Net.load_from_checkpoint(path, lr=0.25).hparams.lr == 0.25
     with pytest.raises(IsADirectoryError):
         Net.load_from_checkpoint(tmp_path)
+
+
+def test_folders_can_be_read_before_a_trainer_is_created(tmp_path, monkeypatch):
+    module = Net(lr=0.5)
+    path = written(roomier.Trainer, module, OfLightning(), tmp_path, "a")
+    saving = sys.modules[f"{pl.__name__}.core.saving"]
+    monkeypatch.setattr(saving, "pl_load", saving.pl_load.args[0])  # as in a new process
+    with pytest.raises(IsADirectoryError):
+        Net.load_from_checkpoint(path)
+    importlib.reload(roomier.trainer)
+    assert torch.equal(Net.load_from_checkpoint(path).net.weight, module.net.weight)
 
 
 @pytest.mark.parametrize(("per_node", "local", "rank", "is_called"), [

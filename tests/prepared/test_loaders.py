@@ -113,6 +113,46 @@ def test_skipped_batches(shuffle: bool) -> None:
     assert [each.tolist() for each in prepare.skip_first_batches(stream, 3)] == [[6]]
 
 
+def own_order() -> DataLoader[int]:
+    return DataLoader(range(10), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+
+
+def test_a_resume_continues_the_order_of_a_generator() -> None:
+    epochs = [[each.tolist() for each in accelerator().prepare(loader)] for loader in [own_order()] for _ in range(3)]
+    loader = accelerator().prepare(own_order())
+    assert [each.tolist() for each in loader] == epochs[0]
+    reading = iter(loader)
+    next(reading)
+    state = loader.state_dict()
+    prepare = accelerator()
+    loader = prepare.prepare(own_order())
+    loader.load_state_dict(state)
+    before = torch.get_rng_state()
+    assert [each.tolist() for each in prepare.skip_first_batches(loader, 1)] == epochs[1][1:]
+    assert [each.tolist() for each in loader] == epochs[2]
+    loader.load_state_dict(state)
+    assert [*prepare.skip_first_batches(loader, 4)] == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_new_order_after_a_different_number_of_ranks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    prepare = accelerator()
+    saved = {"epoch": 1, "start": {"torch": torch.get_rng_state()}, "generator": None}  # of one process
+    prepare.prepare(DataLoader(range(7))).load_state_dict(saved)
+    assert capsys.readouterr().err == ""
+    loader = prepare.prepare(own_order())
+    loader.load_state_dict(saved)
+    assert "draws a new order" in capsys.readouterr().err
+    assert len([*loader]) == 4
+
+
+def test_a_loader_that_is_only_skipped_is_not_in_the_checkpoint() -> None:
+    prepare = accelerator()
+    later = prepare.skip_first_batches(DataLoader(range(10), batch_size=3), 3)
+    assert [each.tolist() for each in later] == [[9]]
+    assert prepare._states()["loaders"] == []
+
+
 def shuffled(num_epochs: int) -> list[list[int]]:
     torch.manual_seed(torch.distributed.get_rank())  # ranks agree on the order, even with different seeds
     prepare = accelerator()

@@ -71,6 +71,8 @@ def test_prepare_returns_the_objects_of_an_accelerator() -> None:
     assert scheduler.get_last_lr() == [0.1 * 0.5**2]  # two micro-batches, and the last one
     with pytest.raises(roomier.PlanError, match="max_steps=3"):
         roomier.prepare(model, loader, plan=plan, max_steps=3)
+    with pytest.raises(roomier.PlanError, match="Pass each optimizer as a separate argument"):
+        roomier.prepare(network(), [torch.optim.SGD(network().parameters())], loader, plan=plan)
     with pytest.raises(roomier.PlanError, match="several optimizers as a list"):
         roomier.prepare(network(), None, "text", plan=plan)  # type: ignore[call-overload]
 
@@ -150,6 +152,11 @@ def errors_on_ranks() -> list[str]:
     with sharded.accumulate(model):
         sharded.backward(model(torch.ones(1, 3)).sum())
         catch(lambda: sharded.clip_grad_norm_(model.parameters(), 1.0))
+    once = network()
+    stale = list(once.parameters())
+    separate = roomier.Accelerator(plan=sharded.plan)
+    separate.prepare(once)
+    catch(lambda: separate.clip_grad_norm_(stale, 1.0))
     replicated = roomier.Accelerator(cpu=True)
     model, optimizer, *_ = prepared(replicated)
     model(torch.ones(1, 3)).sum().backward()
@@ -169,6 +176,7 @@ def test_errors_on_several_ranks(on_ranks: RankPool) -> None:
         "one model per Accelerator.*'ddp'",
         r"torch\.no_grad\(\)",
         r"if accelerator\.sync_gradients: accelerator\.clip_grad_norm_",
+        r"Pass model\.parameters\(\) of the prepared model",
         r"Call accelerator\.backward\(loss\)",
         "pad_across_processes",
         "Call prepare before the first step",
@@ -321,8 +329,10 @@ def test_saved_weights(tmp_path: Path) -> None:
     model = accelerator.prepare(tied)
     accelerator.save_model(model, tmp_path / "weights", max_shard_size=40)
     assert len(list((tmp_path / "weights").iterdir())) == 3  # two files and their index
+    (tmp_path / "weights" / "model_ema.safetensors").touch()  # of the script
     accelerator.save_model(model, tmp_path / "weights")
-    assert [each.name for each in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
+    names = {each.name for each in (tmp_path / "weights").iterdir()}
+    assert names == {"model.safetensors", "model_ema.safetensors"}
     other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     other[1].weight = other[0].weight
     load_model(other, tmp_path / "weights" / "model.safetensors")

@@ -142,6 +142,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"plan": {"activation": {"policy": "budget", "budget_bytes": 10**9}}}, "budget.*'full'"),
     ({"log_with": "all"}, "log_with='all'"),
     ({"log_with": "aim"}, "logger='aim'"),
+    ({"log_with": accelerate.utils.LoggerType.AIM}, "logger='aim'"),
 ]
 
 

@@ -182,6 +182,30 @@ def test_a_missing_wait_for_a_collective_is_reported(on_simulated: SimulatedRank
     assert all(len(races) == 1 for races in on_simulated(2, use_a_result_without_wait))
 
 
+def free_what_a_collective_reads(waits: bool) -> list[str]:
+    """Free a tensor of a different stream with ``record_stream``, and allocate on this stream."""
+    computing, copying = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
+    with copying:
+        x = torch.ones(4, device=DEVICE)
+    x.record_stream(computing)
+    computing.wait_stream(copying)
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    work = dist.all_gather(parts, x, async_op=True)
+    if waits:
+        work.wait()
+    del x, work
+    with copying:
+        torch.zeros(1, device=DEVICE)
+    return simulated.races()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_is_reused_after_a_collective(on_simulated: SimulatedRanks, waits: bool) -> None:
+    for races in on_simulated(2, free_what_a_collective_reads, waits, schedule="IMMEDIATE"):
+        assert len(races) == 1 - waits
+        assert all("reuse of freed memory" in race and "all_gather" in race for race in races)
+
+
 def wait_for_the_device_on_one_rank() -> float:
     """Rank 0 waits for a collective while rank 1 waits on the CPU for rank 0."""
     x = torch.ones(1, device=DEVICE)

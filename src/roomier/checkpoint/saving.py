@@ -36,7 +36,8 @@ README = """This folder is a checkpoint of roomier.
 Load the model:              roomier.checkpoint.load_module(ModelClass, "{name}")
 Resume the run:              trainer.fit(model, ckpt_path="{name}")
 
-torch.load and Lightning's load_from_checkpoint read files. Convert this folder to a file for them:
+Lightning's load_from_checkpoint reads this folder if `from roomier import Trainer` follows the import of Lightning.
+torch.load and processes without roomier read files. Convert this folder to a file for them:
 
     roomier export {name} {name}.ckpt --to lightning
 

@@ -18,9 +18,11 @@ class WrappedForward:
         forward: the original forward.
         reads_weights_later: True if parameters of the module are also read after its forward. These parameters must not
             be freed before the backward of the module.
+        is_compiled: True if the compiler traces the original forward.
     """
 
     reads_weights_later = False
+    is_compiled = False
 
     def __init__(self, module: nn.Module) -> None:
         self.forward: Callable[..., Any] = module.forward
@@ -32,6 +34,16 @@ class WrappedForward:
 def install(module: nn.Module, wrapped: WrappedForward) -> None:
     """Replace the forward of ``module`` with ``wrapped``. Hooks of the module run before and after ``wrapped``."""
     module.forward = wrapped
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Return whether a :class:`WrappedForward` compiles the forward of ``module``."""
+    forward: Any = module.forward
+    while isinstance(forward, WrappedForward):
+        if forward.is_compiled:
+            return True
+        forward = forward.forward
+    return False
 
 
 def unwrap(module: nn.Module) -> None:

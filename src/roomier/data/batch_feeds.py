@@ -19,6 +19,7 @@ from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.data.by_length import LengthGroupedBatchSampler
 from roomier.data.common_draws import CommonDraws
 from roomier.data.feeds import PASS, Feed, OwnGenerators, begin
 from roomier.data.same import is_same
@@ -241,6 +242,7 @@ class WalkedFeed(BatchFeed):
         return begin(self._loader, had_workers=self.continues)
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
+        self.check(position)
         position = self._of_this_rank(position)
         num_skipped = self._share.num_skipped(position, self.name, self._loader)
         self._begin(position["epoch"], position["num_batches"])
@@ -253,6 +255,18 @@ class WalkedFeed(BatchFeed):
                 self._sampler.walk()
         self._epoch_start.leave(position)
         return iterator, self._first
+
+    def position(self, num_batches: int) -> dict[str, Any]:
+        position, inner = super().position(num_batches), self._sampler.inner
+        if isinstance(inner, LengthGroupedBatchSampler) and self._share.divided_by is None:
+            position["sampler"] = inner.order_settings  # otherwise each rank can have different samples
+        return position
+
+    def check(self, position: dict[str, Any]) -> None:
+        super().check(position)
+        inner = self._sampler.inner
+        if isinstance(inner, LengthGroupedBatchSampler):
+            inner.check_order(position.get("sampler", {}), self.name)
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         self.continues = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
     The order depends on ``(seed, epoch)`` only. It does not depend on the ranks, so a run resumes within an epoch with
     any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks read the same number of batches, and
     batches of similar length in the same step. If fewer than ``N`` batches remain at the end of an epoch, roomier drops
-    these batches. With shuffling, different samples are dropped in each epoch.
+    these batches. With shuffling, different samples are dropped in each epoch. If the lengths or other arguments of the
+    sampler changed, a resume within an epoch raises an error.
 
     Args:
         lengths: length of each sample, in tokens.
@@ -73,9 +75,46 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
             raise DataError("batch_size", None, "is required without max_tokens", action)
         most_samples = None if batch_size is None else _positive("batch_size", batch_size)
         most_tokens = None if max_tokens is None else _positive("max_tokens", max_tokens)
-        ordered, self._indices = torch.sort(_checked(lengths, most_tokens), descending=True, stable=True)
+        found = _checked(lengths, most_tokens)
+        self._settings = {
+            "lengths": zlib.crc32(found.numpy().tobytes()),
+            "batch_size": most_samples,
+            "max_tokens": most_tokens,
+            "spread": float(spread),
+        }
+        ordered, self._indices = torch.sort(found, descending=True, stable=True)
         self._buckets, self._bounds = _split(ordered, most_samples, most_tokens, spread)
         self._epoch = 0
+
+    @property
+    def order_settings(self) -> dict[str, int | float | None]:
+        """Settings that determine the order of an epoch, with a checksum of the lengths.
+
+        Checkpoints contain these settings. A run that resumes within an epoch requires equal settings.
+        """
+        own = {"shuffle": bool(self.shuffle), "seed": int(self.seed), "batches_per_step": self.batches_per_step}
+        return {**self._settings, **own}
+
+    def check_order(self, settings: Mapping[str, int | float | None], name: str) -> None:
+        """Check that the order is the order of a saved run.
+
+        Args:
+            settings: :attr:`order_settings` of the saved run.
+            name: name of the loader, for the error.
+
+        Raises:
+            DataError: a setting is different.
+        """
+        for setting, value in self.order_settings.items():
+            stored = settings.get(setting, value)
+            if stored == value:
+                continue
+            problem = f"has {setting}={value}, but the epoch to resume has {setting}={stored}"
+            action = f"Create the sampler with {setting}={stored}, or start a new run from the weights"
+            if setting == "lengths":
+                problem = "has different lengths than the epoch to resume"
+                action = "Resume with the data of the saved run, or start a new run from its weights"
+            raise DataError(name, type(self).__name__, problem, action)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, counted from 0. The Trainer calls this method."""
@@ -86,7 +125,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         return len(self._bounds) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, self._epoch))
+        generator = torch.Generator().manual_seed(mix_seed(int(self.seed), self._epoch))
         indices = self._indices
         if self.shuffle:
             indices = indices[self._places(generator)]
@@ -165,7 +204,9 @@ def _checked(lengths: Sequence[int] | Tensor | NDArray[Any], most_tokens: int | 
 def _as_tensor(lengths: Any) -> Tensor:
     """Return ``lengths`` as a tensor, or an empty tensor if they are not numbers."""
     try:  # a column of the package datasets is a sequence, but torch does not accept it
-        return torch.as_tensor(lengths if isinstance(lengths, Tensor | np.ndarray) else list(lengths))
+        if isinstance(lengths, np.ndarray):
+            return torch.from_numpy(np.ascontiguousarray(lengths))  # torch accepts no negative strides
+        return torch.as_tensor(lengths if isinstance(lengths, Tensor) else list(lengths))
     except (TypeError, ValueError, RuntimeError):
         return torch.empty(0)
 

@@ -119,7 +119,7 @@ def _document(sample: Any, number: int) -> dict[str, Tensor]:
         elif key in ("labels", "targets"):
             action = "Return labels with one element per token, which the model shifts, or targets that are shifted"
             raise DataError(f"samples[{number}]['{key}']", value, f"must have {len(tokens)} elements", action)
-    if "targets" not in found:
+    if "labels" in found or "targets" not in found:
         labels = found.get("labels", tokens).clone()
         labels[:1] = IGNORE_INDEX
         found["labels"] = labels

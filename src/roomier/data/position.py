@@ -20,6 +20,7 @@ from roomier.core.forms import (
     item_of,
     list_of,
     mapping_of,
+    number,
     one_of,
     optional,
     tensor,
@@ -58,6 +59,7 @@ _FEEDS: dict[str, tuple[Mapping[str, Form], Mapping[str, Form]]] = {
 """Fields of a position for each kind of feed, and the fields that can differ between ranks."""
 
 _ORDER = {"order": optional(either(tensor(torch.uint8), integer(-(2**63), 2**63 - 1)))}
+_SAMPLER = {"sampler": mapping_of(optional(either(flag, number)))}
 _COUNTS = ("num_batches", "num_samples")
 _PART = {
     "cycle": integer(-1),
@@ -101,7 +103,7 @@ def _check_feed(kind: str, value: dict[str, Any], place: str, *, has_begun: bool
         required |= {"divided_by": text, "keeps_order": flag, **_by_rank(own)}
     else:
         required |= own
-    fields(required, others={"num_batches": count, **_ORDER})(value, place)
+    fields(required, others={"num_batches": count, **_ORDER, **_SAMPLER})(value, place)
 
 
 def check_generators(value: Any, place: str) -> None:

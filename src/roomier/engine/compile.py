@@ -41,6 +41,8 @@ DEFAULT = CompilePlan(enabled=True)
 class CompiledForward(WrappedForward):
     """Forward of a block that is compiled at its first call, and again for inputs of different kinds."""
 
+    is_compiled = True
+
     def __init__(self, module: nn.Module, plan: CompilePlan) -> None:
         super().__init__(module)
         self._plan = plan

@@ -69,6 +69,10 @@ class ModelEngine(PreparedEngine):
         # Autocast returns 16-bit outputs, and a loss in the loop would be computed in 16 bits. If the loss is computed
         # in chunks, the output is a placeholder for logits that are never materialized, so it is not converted.
         self._widens = facts.precision.autocast_dtype is not None and levers.output_layer is None
+        # The script computes the loss after the forward, so the watches of the loss end with the first backward.
+        watches = levers.forward_context.watches
+        self._loss_watches: list[Any] = [each for each in watches if getattr(each, "is_of_loss", False)]
+        watches[:] = [each for each in watches if each not in self._loss_watches]
         self.reduces = True
         self._begins_window = True
         self._is_chained = False
@@ -120,6 +124,7 @@ class ModelEngine(PreparedEngine):
     def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self._is_chained:
             super()._run_backward(loss, *args, **kwargs)
+            self._end_watches()
             return
         self._is_before_any_backward = self._is_in_backward = False
         with self._backward_context():  # only sharded models prepare a backward, and these are never chained
@@ -127,6 +132,12 @@ class ModelEngine(PreparedEngine):
         if self._is_in_backward:
             for end_backward in self._moments.end_backward:
                 end_backward()
+            self._end_watches()
+
+    def _end_watches(self) -> None:
+        watches, self._loss_watches = self._loss_watches, []
+        for each in watches:
+            each.report()
 
     def _watch(self, output: Any) -> None:
         if not any(each.requires_grad for each in self.module.parameters()):
@@ -142,6 +153,11 @@ class ModelEngine(PreparedEngine):
 
     def _note_backward(self, _: Tensor) -> None:
         self._is_in_backward = True
+
+    def owns_any(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether ``parameters`` contains a parameter of the network."""
+        own = {id(each) for each in self.module.parameters()}
+        return any(id(each) in own for each in parameters)
 
     def begin_clip(self, parameters: Sequence[Tensor]) -> None:
         """Unscale the gradients of ``parameters``. In this step, the clipping settings of the Plan do not apply to

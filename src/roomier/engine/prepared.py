@@ -12,6 +12,7 @@ from roomier.api.adapt import as_module
 from roomier.api.engine import StepHooks
 from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError, TrainingError
+from roomier.core.log import notice
 from roomier.device.resolve import resolve_device
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
@@ -19,6 +20,7 @@ from roomier.engine.optimizers import configure_by_name
 from roomier.launch import join, place, present_launch
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
+from roomier.plan.rules import refuse
 from roomier.precision.policy import set_matmul_precision
 
 
@@ -81,6 +83,16 @@ class PreparedEngine(EagerEngine):
             )
 
 
+def planner_errors(plan: Plan) -> list[PlanError]:
+    """Return the errors of a plan that requires the planner, which custom loops do not run."""
+    if plan.parallel.strategy != "auto":
+        return []
+    nearest = "zero3" if plan.parallel.num_ranks > 1 else "single"
+    problem = "is not supported in custom loops, because the planner requires the step and the data of a Trainer"
+    action = f"Use {nearest!r}, or pass trainer.plan after a run with Trainer(strategy='auto')"
+    return [PlanError("strategy", "auto", problem, action)]
+
+
 AnyPrepared = TypeVar("AnyPrepared", bound=PreparedEngine)
 
 
@@ -105,8 +117,8 @@ def build_prepared(
         allows_none: allow a model without an optimizer.
 
     Raises:
-        PlanError: there is no optimizer, both ``given`` and ``plan`` define one, or an optimizer has states of
-            parameters that are sharded.
+        PlanError: there is no optimizer, both ``given`` and ``plan`` define one, an optimizer has states of parameters
+            that are sharded, or the strategy is ``"auto"``.
     """
 
     def optimizers(blocks: Sequence[nn.Module]) -> Configured:
@@ -121,6 +133,9 @@ def build_prepared(
             raise PlanError("optimizer", None, "no optimizer was passed, and the plan names none", "Pass one")
         return configure_by_name(plan, network, lambda: max_steps or float("inf"), blocks)
 
+    refuse(planner_errors(plan))
+    if plan.choice.memory_budget_bytes is not None:
+        notice("memory_budget: the memory of a custom loop is not forecast, so the limit has no effect")
     wrapped = as_module(module)
     network = network_of(wrapped)
     replace_parameters = replacement_of_parameters(network, given)

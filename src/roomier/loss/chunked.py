@@ -65,11 +65,16 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
 
 class LossWatch:
-    """Context manager for the first forward pass, which reports if no loss was computed in chunks.
+    """Context manager for the first training step, which reports if no loss was computed in chunks.
 
     Args:
         layer: the result of :func:`apply_chunked_loss`.
+
+    Attributes:
+        is_of_loss: True, because the watch must include the computation of the loss.
     """
+
+    is_of_loss = True
 
     def __init__(self, layer: nn.Linear) -> None:
         forward = layer.__dict__["forward"]
@@ -79,7 +84,12 @@ class LossWatch:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None and not self._use.is_chunked:
+        if kind is None:
+            self.report()
+
+    def report(self) -> None:
+        """Report that no memory is saved if no loss was computed in chunks."""
+        if not self._use.is_chunked:
             notice(
                 "chunked loss: no memory is saved, because the first training step passed no logits of the shape "
                 "[tokens, classes] from the output layer directly to cross_entropy. Compute the loss from them "

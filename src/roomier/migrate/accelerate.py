@@ -164,6 +164,18 @@ _HANDLERS_WITHOUT_EFFECT = {
 }
 
 
+def _project(answers: Answers, name: str, value: Any) -> None:
+    limit = value.total_limit
+    if limit is not None and not value.automatic_checkpoint_naming:
+        reason = "checkpoints are removed only if automatic_checkpoint_naming=True names them"
+        answers.ignore(f"{name}.total_limit", limit, reason)
+    elif limit is not None and limit < 1:
+        answers.reject(f"{name}.total_limit", limit, "must be at least 1", "Pass None for no limit")
+    if value.save_on_each_node:
+        reason = "it applies to accelerator.save only. In checkpoints, each rank writes its shards"
+        answers.ignore(f"{name}.save_on_each_node", True, reason)
+
+
 def _compile(answers: Answers, name: str, value: Any) -> None:
     backend = name_of(getattr(value, "backend", value)).lower().rpartition(".")[2]
     if backend == "inductor":
@@ -203,9 +215,8 @@ _CONVERTED: dict[str, Callable[[Answers, str, Any], None]] = {
     "dynamo_plugin": _compile,
     "device_placement": _placement,
     "rng_types": _random_types,
-    **dict.fromkeys(
-        ("split_batches", "step_scheduler_with_optimizer", "log_with", "project_dir", "project_config"), _of_loop
-    ),
+    "project_config": _project,
+    **dict.fromkeys(("split_batches", "step_scheduler_with_optimizer", "log_with", "project_dir"), _of_loop),
 }
 
 _REJECTED = {
@@ -234,7 +245,6 @@ MEMBERS = {
     "profile": "Use torch.profiler.profile(), or Trainer(profiler='pytorch')",
     "register_load_state_pre_hook": _HOOK,
     "register_save_state_pre_hook": _HOOK,
-    "save_iteration": "Pass a folder to accelerator.save_state(folder)",
     "tensor_parallel_rank": _RANK,
     "pipeline_parallel_rank": _RANK,
     "context_parallel_rank": _RANK,

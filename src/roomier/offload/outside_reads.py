@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from roomier.core.tree import tensors
+from roomier.core.wrapped_forward import has_compiled_forward
 from roomier.offload.units import Unit
 
 _METADATA = frozenset(
@@ -32,7 +34,8 @@ class OutsideReads(TorchFunctionMode):
     """Context of a forward pass that detects calls of torch functions with a parameter of a block while the block is
     not running.
 
-    Torch functions are slower in this context, so the context is used for only one forward pass.
+    Torch functions are slower in this context, so the context is used for only one forward pass. The context is paused
+    in compiled blocks, because it must not become part of the compiled code.
 
     Args:
         units: the units. Units without a module are ignored.
@@ -48,8 +51,8 @@ class OutsideReads(TorchFunctionMode):
 
     def __enter__(self) -> OutsideReads:
         for module in set(self._owner.values()):
-            begin = module.register_forward_pre_hook(lambda block, _: self._running.add(block), prepend=True)
-            end = module.register_forward_hook(lambda block, *_: self._running.discard(block), always_call=True)
+            begin = module.register_forward_pre_hook(self._begin, prepend=True)
+            end = module.register_forward_hook(self._end, always_call=True)
             self._handles.callback(begin.remove)
             self._handles.callback(end.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -59,7 +62,19 @@ class OutsideReads(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._handles.close()
 
+    def _begin(self, block: nn.Module, _: Any) -> None:
+        self._running.add(block)
+        if has_compiled_forward(block):
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _end(self, block: nn.Module, *_: Any) -> None:
+        if block in self._running and has_compiled_forward(block):
+            super().__enter__()  # type: ignore[no-untyped-call]
+        self._running.discard(block)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if torch.compiler.is_compiling():  # a module that the user compiled
+            return func(*args, **(kwargs or {}))
         if self._report is not None and not _reads_only_metadata(func):
             for each in tensors((args, kwargs)):
                 owner = self._owner.get(each)  # type: ignore[call-overload]

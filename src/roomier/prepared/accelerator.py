@@ -22,6 +22,7 @@ from roomier.device.transfer import BatchMover
 from roomier.engine.model_engine import ModelEngine
 from roomier.engine.prepared import build_prepared
 from roomier.launch import join, place, present_launch
+from roomier.loss.lazy_logits import computed
 from roomier.migrate.accelerate import MEMBERS, PRECISIONS
 from roomier.plan import Plan
 from roomier.precision.policy import precision_of, set_matmul_precision
@@ -55,7 +56,7 @@ class Accelerator(Storage):
         split_batches: divide each batch of a loader among the ranks. By default, each rank reads one batch per step.
         step_scheduler_with_optimizer: step schedulers only after an optimizer step, once per rank.
         log_with: names of loggers, or loggers, for :meth:`log`.
-        project_dir: folder of logs.
+        project_dir: folder of logs, and of checkpoints with automatic names.
         keywords: other keywords of ``accelerate.Accelerator``. roomier converts a keyword, reports that it has no
             effect, or rejects it with the equivalent.
 
@@ -141,6 +142,7 @@ class Accelerator(Storage):
                 done[id(each)] = self._prepared_scheduler(each)
             elif _is_new(each, DataLoader, PreparedLoader):
                 done[id(each)] = self._prepared_loader(each)
+                self._loaders.append(done[id(each)])
             elif type(each).__name__ in ("DummyOptim", "DummyScheduler"):
                 action = "Create a torch optimizer and scheduler"
                 raise PlanError("prepare", type(each).__name__, "stands for a setting of DeepSpeed", action)
@@ -219,11 +221,7 @@ class Accelerator(Storage):
         return prepared
 
     def _prepared_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
-        prepared = prepared_loader(
-            loader, self.ranks, self._move, self._accumulation, splits_batches=self.split_batches
-        )
-        self._loaders.append(prepared)
-        return prepared
+        return prepared_loader(loader, self.ranks, self._move, self._accumulation, splits_batches=self.split_batches)
 
     def _move(self, batch: Any) -> Any:
         return self._precision.convert_batch(self._mover(batch))
@@ -304,7 +302,8 @@ class Accelerator(Storage):
             The norm before clipping, over all ranks (0-dim).
 
         Raises:
-            TrainingError: gradients are scaled or sharded, and still accumulate.
+            TrainingError: gradients are scaled or sharded, and still accumulate, or ``parameters`` were read before
+                the model was sharded.
         """
         own = self._begin_clip("clip_grad_norm_", parameters)
         if not self._engines:
@@ -315,7 +314,8 @@ class Accelerator(Storage):
         """Clamp each element of the gradients of ``parameters`` to ``[-clip_value, clip_value]``.
 
         Raises:
-            TrainingError: gradients are scaled or sharded, and still accumulate.
+            TrainingError: gradients are scaled or sharded, and still accumulate, or ``parameters`` were read before
+                the model was sharded.
         """
         own = self._begin_clip("clip_grad_value_", parameters)
         if not self._engines:
@@ -325,6 +325,10 @@ class Accelerator(Storage):
 
     def _begin_clip(self, name: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        is_sharded = any(engine.is_sharded and not engine.owns_any(own) for engine in self._engines)
+        if own and is_sharded and all(each.grad is None for each in own):
+            problem = "received no parameters of the sharded model, whose parameters were replaced by prepare"
+            raise TrainingError(name, len(own), problem, "Pass model.parameters() of the prepared model")
         for engine in self._engines:
             if not self.sync_gradients and (engine.is_sharded or engine.scaler.is_on):
                 problem = "was called while gradients accumulate"
@@ -358,7 +362,7 @@ class Accelerator(Storage):
             use_gather_object: gather objects, which need not have the same shape on all ranks.
         """
         if self.ranks.is_alone:
-            return input_data
+            return computed(input_data)
         gathers_tensors = holds_only_tensors(input_data) and not use_gather_object
         data = self.gather(input_data) if gathers_tensors else gathered_objects(input_data, self.ranks)
         loader = self._accumulation.loaders[-1] if self._accumulation.loaders else None

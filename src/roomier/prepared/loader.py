@@ -21,6 +21,8 @@ from roomier.data.share import Share
 from roomier.prepared.accumulation import Accumulation
 from roomier.prepared.shares import LaterBatches, ShardedBatches, ShardedStream, with_generator
 
+_END = object()
+
 
 @dataclass
 class Order:
@@ -48,7 +50,8 @@ class PreparedLoader:
         move: function that moves a batch to the device.
         accumulation: position of the loop.
         share: batches of this rank, if ``loader`` yields the batches of all ranks.
-        generator: generator of the order of the samples, whose state rank 0 broadcasts before each epoch.
+        generator: generator of the order of the samples, whose state rank 0 broadcasts before each epoch. None if the
+            order is drawn from the default generator.
         ranks: all ranks.
 
     Attributes:
@@ -91,9 +94,10 @@ class PreparedLoader:
         self._accumulation.loaders.append(self)
         try:
             batches = islice(self._share.of(iter(self.loader)), self._num_discarded, None)
-            for batch in batches:
-                if resumed is not None:  # the order is drawn when the first batch is read
-                    torch.set_rng_state(now)
+            batch = next(batches, _END)
+            if resumed is not None:  # the order is drawn when the first batch is read
+                torch.set_rng_state(now)
+            if batch is not _END:
                 on_device = self._move(batch)
                 for following in batches:
                     yield on_device
@@ -122,8 +126,19 @@ class PreparedLoader:
         return {"epoch": self.order.epoch, "start": self.order.start, "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`."""
-        self.order.epoch, self.order.start, self.order.resumed = state["epoch"], None, state["start"]
+        """Restore the result of :meth:`state_dict`.
+
+        A notice is printed if the running epoch cannot continue in the same order, because one process draws the order
+        from a different generator than several ranks.
+        """
+        start = state["start"]
+        if start is not None and ("generator" in start) != (self._generator is not None):
+            start = None
+            notice(
+                "load_state: the checkpoint was written within an epoch, with a different number of ranks. The loader "
+                "draws a new order, so skip_first_batches repeats or omits samples"
+            )
+        self.order.epoch, self.order.start, self.order.resumed = state["epoch"], None, start
         if self._generator is not None and state["generator"] is not None:
             self._generator.set_state(state["generator"])
 
@@ -199,7 +214,9 @@ def prepared_loader(
         PlanError: ``splits_batches`` is set, and the batches cannot be divided by the number of ranks.
     """
     if ranks.is_alone:
-        return PreparedLoader(loader, move, accumulation, ranks)
+        found = getattr(_sampler_of(_index_sampler(loader)), "generator", None)
+        of_sampler = found if isinstance(found, torch.Generator) else None
+        return PreparedLoader(loader, move, accumulation, ranks, generator=of_sampler)
     share = share_of(loader, ranks.world)
     if share.divided_by is not None:
         notice(f"{share.divided_by} already shards the loader across ranks, so roomier does not shard it again")
@@ -226,6 +243,10 @@ def rebuilt_with(loader: DataLoader[Any], index_sampler: Any) -> DataLoader[Any]
     return rebuilt(loader, batch_sampler=index_sampler)
 
 
+def _sampler_of(batches: Any) -> Any:
+    return getattr(batches, "sampler", batches)
+
+
 def _index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
@@ -246,10 +267,10 @@ def _of_stream(loader: DataLoader[Any], ranks: Ranks, splits: bool) -> DataLoade
 
 def _with_common_order(batches: Any, ranks: Ranks) -> tuple[Any, torch.Generator | None]:
     """Return ``batches`` with a sampler that draws the same order on every rank, and the generator of this sampler."""
-    sampler = getattr(batches, "sampler", batches)
-    if not hasattr(sampler, "generator"):
+    sampler = _sampler_of(batches)
+    generator = getattr(sampler, "generator", False)
+    if not (generator is None or isinstance(generator, torch.Generator)):
         return batches, None
-    generator = sampler.generator
     if generator is None:
         seed = int(torch.empty((), dtype=torch.int64).random_())  # every rank draws, as in Accelerate
         generator = torch.Generator().manual_seed(ranks.from_zero(seed))

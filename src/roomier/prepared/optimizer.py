@@ -9,16 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.engine.model_engine import ModelEngine
+from roomier.optim.proxy import OptimizerProxy
 from roomier.prepared.accumulation import Accumulation
 
-_STATE = ("param_groups", "state", "defaults")
 
-
-class PreparedOptimizer:
+class PreparedOptimizer(OptimizerProxy):
     """Proxy of ``optimizer`` whose ``step`` and ``zero_grad`` have no effect while gradients accumulate.
-
-    ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. All other attributes are read
-    from the optimizer.
 
     Args:
         optimizer: the optimizer.
@@ -27,14 +23,10 @@ class PreparedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, engine: ModelEngine, accumulation: Accumulation) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._engine = engine
         self._accumulation = accumulation
         self._num_skipped: Tensor | None = None  # before the last step
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.optimizer)
 
     def step(self, closure: Any = None) -> None:
         """Update the parameters, unless gradients accumulate or are not finite."""
@@ -74,21 +66,6 @@ class PreparedOptimizer:
         set_mode = getattr(self.optimizer, name, None)
         if callable(set_mode):
             set_mode()
-
-    def __repr__(self) -> str:
-        return repr(self.optimizer)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.optimizer.__reduce_ex__(protocol)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _STATE:
-            setattr(self.optimizer, name, value)
-        else:
-            super().__setattr__(name, value)
 
 
 class PreparedScheduler:

@@ -72,6 +72,9 @@ def prepare(
         if max_steps is not None:
             problem = "is not supported together with a loader or scheduler"
             raise PlanError("max_steps", max_steps, problem, "Create the scheduler for this number of steps")
+        if isinstance(optimizer, (list, tuple)):
+            problem = "is a list, but a loader or scheduler was passed as well"
+            raise PlanError("optimizer", len(optimizer), problem, "Pass each optimizer as a separate argument")
         others = objects if optimizer is None else (optimizer, *objects)
         return Accelerator(plan=plan).prepare(module, *others)
     if objects:

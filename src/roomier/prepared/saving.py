@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,7 @@ from roomier.engine.model_engine import ModelEngine
 from roomier.export.shards import ToWrite, write_tensors
 
 _HOST = torch.device("cpu")
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def save_loop(
@@ -120,8 +122,9 @@ def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int 
     tensors = [_to_write(first, weights[first], tuple(tied)) for first, *tied in names.values()]
     with TemporaryDirectory(dir=folder) as new:
         write_tensors(Path(new), tensors, size)
-        for earlier in folder.glob("model*.safetensors*"):
-            earlier.unlink()
+        for earlier in folder.iterdir():
+            if _WEIGHTS.fullmatch(earlier.name):
+                earlier.unlink()
         for file in Path(new).iterdir():
             file.replace(folder / file.name)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.engine.prepared import planner_errors
 from roomier.launch import present_launch
 from roomier.migrate.accelerate import answers_to_keywords
 from roomier.migrate.answers import Answers
 from roomier.migrate.deepspeed.objects import answers_to_source
 from roomier.plan import Plan, plan_from_flags
-from roomier.plan.levers import lever_that_frees_gradients
+from roomier.plan.levers import lever_that_frees_gradients, used_levers
 from roomier.plan.rules import refuse
 
 _FIELDS = {
@@ -96,7 +97,7 @@ def _on_launched_ranks(plan: Plan) -> Plan:
 
 
 def _check(plan: Plan) -> None:
-    """Reject techniques that must run the forward, backward and update of a step together.
+    """Reject techniques that must run the forward, backward and update of a step together, and the planner.
 
     Raises:
         PlanError: the plan contains such a technique.
@@ -127,4 +128,9 @@ def _check(plan: Plan) -> None:
         problem = "is not supported, because the budget is allocated by measuring a full step"
         action = "Use activation_checkpointing='full', 'every_n' or 'selective'"
         found.append(("activation.policy", "budget", problem, action))
-    refuse([PlanError(*each) for each in found])
+    lazy = next((each for each in used_levers(plan) if each.changes_output_layer), None)
+    if lazy is not None and plan.parallel.strategy == "ddp" and plan.parallel.find_unused_parameters:
+        problem = f"is not supported with {lazy.keyword}, whose logits are not in the graph that DDP searches"
+        action = f"Remove {lazy.keyword} from the plan, or {together[0].lower()}{together[1:]}"
+        found.append(("find_unused_parameters", True, problem, action))
+    refuse([*planner_errors(plan), *(PlanError(*each) for each in found)])

@@ -11,12 +11,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from roomier.core.errors import RoomierError
+from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.model_engine import ModelEngine
 from roomier.prepared.loader import PreparedLoader
 from roomier.prepared.model import PreparedModel
 from roomier.prepared.optimizer import PreparedScheduler
 from roomier.prepared.processes import Processes
+from roomier.prepared.project import last_checkpoint, next_checkpoint, project_of, remove_oldest
 from roomier.prepared.saving import full_weights, load_loop, save_loop, write_weights
 from roomier.prepared.trackers import NO_TRACKER, Trackers
 
@@ -28,27 +30,44 @@ class Storage(Processes):
         ranks: all ranks.
         device: device of this rank.
         log_with: names of loggers, or loggers.
-        project_dir: folder of logs.
+        project_dir: folder of checkpoints with automatic names and of logs, unless ``project`` contains it.
         project: Accelerate's ``ProjectConfiguration``; None for its defaults.
 
     Attributes:
-        project_dir: folder of the project; None if there is none.
-        logging_dir: folder of logs; None if there is none.
+        project_configuration: ``project``, or a :class:`roomier.prepared.project.Project`. Its attribute ``iteration``
+            is the number of the next checkpoint with an automatic name.
+
+    Raises:
+        PlanError: checkpoints are named automatically, and there is no folder of the project.
     """
 
     def __init__(
         self, ranks: Ranks, device: torch.device, *, log_with: Any, project_dir: str | Path | None, project: Any
     ) -> None:
         super().__init__(ranks, device)
-        folder = project_dir or getattr(project, "project_dir", None)
-        self.project_dir = None if folder is None else str(folder)
-        self.logging_dir: str | None = getattr(project, "logging_dir", None) or self.project_dir
-        self._saves_on_each_node = bool(getattr(project, "save_on_each_node", False))
+        self.project_configuration = project_of(project, project_dir)
         self._trackers = Trackers(log_with, None if self.logging_dir is None else Path(self.logging_dir))
         self._engines: list[ModelEngine] = []
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
         self._registered: list[Any] = []
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of the project; None if there is none."""
+        folder = self.project_configuration.project_dir
+        return None if folder is None else str(folder)
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of logs; None if there is none."""
+        folder = self.project_configuration.logging_dir
+        return None if folder is None else str(folder)
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint with an automatic name."""
+        return int(self.project_configuration.iteration)
 
     def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """Return the network of a prepared model."""
@@ -66,7 +85,8 @@ class Storage(Processes):
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save ``obj`` on rank 0 with ``torch.save``, or with ``safetensors`` if ``safe_serialization`` is set."""
-        if not (self.is_local_main_process if self._saves_on_each_node else self.is_main_process):
+        on_each_node = self.project_configuration.save_on_each_node
+        if not (self.is_local_main_process if on_each_node else self.is_main_process):
             return
         if safe_serialization:
             save_file(dict(obj), f, metadata={"format": "pt"})
@@ -113,31 +133,52 @@ class Storage(Processes):
 
         Every rank must call this method. Each rank writes its shards as safetensors files.
 
+        With ``ProjectConfiguration(automatic_checkpoint_naming=True)``, the folder is
+        ``project_dir/checkpoints/checkpoint_<iteration>``. After the checkpoint is complete, the checkpoints with the
+        lowest numbers are removed if there are more than ``total_limit``.
+
         Args:
-            output_dir: the folder.
+            output_dir: the folder. It has no effect with automatic names.
             safe_serialization: must be True.
 
         Returns:
             The folder.
 
         Raises:
-            RoomierError: ``output_dir`` is missing, or ``safe_serialization`` is False.
+            RoomierError: ``output_dir`` is missing, the folder with the automatic name exists, or
+                ``safe_serialization`` is False.
             CheckpointError: the folder cannot be written.
         """
         if not safe_serialization:
             problem = "is not supported, because checkpoints contain no pickles"
             raise RoomierError("safe_serialization", False, problem, "Remove it")
-        folder = _folder("output_dir", output_dir)
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            folder = _folder("output_dir", output_dir)
+            save_loop(folder, self._engines, self._states(), self.ranks)
+            return str(folder)
+        folder = next_checkpoint(project, self.ranks)
+        if output_dir is not None:
+            notice(f"save_state: checkpoints are named automatically, so {folder} is written instead of {output_dir}")
         save_loop(folder, self._engines, self._states(), self.ranks)
+        remove_oldest(project, folder, self.ranks)
+        project.iteration += 1
         return str(folder)
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
         """Restore a checkpoint of :meth:`save_state`. The strategy and the number of ranks can differ.
 
+        Args:
+            input_dir: the folder. With automatic names, None loads the checkpoint with the highest number, and the
+                next checkpoint has the following number.
+
         Raises:
             RoomierError: ``input_dir`` is missing, or the checkpoint contains other objects.
             CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
+        project = self.project_configuration
+        if input_dir is None and project.automatic_checkpoint_naming:
+            input_dir = last_checkpoint(project, self.ranks)
         load_loop(_folder("input_dir", input_dir), self._engines, self._states(), self.ranks)
 
     def _states(self) -> dict[str, list[Any]]:
@@ -195,6 +236,10 @@ class Storage(Processes):
 
 def _folder(name: str, given: str | Path | None) -> Path:
     if given is None:
-        problem = "is required, because folders are not named automatically"
-        raise RoomierError(name, None, problem, "Pass a folder, such as 'checkpoints/step-100'")
+        problem = "is required, because checkpoints are not named automatically"
+        action = (
+            "Pass a folder, such as 'checkpoints/step-100', or create the Accelerator with "
+            "project_config=ProjectConfiguration(automatic_checkpoint_naming=True)"
+        )
+        raise RoomierError(name, None, problem, action)
     return Path(given)

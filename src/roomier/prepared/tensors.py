@@ -16,6 +16,7 @@ from roomier.core.all_gather import all_gather
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors, tensors
+from roomier.loss.lazy_logits import computed
 
 REDUCTIONS = ("sum", "mean", "max", "none")
 
@@ -28,6 +29,7 @@ def gathered(data: Any, ranks: Ranks, device: torch.device) -> Any:
     Raises:
         TrainingError: a tensor has a different shape on another rank.
     """
+    data = computed(data)  # the logits of a language model can be computed when they are read
     if ranks.is_alone:
         return data
     shapes = ranks.gather([tuple(each.shape) for each in tensors(data)])
@@ -36,10 +38,7 @@ def gathered(data: Any, ranks: Ranks, device: torch.device) -> Any:
         problem = f"have shapes {shapes[other]} on rank {other}, but {shapes[0]} on rank 0"
         action = "Call accelerator.pad_across_processes first, or gather objects: gather_for_metrics(..., True)"
         raise TrainingError("gathered tensors", len(shapes[0]), problem, action)
-    # A batch is allocated on the stream that copied it. The allocator does not order the reuse of its memory after the
-    # stream of the process group, so the process group reads a copy that is allocated on the computing stream.
-    copied = data if device.type == "cpu" else map_tensors(Tensor.clone, data)
-    return map_tensors(lambda each: each.flatten(0, 1) if each.dim() > 1 else each, all_gather(copied, ranks, device))
+    return map_tensors(lambda each: each.flatten(0, 1) if each.dim() > 1 else each, all_gather(data, ranks, device))
 
 
 def gathered_objects(data: Any, ranks: Ranks) -> Any:
@@ -76,7 +75,7 @@ def reduced(data: Any, reduction: str, ranks: Ranks) -> Any:
         if ranks.is_alone:
             return tensor.clone()
         if reduction == "max":
-            largest: Tensor = all_gather(tensor.clone(), ranks, tensor.device).amax(0)
+            largest: Tensor = all_gather(tensor, ranks, tensor.device).amax(0)
             return largest
         total = ranks.sum(tensor)
         return total / ranks.world.size if reduction == "mean" else total

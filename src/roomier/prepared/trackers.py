@@ -28,7 +28,7 @@ class Trackers:
     """
 
     def __init__(self, log_with: Any, folder: Path | None) -> None:
-        given = [] if log_with is None else [log_with] if isinstance(log_with, str) or is_logger(log_with) else log_with
+        given = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
         self._loggers = loggers_from_flag([_logger_of(each) for each in given])
         self._folder = folder
         self._group = LoggerGroup([])

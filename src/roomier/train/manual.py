@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from roomier.api.adapt import seen_by_user
+from roomier.optim.proxy import OptimizerProxy
 
 if TYPE_CHECKING:
     from roomier.run.run import Run
 
-_STATE = ("param_groups", "state", "defaults")
 
-
-class ManualOptimizer:
+class ManualOptimizer(OptimizerProxy):
     """Proxy of ``optimizer`` that replaces ``step``. All other attributes are read from the original optimizer.
-
-    ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. Copying or pickling the proxy
-    copies or pickles the optimizer.
 
     Args:
         optimizer: the optimizer.
@@ -29,12 +25,8 @@ class ManualOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._run = run
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.optimizer)
 
     def step(self, closure: Any = None) -> Any:
         """Run one optimizer step, which calls ``closure``, then ``on_before_optimizer_step``, and then the update.
@@ -91,18 +83,3 @@ class ManualOptimizer:
             yield
         finally:
             module.untoggle_optimizer(self)
-
-    def __repr__(self) -> str:
-        return repr(self.optimizer)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.optimizer.__reduce_ex__(protocol)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _STATE:  # attributes of the optimizer
-            setattr(self.optimizer, name, value)
-        else:
-            super().__setattr__(name, value)

@@ -69,7 +69,8 @@ void free_device_memory(void* context) {
 // A caching allocator gives freed memory to the next allocation on the stream where the memory was allocated, without
 // waiting for the device. Here, the next allocation on this stream may reuse all freed blocks, so a task overwrites
 // them. A task of a different stream that still uses a block is a race, unless the program called record_stream. A
-// block with recorded streams is not reused until their tasks have run, and no task waits for them. A new block may have
+// block with recorded streams is not reused until their tasks have run, and no task waits for them. The accesses before
+// these tasks are over, including accesses of other streams that the recorded streams waited for. A new block may have
 // the memory of all blocks that were reused before, so a task of a different stream that uses the new block must be
 // ordered after the task that overwrites them.
 void reuse_freed_blocks(Stream* stream) {
@@ -81,7 +82,7 @@ void reuse_freed_blocks(Stream* stream) {
       if (std::all_of(last_uses.begin(), last_uses.end(), has_happened)) {
         auto is_over = [&](const Access& access) {
           return std::any_of(last_uses.begin(), last_uses.end(), [&](const Event& event) {
-            return access.stream == event.stream && access.position <= event.position;
+            return is_before(access, event);
           });
         };
         auto& accesses = block->accesses;

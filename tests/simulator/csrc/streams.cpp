@@ -210,6 +210,10 @@ bool has_happened(const Event& event) {
   return event.stream == nullptr || event.stream->num_done >= event.position;
 }
 
+bool is_before(const Access& access, const Event& event) {
+  return at_slot(event.clock, access.stream->slot) >= access.position;
+}
+
 void wait_for_stream(Stream* stream, const std::string& kind, Wait wait) {
   wait_for_event(record_event(stream), kind, wait);
 }

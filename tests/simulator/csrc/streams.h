@@ -102,6 +102,8 @@ void enqueue(Stream* stream, const std::string& name, std::function<void()> func
 void enqueue_wait(Stream* stream, const Event& event, bool with_clock = true);
 Event record_event(Stream* stream);
 bool has_happened(const Event& event);  // does not run tasks
+// Return whether the task of `access` is ordered before `event`.
+bool is_before(const Access& access, const Event& event);
 
 // Waits of the host. `kind` is the name under which the wait is counted.
 void wait_for_stream(Stream* stream, const std::string& kind, Wait wait);
