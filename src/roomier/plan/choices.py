@@ -132,7 +132,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "cosine": _exact("the learning rate decreases along half a cosine to the last step"),
     },
     "optimizer.weight_rounding": {
-        "split": _exact("bfloat16 weights with 16 additional bits: updates as of float32 weights"),
+        "split": _exact("bfloat16 weights with 16 additional bits, updated like float32 weights"),
         "stochastic": _approximate("updates are rounded to bfloat16 up or down at random, unbiased"),
         "nearest": _approximate("bfloat16 weights lose updates below 2^-9 of a weight"),
     },
