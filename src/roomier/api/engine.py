@@ -69,7 +69,7 @@ class LossScale(Protocol):
 
     @property
     def factor(self) -> float:
-        """The factor as a number. Reading it waits for the device."""
+        """The factor as a number. Reading this value waits for the device."""
         ...
 
 

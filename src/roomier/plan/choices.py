@@ -98,7 +98,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "precision.mode": {
         "32-true": _exact("weights, gradients and states in float32"),
         "bf16-mixed": _near("matmul inputs are rounded to bfloat16; weights and updates stay in float32"),
-        "16-mixed": _near("matmuls round to float16, loss is scaled; weights in float32"),
+        "16-mixed": _near("matmul inputs are rounded to float16, the loss is scaled; weights in float32"),
         "bf16-true": _approximate("bfloat16 weights lose updates below 2^-9 of a weight"),
         "64-true": _near("weights, gradients and states in float64"),
     },
@@ -184,11 +184,11 @@ CHOICES: dict[str, dict[str, Choice]] = {
 }
 
 SWITCHES: dict[str, Choice] = {
-    "parallel.find_unused_parameters": _near("steps may skip parameters; gradients are summed in other buckets"),
+    "parallel.find_unused_parameters": _near("steps may skip parameters; gradients are summed in different buckets"),
     "batch.accumulate_grad_batches": _near("the gradient of the full batch, summed over micro-batches"),
     "loss.chunked": _near("cross_entropy never holds all logits; the loss is summed over chunks"),
     "adapter.lora_rank": _exact(),
-    "compile.enabled": _near("fused kernels round differently; dropout uses other random numbers"),
+    "compile.enabled": _near("fused kernels round differently; dropout uses different random numbers"),
     "choice.memory_budget_bytes": _exact("per device, at the peak of a step"),
 }
 """Flags and numbers, each with the label and the remark that apply if it is set. An option that is not set has the

@@ -259,7 +259,7 @@ def _set_recompute(draft: _Draft, given: object) -> None:
 
 
 def _set_budget(draft: _Draft, given: object, keyword: str) -> bool:
-    """Set the budget from text (bytes or percent) or from a number. Return False if it is invalid."""
+    """Set the budget from text (bytes or percent) or from a number. Return False if the value is invalid."""
     value = given
     if isinstance(given, str):
         try:
