@@ -33,12 +33,12 @@ def check_arguments(of: Any) -> None:
     if not _is_count(of.save_top_k, at_least=-1):
         raise _wrong("save_top_k", of.save_top_k, "must be an integer of at least -1", "Use -1 (all) or 0 (none)")
     if of.monitor is None and of.save_top_k > 1:
-        problem = "must be at most 1 without monitor"
+        problem = "must be at most 1 if monitor is not set"
         raise _wrong("save_top_k", of.save_top_k, problem, "Set monitor, or use -1 or 1")
     for field in ("every_n_train_steps", "every_n_epochs"):
         value = getattr(of, field)
         if value is not None and not _is_count(value, at_least=0):
-            raise _wrong(field, value, "must be an integer of at least 0", "Use a positive integer, or 0 for never")
+            raise _wrong(field, value, "must be an integer of at least 0", "Use a positive integer, or 0 to disable")
     given = {
         "every_n_train_steps": of.every_n_train_steps,
         "every_n_epochs": of.every_n_epochs,

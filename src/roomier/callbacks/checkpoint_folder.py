@@ -26,14 +26,14 @@ def names_in(folder: Path) -> tuple[str, ...]:
 def choose_name(
     folder: Path, name: str, kept: set[str], own: set[str], foreign: Iterable[str], suffix: str = ""
 ) -> tuple[str, tuple[str, ...]]:
-    """Choose the name of the next checkpoint in ``folder``, and add it to ``own``.
+    """Choose the name of the next checkpoint in ``folder``, and add this name to ``own``.
 
     Args:
         name: the preferred name.
         kept: names that this run must not replace.
         own: names that this run can replace.
-        foreign: known names of other runs.
-        suffix: suffix of files; empty for folders.
+        foreign: known checkpoint names of other runs.
+        suffix: suffix of the name of a checkpoint file; empty for a checkpoint folder.
 
     Returns:
         A tuple: ``name`` or the first free ``name-v1``, ``name-v2``, ..., and the names of all checkpoints of other
@@ -67,7 +67,7 @@ def find_complete(name: str, folders: list[str]) -> str:
     """Return the path of the complete checkpoint ``name`` in the first folder that contains it, or ``""``."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
-        if is_lightning_file(path):  # from the Lightning run whose checkpoint this run resumes
+        if is_lightning_file(path):  # a file of the Lightning run from which this run resumes
             return path
         with suppress(CheckpointError):
             checkpoint.peek(path)

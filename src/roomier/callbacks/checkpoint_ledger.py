@@ -9,7 +9,7 @@ from typing import TypeAlias
 from roomier.core.forms import Form, anything, fields, integer, items, list_of, number, optional, text
 
 Scored: TypeAlias = tuple[str, float | None]
-"""Path and score of a checkpoint; the score is None if no metric is monitored."""
+"""Path and score of a checkpoint. The score is None if no metric is monitored."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Ledger:
         kept: the top-k checkpoints, oldest first.
         last: path of the newest checkpoint if :attr:`Keep.last` is True, otherwise ``""``.
         superseded: checkpoints that the latest save made obsolete. These checkpoints are removed after that save is
-            committed. The checkpoints stay listed until the next save. If the run is killed before it removes them, the
-            resumed run removes them.
+            committed, but stay listed until the next save. If the run is killed before it removes these checkpoints,
+            the resumed run removes them.
         current_score: score of the newest checkpoint that was among the top-k when it was saved.
         step: number of optimizer steps at the latest save; -1 before the first save.
         newest_path: path of the latest save; ``""`` after a resume.
@@ -59,22 +59,24 @@ class Ledger:
         return {path for path, _ in self.kept} | ({self.last} - {""})
 
     def ranked(self, keep: Keep) -> list[Scored]:
-        """Return the top-k, best first. NaN is worse than any number. If scores are equal, the older checkpoint is
-        better."""
+        """Return the top-k checkpoints, best first. NaN is worse than any number. If scores are equal, the older
+        checkpoint is better.
+        """
         if not keep.monitored:
             return list(reversed(self.kept))
         return sorted(self.kept, key=lambda item: _badness(item[1], keep))
 
     def best(self, keep: Keep) -> Scored:
-        """Return the best checkpoint, or ``("", None)`` if no best checkpoint exists. A checkpoint with score NaN is
-        never best."""
+        """Return the best checkpoint, or ``("", None)`` if no best checkpoint exists. A checkpoint with the score NaN
+        is never the best checkpoint.
+        """
         ranked = self.ranked(keep)
         if not ranked or (keep.monitored and _badness(ranked[0][1], keep) == (1, 0.0)):
             return "", None
         return ranked[0]
 
     def kth(self, keep: Keep) -> Scored:
-        """Return the checkpoint that a better checkpoint would replace.
+        """Return the checkpoint that the next better checkpoint would replace.
 
         Return ``("", None)`` if fewer than k checkpoints are kept, or if all checkpoints are kept.
         """
@@ -84,8 +86,8 @@ class Ledger:
     def enters(self, score: float | None, keep: Keep) -> bool:
         """Return True if a checkpoint with this score would be among the top-k.
 
-        A checkpoint with score NaN is among the top-k only if all checkpoints are kept. If a
-        metric is monitored, a checkpoint without a score is never among the top-k.
+        A checkpoint with the score NaN is among the top-k only if all checkpoints are kept. If a metric is monitored, a
+        checkpoint without a score is never among the top-k.
         """
         if keep.top_k == 0 or (keep.monitored and score is None):
             return False

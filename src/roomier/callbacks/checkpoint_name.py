@@ -14,7 +14,7 @@ DEFAULT_TEMPLATE = "{epoch}-{step}"
 
 
 def check_template(template: str) -> str:
-    """Return ``template`` after checking that it can be filled in.
+    """Check that ``template`` can be filled in, and return ``template``.
 
     Raises:
         RoomierError: the template is empty, contains a slash, or has an invalid field or format.
@@ -27,7 +27,7 @@ def check_template(template: str) -> str:
         if any("/" in literal for literal, *_ in fields):
             raise RoomierError("filename", template, "must be the name of a folder, not a path", action)
         if any(field == "" or conversion for _, field, _, conversion in fields):
-            raise RoomierError("filename", template, "must have a name in each field", action)
+            raise RoomierError("filename", template, "must contain a name in each pair of braces", action)
         metrics = {field: 0.5 for _, field, _, _ in fields if field}
         format_name(template, {**metrics, "epoch": 0, "step": 0})
     except RoomierError:
@@ -38,7 +38,7 @@ def check_template(template: str) -> str:
 
 
 def metrics_named_in(template: str) -> list[str]:
-    """Return the logged metrics that ``template`` contains."""
+    """Return the names of the logged metrics that ``template`` contains."""
     fields = {field: None for _, field, _, _ in Formatter().parse(template) if field}
     return [field for field in fields if field not in ("epoch", "step")]
 

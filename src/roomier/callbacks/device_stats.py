@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the statistics of the device's allocator and the load of the host.
+    """Callback that logs the statistics of the device's allocator and the load of the host.
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
     (bytes, as named by torch), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. The metrics
     are logged at log steps, before and after the step, and after each evaluation. The values are from the first rank.
-    Reading the statistics does not synchronize the device.
+    The callback reads the statistics without synchronizing with the device.
 
     Args:
-        cpu_stats: log the load of the host; None logs it only if training runs on the CPU.
+        cpu_stats: log the load of the host; None logs the load only if training runs on the CPU.
 
     Raises:
         RoomierError: the Trainer has no logger when a fit starts.
@@ -47,7 +47,7 @@ class DeviceStatsMonitor(Callback):
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._last_step = trainer.global_step
-        psutil.cpu_percent()  # the next call reports the load since this call
+        psutil.cpu_percent()  # The next call of cpu_percent returns the load since this call.
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step

@@ -35,7 +35,7 @@ class EarlyStopping(Callback):
     """Callback that stops training if a monitored metric stops improving. The arguments have the same meaning as in
     Lightning.
 
-    At each check, the callback compares ``monitor`` with its best value. To stop the run, it sets
+    At each check, the callback compares ``monitor`` with its best value. To stop the run, the callback sets
     ``trainer.should_stop``.
 
     Args:
@@ -60,8 +60,8 @@ class EarlyStopping(Callback):
         stopping_reason_message: reason for the stop as text; None if the callback did not stop the run.
 
     Raises:
-        RoomierError: an argument is invalid. With ``strict``, this error is also raised at a check if the metric was
-            not logged.
+        RoomierError: an argument is invalid. With ``strict``, the error is also raised at a check if the metric was not
+            logged.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
@@ -172,11 +172,12 @@ class EarlyStopping(Callback):
             self._print(trainer, message)
 
     def _judge(self, current: float, dtype: torch.dtype) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare ``current`` with the best value and return whether to stop, with a message to print.
+        """Compare ``current`` with the best value. Return True if the run should stop, and a message to print.
 
         Args:
             dtype: dtype of the metric, to which thresholds are also rounded. Without this rounding, a float32 metric of
-                0.35, which is slightly less than the Python float 0.35, would be better than a threshold of 0.35.
+                0.35 would be better than a threshold of 0.35, because 0.35 in float32 is slightly less than the Python
+                float 0.35.
         """
 
         def rounded(value: float) -> float:
@@ -194,7 +195,7 @@ class EarlyStopping(Callback):
         if rounded(now + rounded(self.min_delta)) < sign * rounded(best):
             self.best_score = torch.tensor(current, dtype=torch.float64)
             self.wait_count = 0
-            return EarlyStoppingReason.NOT_STOPPED, f"{value} is the new best value; the previous one was {best:.6g}"
+            return EarlyStoppingReason.NOT_STOPPED, f"{value} is the new best value; the previous best was {best:.6g}"
         self.wait_count += 1
         if self.wait_count >= self.patience:
             message = f"{value}: {self.wait_count} consecutive checks without an improvement over {best:.6g}"

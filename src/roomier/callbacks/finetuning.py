@@ -29,8 +29,8 @@ class BaseFinetuning(Callback):
     Override :meth:`freeze_before_training` and :meth:`finetune_function`. The method names are the same as in
     Lightning. The module's ``configure_optimizers`` must pass only parameters with ``requires_grad`` to the optimizer.
 
-    A resumed run restores the parameter groups and the frozen parts of the saved run. Unfreezing is also supported
-    under ``ddp`` and with sharded parameters.
+    A resumed run restores the parameter groups and the frozen parts of the saved run. Unfreezing is also supported with
+    ``ddp`` and with sharded parameters.
 
     Example:
         >>> class UnfreezeEncoder(BaseFinetuning):
@@ -50,7 +50,7 @@ class BaseFinetuning(Callback):
     # Methods to override -----------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: Module) -> None:
-        """Freeze the modules that are not trained initially, for example with ``self.freeze(pl_module.backbone)``."""
+        """Freeze the modules that are not trained at first, for example with ``self.freeze(pl_module.backbone)``."""
         raise self._undefined("freeze_before_training", "(self, pl_module): self.freeze(pl_module.backbone)")
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
@@ -109,7 +109,8 @@ class BaseFinetuning(Callback):
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
         """Freeze the parameters that ``module`` directly owns, but not the parameters of its children. A BatchNorm
-        stops updating its statistics."""
+        module stops updating its running statistics.
+        """
         if isinstance(module, BATCH_NORMS):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -117,7 +118,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze ``modules``. With ``train_bn``, BatchNorm stays trainable."""
+        """Freeze ``modules``. With ``train_bn``, BatchNorm modules remain trainable."""
         for each in BaseFinetuning.flatten_modules(modules):
             if isinstance(each, BATCH_NORMS) and train_bn:
                 BaseFinetuning.make_trainable(each)
@@ -135,8 +136,9 @@ class BaseFinetuning(Callback):
         new = [each for each in given if id(each) not in known]
         if len(new) < len(given):
             notice(
-                f"{type(optimizer).__name__} already contains {len(given) - len(new)} of the parameters to unfreeze; "
-                "they keep their settings. In configure_optimizers, pass only parameters with requires_grad"
+                f"{type(optimizer).__name__} already contains {len(given) - len(new)} of the parameters to unfreeze. "
+                "These parameters keep their settings. In configure_optimizers, pass only parameters with "
+                "requires_grad"
             )
         return new
 
@@ -196,10 +198,10 @@ class BaseFinetuning(Callback):
             fields(form, others=anything)(state, place)
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the parameter groups of the saved run. Parameter groups that were added later are removed.
+        """Restore the parameter groups of the saved run, and remove parameter groups that were added later.
 
-        Therefore, a run that returns to an earlier checkpoint unfreezes the parameters of these groups again. Returns
-        an empty dict, because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
+        A run that returns to an earlier checkpoint therefore unfreezes the parameters of the removed groups again.
+        Returns an empty dict, because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
         """
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
         if not state or "trained" not in state or trainer is None:
@@ -216,7 +218,7 @@ class BaseFinetuning(Callback):
         for optimizer, saved in zip(trainer.optimizers, stored["optimizers"], strict=False):
             _drop_groups(optimizer, max(len(saved["param_groups"]), self._num_configured[optimizer]))
             for group in saved["param_groups"][len(optimizer.param_groups) :]:
-                if all(name in parameters for name in group["params"]):  # otherwise the optimizer's check raises
+                if all(name in parameters for name in group["params"]):  # otherwise, the check raises an error
                     optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
         self._extend_schedulers(trainer)
         trainer.engine.trained_parameters_changed()
@@ -275,8 +277,8 @@ def multiplicative(epoch: int) -> float:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains ``pl_module.backbone`` starting from a given epoch, with a learning rate that increases to
-    the rate of the first group.
+    """Callback that trains ``pl_module.backbone`` from a given epoch on. Its learning rate increases to the rate of the
+    first group.
 
     Args:
         unfreeze_backbone_at_epoch: epoch in which training of the backbone starts, counted from 0.
@@ -285,11 +287,11 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: initial rate of the backbone, as a fraction of the rate of the first group.
         backbone_initial_lr: initial rate of the backbone; takes precedence over ``backbone_initial_ratio_lr``.
         should_align: limit the rate of the backbone to the rate of the first group.
-        initial_denom_lr: accepted for compatibility with Lightning, but not used, because the initial rate is always
-            specified.
+        initial_denom_lr: accepted for compatibility with Lightning, but ignored, because the initial rate of the
+            backbone is always set.
         train_bn: also train the BatchNorm layers of the backbone.
         verbose: print both rates when an epoch starts.
-        rounding: number of decimals of the printed rates.
+        rounding: number of decimal places of the printed rates.
 
     Raises:
         RoomierError: the module has no ``backbone`` when a fit starts.

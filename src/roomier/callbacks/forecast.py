@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 class MemoryForecast(TracksStep):
-    """Callback that tracks one of the first steps and prints the forecast and measured peak memory of this step in one
-    line.
+    """Callback that measures the peak memory of one of the first steps, and prints the forecast and the measurement in
+    one line.
 
     The callback writes the forecast and the measurement to ``forecast.json`` in the run folder, for ``roomier report
     RUN``. The callback logs ``memory/forecast_bytes`` and ``memory/measured_bytes`` of the rank with the highest peak.
 
     By default, the Trainer adds this callback to planned runs (``strategy="auto"``, ``memory_budget=...``) and to runs
     whose model states exceed 1 GiB. Compiled runs are excluded, because a tracked step runs uncompiled, uses more
-    memory and rounds differently. If a run was not planned, a dry run of its plan computes the forecast, from model
-    shapes that were recorded before the model was built.
+    memory and rounds differently. If a run was not planned, the forecast is the result of a dry run of its plan. The
+    dry run uses the shapes of the model, which were recorded before the model was built.
 
     The tracked step and the step before it are several times slower, but compute the same values. If the model is not
-    compiled, the weights equal the weights from a run without this callback.
+    compiled, the weights are equal to the weights of a run without this callback.
 
     Args:
         at_step: number of the tracked step, at least 2. If None, the tracked step is the step of a
-            :class:`MemoryAnatomy` in the same Trainer. Without a MemoryAnatomy, it is step 2. With deferred updates, it
-            is step 3, because the first update runs in step 2. With an activation budget, it is step 4, because the
-            budget runs measurements in the first steps.
+            :class:`MemoryAnatomy` in the same Trainer. Without a MemoryAnatomy, step 2 is tracked. With deferred
+            updates, step 3 is tracked, because the first update runs in step 2. With an activation budget, step 4 is
+            tracked, because the budget runs measurements in the first steps.
 
     Attributes:
         record: forecast and measurement; None before the tracked step ends.
@@ -68,11 +68,11 @@ class MemoryForecast(TracksStep):
         self.record = self._workload = self._tracked = self._step = None
         self._is_over = True
         if not pl_module.automatic_optimization:
-            notice("MemoryForecast: modules with manual optimization have no forecast")
+            notice("MemoryForecast: a forecast is not available for modules with manual optimization")
             return
         first = first_step_of(trainer)
         if self.at_step is not None and self.at_step < first:
-            problem = "must be at least 4, because an activation budget measures and saves the least before step 4"
+            problem = "must be at least 4, because an activation budget runs measurements before step 4"
             raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
         self._first_step = trainer.global_step + (self.at_step or usual_step_of(trainer))
         self._is_over = False
@@ -80,7 +80,7 @@ class MemoryForecast(TracksStep):
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._is_over:
             return
-        if self._step is None:  # every callback has started by now
+        if self._step is None:  # on_train_start of every callback has run
             self._step = self._first_step if self.at_step is not None else self._shared_step(trainer)
         if trainer.global_step < self._step - 2:
             return
@@ -92,9 +92,7 @@ class MemoryForecast(TracksStep):
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if not self._is_over:
-            notice(
-                f"MemoryForecast: training ended before step {self._step or self._first_step}, which should be tracked"
-            )
+            notice(f"MemoryForecast: training ended before step {self._step or self._first_step}, the step to track")
 
     def _shared_step(self, trainer: TrainerView) -> int:
         """Return the step that a MemoryAnatomy tracks, so that both callbacks use one tracker."""
@@ -120,7 +118,7 @@ class MemoryForecast(TracksStep):
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
         workload, self._workload = self._workload, None
         if forecast is None:
-            notice(f"memory: no forecast to compare with the measurement ({reason})")
+            notice(f"memory: there is no forecast to compare with the measurement ({reason})")
             return
         choice = trainer.choice
         self.record = record = Record(
@@ -142,12 +140,12 @@ class MemoryForecast(TracksStep):
         if trainer.is_global_zero and trainer.keeps_files:
             try:
                 record.write(Path(trainer.log_dir))
-            except OSError as error:  # a failed write must not end the run
+            except OSError as error:  # an error during the write must not end the run
                 notice(f"{trainer.log_dir}/forecast.json cannot be written ({error.strerror}); the run continues")
 
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
-    """Return the measurement of each rank, with the full timeline only for the rank with the highest peak."""
+    """Return the measurement of each rank. Only the measurement with the highest peak contains the full timeline."""
     from roomier.planner.measured.record import Measured  # late: loads torch's sharding
 
     rank = trainer.ranks.world.rank
@@ -174,7 +172,7 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
         parallel, folder = plan.parallel, plan.offload.folder
         machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator, folder)
         return confirm(workload, plan, machine), ""
-    except Exception as error:  # a failed forecast must not end the run
+    except Exception as error:  # an error during the forecast must not end the run
         return None, f"{type(error).__name__}: {error}"
     finally:
         set_rng_state(state)
@@ -182,10 +180,13 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
 
 def _notes(trainer: TrainerView) -> list[str]:
     notes = [
-        f"The forecast includes the copy of the weights of {type(each).__name__}, which does not exist yet."
+        f"The forecast includes the copy of the weights that {type(each).__name__} creates later."
         for each in trainer.callbacks
         if trainer.choice is not None and isinstance(each, KeepsWeights) and not list(each.held_weights())
     ]
     if trainer.plan.compile.enabled:
-        notes.append("Compiled blocks ran uncompiled in the tracked step. Compiled, they need less memory.")
+        notes.append(
+            "Compiled blocks ran without compilation in the tracked step. With compilation, these blocks require less "
+            "memory."
+        )
     return notes

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Callback that accumulates gradients over a number of micro-batches that depends on the epoch.
 
-    The gradient of a step is the gradient of its full batch. The number of steps of the run
+    The gradient of a step is equal to the gradient of the full batch of the step. The number of steps of the run
     (``trainer.estimated_stepping_batches``) and the learning rate schedules of a Plan take the scheduled numbers into
     account.
 
     Args:
-        scheduling: number of micro-batches per step by epoch, counted from 0. A number applies until the next epoch in
-            the dict. Before the first epoch in the dict, the number is 1.
+        scheduling: number of micro-batches per step by epoch, counted from 0. Each number applies until the next epoch
+            in the dict. Before the first epoch in the dict, a step has 1 micro-batch.
 
     Raises:
         RoomierError: ``scheduling`` is empty or invalid. The error is also raised when a fit starts if
@@ -76,7 +76,7 @@ class GradientAccumulationScheduler(Callback):
             raise self._refusal(type(pl_module).__name__, problem)
         lever = lever_that_frees_gradients(trainer.plan)
         if lever is not None:
-            problem = f"is not supported with {lever.keyword}, which updates in each backward"
+            problem = f"is not supported with {lever.keyword}, which updates the weights in each backward"
             raise self._refusal(lever.value(trainer.plan), problem)
 
     @staticmethod

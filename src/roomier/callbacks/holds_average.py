@@ -30,7 +30,7 @@ class HoldsAverage(Callback):
         return [] if self._average is None else list(self._average.averages.values())
 
     def _swap(self, trainer: TrainerView) -> None:
-        """Exchange the weights of the model and their average."""
+        """Exchange the weights of the model with their average."""
         assert self._average is not None
         with torch.inference_mode(False):  # tensors written in inference mode cannot be trained
             trainer.engine.settle()
@@ -44,4 +44,4 @@ class HoldsAverage(Callback):
     @classmethod
     def _check_function(cls, field: str, function: object) -> None:
         if function is not None and not callable(function):
-            raise cls._wrong(field, function, "must be callable", "Pass a function as for torch's AveragedModel")
+            raise cls._wrong(field, function, "must be callable", "Pass a function like those of torch's AveragedModel")

@@ -8,11 +8,11 @@ from roomier.core.ranks import Ranks
 
 
 class Interval:
-    """Time interval of ``length_s`` seconds, measured by the clock of rank 0. It restarts when it ends.
+    """Time interval of ``length_s`` seconds, measured by the clock of rank 0. When the interval ends, it restarts.
 
-    The ranks do not communicate in every step. Rank 0 estimates the number of steps until the next check, which is half
-    of the number of steps that fit in the remaining time at the recent speed. Therefore, a few checks are sufficient
-    for an interval of any length.
+    The ranks do not communicate in every step. Rank 0 sets the number of steps until the next check. This number is
+    half of the steps that fit into the remaining time at the recent speed. Therefore, an interval of any length
+    requires only a few checks.
     """
 
     def __init__(self, length_s: float) -> None:

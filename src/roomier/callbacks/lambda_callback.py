@@ -15,8 +15,8 @@ class LambdaCallback(Callback):
     """Callback that calls the given functions as its hooks.
 
     Args:
-        hooks: functions by the name of a hook of :class:`Callback`. Each function receives the arguments of its hook.
-            None is ignored.
+        hooks: functions, each passed under the name of a hook of :class:`Callback`. Each function receives the
+            arguments of its hook. None is ignored.
 
     Raises:
         RoomierError: the hook does not exist, or the value is not callable.

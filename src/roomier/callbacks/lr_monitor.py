@@ -25,13 +25,13 @@ class LearningRateMonitor(Callback):
     The metric names are the same as in Lightning:
 
     - ``lr-AdamW`` is the rate of an AdamW optimizer, and ``lr-AdamW-1`` is the rate of the second AdamW optimizer.
-    - ``lr-AdamW/pg1`` and ``lr-AdamW/pg2`` are the rates of several parameter groups. If a group has the key ``name``,
-      the metric of the group is ``lr-AdamW/<name>``.
+    - ``lr-AdamW/pg1`` and ``lr-AdamW/pg2`` are the rates of the first and the second parameter group. If a group has
+      the key ``name``, the metric of the group is ``lr-AdamW/<name>``.
     - The ``name`` of a scheduler replaces ``lr-AdamW``.
-    - Momentum and weight decay have the suffixes ``-momentum`` and ``-weight_decay``.
+    - The names of the momentum and the weight decay have the suffixes ``-momentum`` and ``-weight_decay``.
 
     Args:
-        logging_interval: ``"step"`` (at log steps) or ``"epoch"``. The default is the interval of each scheduler, and
+        logging_interval: ``"step"`` (at log steps) or ``"epoch"``. The default is the interval of the scheduler, or
             ``"step"`` for an optimizer without a scheduler.
         log_momentum: also log the momentum (the first value of ``betas``), which is 0 if the optimizer has no momentum.
         log_weight_decay: also log the weight decay.
@@ -40,8 +40,8 @@ class LearningRateMonitor(Callback):
         lrs: all logged values of each metric.
 
     Raises:
-        RoomierError: the interval is unknown. The error is also raised when training starts if the Trainer has no
-            logger, or if two parameter groups of an optimizer have the same name.
+        RoomierError: ``logging_interval`` is unknown. The error is also raised when training starts if the Trainer has
+            no logger, or if two parameter groups of an optimizer have the same name.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[LearningRateMonitor("step")])

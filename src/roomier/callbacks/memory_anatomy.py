@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
 
 class MemoryAnatomy(KeepsPeak, TracksStep):
-    """Callback that tracks the memory of one training step by kind of tensor, prints a table to standard error, and
+    """Callback that measures the memory of one training step by kind of tensor, prints a table to standard error, and
     logs the peak.
 
-    The metrics are named ``anatomy/peak/activations`` and so on, in bytes, for the rank with the highest peak. The
-    tracked step and the step before it, which identifies the kind of each tensor, are several times slower, but compute
-    the same values. Other steps are not affected.
+    The metrics, such as ``anatomy/peak/activations``, are in bytes, for the rank with the highest peak. The tracked
+    step and the step before it, which identifies the kind of each tensor, are several times slower, but compute the
+    same values. Other steps are not affected.
 
     Args:
-        at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. If None, the
-            tracked step is step 2, or step 4 with an activation budget, because blocks save as little as possible for
-            backward until the third step.
+        at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. If None,
+            step 2 is tracked. With an activation budget, step 4 is tracked, because blocks save as little as possible
+            for backward in the first three steps.
         every_n_steps: number of steps after which another step is tracked; None tracks only one step.
 
     Attributes:
         anatomy: memory of the last tracked step; None before the end of the first tracked step.
 
     Raises:
-        RoomierError: a number is too small. With an activation budget, the error is raised when training starts.
+        RoomierError: a number is too small. If ``at_step`` is too small for an activation budget, the error is raised
+            when training starts.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[MemoryAnatomy(at_step=10)])
@@ -55,13 +56,13 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         first = first_step_of(trainer)
         if self.at_step is not None and self.at_step < first:
-            problem = "must be at least 4, because an activation budget measures and saves the least before step 4"
+            problem = "must be at least 4, because an activation budget runs measurements before step 4"
             raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
         self._next_step = trainer.global_step + (self.at_step or first)
 
     @property
     def next_step(self) -> int | None:
-        """Number of the step that is tracked next; None if no further step is tracked."""
+        """Number of the next step to track; None if no further step is tracked."""
         return self._next_step
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
@@ -73,7 +74,7 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.anatomy is None:
-            notice(f"MemoryAnatomy: training ended before step {self._next_step}, which should be tracked")
+            notice(f"MemoryAnatomy: training ended before step {self._next_step}, the step to track")
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
         from roomier.memory.measure import anatomy_of, peak_of  # late: loads torch's sharding

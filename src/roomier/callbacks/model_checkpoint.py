@@ -46,14 +46,14 @@ class ModelCheckpoint(Callback):
             ``str.format``. For example, the default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. A metric that was
             not logged is written as ``none``, and a notice names the metric.
         monitor: logged metric, ``"step"`` or ``"epoch"``, which ranks checkpoints; by default, newer checkpoints are
-            better. NaN is not ranked.
+            better. A checkpoint with the score NaN is not ranked.
         verbose: print each save to standard error.
         save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` has the same meaning.
         save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none. Without ``monitor``,
             use -1, 0 or 1.
         format: ``"folder"``, or ``"lightning"`` for a ``.ckpt`` file that ``torch.load`` and Lightning's
-            ``load_from_checkpoint`` read. A run resumes from a file as in Lightning, that is, without random states.
-        save_on_exception: also save the weights if an error ends the fit, see
+            ``load_from_checkpoint`` read. Such a file does not contain random states, as in Lightning.
+        save_on_exception: also save the weights if an error ends the fit; see
             :class:`roomier.callbacks.OnExceptionCheckpoint`.
         save_weights_only: omit the state that is required only to resume a run.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
@@ -65,9 +65,10 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
-            host memory, which must have enough space for the copy. The attributes list only committed checkpoints.
-        enable_version_counter: append ``-v1``, ... if a checkpoint that must be kept has the same name; if False,
-            replace that checkpoint.
+            host memory, which must have enough space for the copy. The attributes of this callback contain only
+            committed checkpoints.
+        enable_version_counter: append ``-v1``, ``-v2``, ... if a checkpoint that must be kept has the same name; if
+            False, replace that checkpoint.
 
     Raises:
         RoomierError: an argument is invalid.
@@ -76,10 +77,10 @@ class ModelCheckpoint(Callback):
         >>> trainer = roomier.Trainer(callbacks=[ModelCheckpoint(monitor="val_loss", save_top_k=3)])
 
     [Note: names that are taken]
-    A resumed run repeats steps that a killed run saved after the checkpoint from which it resumes. These folders are
-    bitwise identical to the new checkpoints, so each folder is replaced by a rename. A name is taken if a
-    ModelCheckpoint of this run keeps the checkpoint with this name, or if another run wrote it. The checkpoint names of
-    other runs are part of the state.
+    If a run was killed, the resumed run repeats the steps after its checkpoint. The killed run may have saved
+    checkpoints of these steps. The new checkpoints are bitwise identical to these checkpoints and replace them by a
+    rename. A name is taken if a ModelCheckpoint of this run keeps the checkpoint with this name, or if another run
+    wrote it. The checkpoint names of other runs are part of the state.
 
     [Note: ledger before the save]
     A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. Therefore, the
@@ -137,7 +138,7 @@ class ModelCheckpoint(Callback):
         self._ledger = Ledger()
         self._uncommitted: Ledger | None = None
         self._foreign_names: tuple[str, ...] | None = None
-        self._own_names: set[str] = set()  # on rank 0: names of existing checkpoints that this run can replace
+        self._own_names: set[str] = set()  # on rank 0, the checkpoint names that this run can replace
         self._loaded_state: dict[str, Any] | None = None
         self._is_fitting = False
         self._monitored = None if monitor is None else Monitored(type(self).__name__, monitor)
@@ -180,12 +181,16 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the checkpoint that a better one would replace; ``""`` if fewer than k checkpoints are kept."""
+        """Path of the checkpoint that a better checkpoint would replace; ``""`` if fewer than k checkpoints are
+        kept.
+        """
         return self._ledger.kth(self._keep)[0] if self.monitor else ""
 
     @property
     def kth_value(self) -> Tensor | None:
-        """Score of the checkpoint that a better one would replace (0-dim, float64); None if fewer than k are kept."""
+        """Score of the checkpoint that a better checkpoint would replace (0-dim, float64); None if fewer than k are
+        kept.
+        """
         return _tensor(self._ledger.kth(self._keep)[1])
 
     @property
@@ -252,7 +257,7 @@ class ModelCheckpoint(Callback):
         if not (is_due or trainer.is_last_save_point) or trainer.fast_dev_run:
             return
         if is_due or self._is_stopped(trainer):
-            trainer.results.settle()  # the score and the name use the values of all ranks
+            trainer.results.settle()  # the score and the name are computed from the values of all ranks
             self._save(trainer, trainer.ranks.from_zero(self._score(trainer)), self._keep)
         if trainer.is_last_save_point and not trainer.interrupted and self._newest_ledger.step != step:
             self._save_at_the_end(trainer)
@@ -264,14 +269,15 @@ class ModelCheckpoint(Callback):
             save_weights_after(exception, trainer, Path(str(self.dirpath)), f"on_exception-{name}")
 
     def _is_stopped(self, trainer: TrainerView) -> bool:
-        """Return True if training stops within an epoch, so that this step was validated before its epoch ends."""
+        """Return True if training stops within an epoch, and this step was validated before the end of the epoch."""
         is_validated = trainer.is_last_save_point and self._validated_step == trainer.global_step
         is_within_epoch = self._ended_epoch[0] != trainer.global_step
         return is_validated and is_within_epoch and self._is_due_epoch(trainer.current_epoch)
 
     def _save_at_the_end(self, trainer: TrainerView) -> None:
-        """Save after the last step if no save was due at that step, unless an existing checkpoint is sufficient. This
-        checkpoint is not ranked, because its metrics are from an earlier step."""
+        """Save after the last step if no save was due at that step, unless an existing checkpoint is sufficient. The
+        saved checkpoint is not ranked, because its metrics are from an earlier step.
+        """
         keep = self._keep if self._newest_ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
         is_partial_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_partial_epoch and not keep.monitored):
@@ -313,7 +319,7 @@ class ModelCheckpoint(Callback):
         return self._ledger if self._uncommitted is None else self._uncommitted
 
     def _save(self, trainer: TrainerView, score: float | None, keep: Keep) -> None:
-        """Save if a checkpoint with this score is among the top-k, or is kept as the newest."""
+        """Save if the checkpoint would be among the top-k, or if the newest checkpoint is kept."""
         before = self._newest_ledger
         if not before.enters(score, keep) and not keep.last:
             if self.verbose:
@@ -354,25 +360,26 @@ class ModelCheckpoint(Callback):
 
     def _finish_last_save(self, paths_of_others: set[str]) -> None:
         """Complete the remaining work of a run that was killed after a save. The link ``last`` is updated first,
-        because the checkpoint to which it points may be removed."""
+        because the checkpoint to which this link points may be removed.
+        """
         last = self._ledger.last
         if self._keep.last and last and os.path.dirname(last) == self.dirpath:
             self._point_last_to(last)
         self._remove_superseded(paths_of_others)
 
     def _metrics(self, trainer: TrainerView) -> dict[str, Tensor | float]:
-        # At the save point at the end of an epoch, trainer.current_epoch can already be the next epoch.
+        # At the save point after an epoch, trainer.current_epoch can already be the index of the next epoch.
         ended_at_step, ended_epoch = self._ended_epoch
         epoch = ended_epoch if ended_at_step == trainer.global_step else trainer.current_epoch
         return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
 
     def _score(self, trainer: TrainerView) -> float | None:
-        """Return the value of ``monitor``; None without a monitor or before the first validation."""
+        """Return the value of ``monitor``; None if no metric is monitored, or before the first validation."""
         if self.monitor in ("epoch", "step") and self.monitor not in trainer.callback_metrics:
             return float(self._metrics(trainer)[self.monitor])
         score = None if self._monitored is None else self._monitored.read(trainer)
         if score is not None and math.isnan(score):
-            self._print_once(f"{self.monitor} is NaN, so this checkpoint is never ranked among the best")
+            self._print_once(f"{self.monitor} is NaN, so this checkpoint is not ranked")
         return score
 
     def _path(self, trainer: TrainerView, staying: set[str]) -> str:
@@ -437,7 +444,7 @@ class ModelCheckpoint(Callback):
             "superseded": [self._name(path) for path in ledger.superseded],
             "current_score": ledger.current_score,
             "step": ledger.step,
-            "due_step": self._due_step,  # a signal can end the run between a validation and its save point
+            "due_step": self._due_step,  # required if a signal ends the run between a validation and its save point
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
         }
 
@@ -446,9 +453,10 @@ class ModelCheckpoint(Callback):
         ledger_form(monitored=self.monitor is not None)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the ledger. If ``dirpath`` is not set, restore it in ``on_fit_start``.
+        """Restore the ledger. If ``dirpath`` is not set, the ledger is restored in ``on_fit_start``.
 
-        Missing checkpoints are removed from the ledger. An earlier run's checkpoints are ranked but never removed.
+        Missing checkpoints are removed from the ledger. The checkpoints of an earlier run are ranked, but never
+        removed.
         """
         if self.dirpath is None:
             self._loaded_state = state_dict

@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """Sizes of one module, including its submodules. A parameter that two modules share is counted in both rows.
+    """Sizes of the parameters of one module, including its submodules. A parameter that two modules share is counted in
+    both rows.
 
     Attributes:
         name: qualified name of the module.
-        type_name: name of its class.
+        type_name: name of the class of the module.
         num_params: number of parameter elements.
         num_trainable: number of parameter elements that require gradients.
-        num_bytes: size of the parameters in bytes.
+        num_bytes: total size of the parameters in bytes.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Sizes of all modules of a model.
+    """Sizes of the parameters of all modules of a model.
 
     Attributes:
         rows: one row per module.
@@ -170,7 +171,7 @@ def optimizer_table(optimizers: list[Optimizer]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """Format a setting of an optimizer. Some optimizers have no learning rate or weight decay."""
+    """Return a setting of an optimizer as text. Some optimizers have no learning rate or weight decay."""
     return "-" if value is None else f"{float(value):g}"
 
 

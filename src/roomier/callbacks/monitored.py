@@ -12,7 +12,7 @@ from roomier.core.log import notice
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
-_SIMILAR = 0.75  # high enough that val_loss does not match train_loss
+_SIMILAR = 0.75  # With this value, val_loss does not match train_loss.
 
 
 class Monitored:
@@ -24,7 +24,8 @@ class Monitored:
         argument: argument of the callback that contains the name of the metric.
 
     Attributes:
-        was_validated: True if a validation has ended since the run started or resumed; set by the callback.
+        was_validated: True if a validation has ended since the run started or resumed. The callback sets this
+            attribute.
 
     Raises:
         RoomierError: the name is not a string or is empty.
@@ -53,7 +54,7 @@ class Monitored:
         if not self.was_validated and sum(trainer.num_val_batches) > 0:
             if not self._is_noticed:
                 self._is_noticed = True
-                problem = f"{self.name!r} is not logged before the first validation; until then, it is not used"
+                problem = f"{self.name!r} is not logged before the first validation and is not used until then"
                 notice(f"{self.callback_name}: {problem}")
             return None
         problem = f"was not logged; logged metrics: {', '.join(sorted(metrics))}" if metrics else "was not logged"
@@ -66,7 +67,7 @@ class Monitored:
         raise RoomierError(f"{self.callback_name}({self._argument})", self.name, problem, action)
 
     def report_missing(self, trainer: TrainerView) -> None:
-        """Print a notice, once, if the metric of a file name is not available."""
+        """Print a notice once if a metric in a checkpoint name is not available."""
         metrics = trainer.callback_metrics
         if self.name in metrics or self._is_noticed:
             return
@@ -89,7 +90,7 @@ def check_mode(callback_name: str, mode: str) -> str:
 
 
 def scalar(value: Tensor | float) -> float:
-    """Return a metric of one element as a Python float. The function waits for the device of the tensor."""
+    """Return a metric of one element as a Python float. This function waits for the device of the tensor."""
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
@@ -101,6 +102,6 @@ def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
     """
     if sum(trainer.num_val_batches) == 0:
         return True
-    interval = trainer.val_check_interval  # an integer is a number of batches, and a float is a fraction of an epoch
+    interval = trainer.val_check_interval  # An integer is a number of batches, and a float is a fraction of an epoch.
     is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
     return is_whole_epoch and trainer.check_val_every_n_epoch == 1

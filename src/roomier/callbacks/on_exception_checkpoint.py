@@ -1,8 +1,8 @@
 """OnExceptionCheckpoint: callback that saves the weights when an error ends a run.
 
 [Note: state after an error]
-An error occurs in the middle of a step: random states, running statistics, metrics and the position in the data have
-already advanced, and the loop cannot resume from this point. Restoring the state of the last save point would require a
+An error occurs in the middle of a step. Random states, running statistics, metrics and the position in the data have
+already advanced, so the loop cannot resume from this point. Restoring the state of the last save point would require a
 copy of the full state in each step. Therefore, this callback saves only the weights, for inspection or as the start of
 a new fit. To resume a run exactly, use a checkpoint of ModelCheckpoint.
 
@@ -37,8 +37,8 @@ class OnExceptionCheckpoint(Callback):
     weights only.
 
     Load the checkpoint with ``load_from_checkpoint`` or ``fit(..., weights=...)``. An existing checkpoint is replaced.
-    To resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`. The message contains the path of this
-    checkpoint.
+    To resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`. The message of the error contains the path
+    of this checkpoint.
 
     With several ranks (``ddp``), each rank that raises an error writes its own checkpoint without waiting for other
     ranks. Ranks other than the first write ``<filename>-rank=N``. Strategies that shard parameters are not supported,
@@ -98,7 +98,7 @@ def check_saves_weights(field: str, trainer: TrainerView) -> None:
         raise RoomierError(
             field,
             strategy,
-            "is not supported, because it shards the parameters and no rank can save the shard of a failed rank",
+            "is not supported, because the parameters are sharded and no rank can save the shard of a failed rank",
             "Use ModelCheckpoint(every_n_train_steps=...), from which a run resumes exactly",
         )
 
@@ -125,13 +125,13 @@ def save_weights_after(exception: BaseException, trainer: TrainerView, folder: P
         }
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.save(path, state, Ranks())
-    except Exception as error:  # a save error must not replace the error that ended the run
+    except Exception as error:  # an error in the save must not replace the error that ended the run
         notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
         return
-    way = "there is no checkpoint for an exact resume"
+    way = "this run has no checkpoint from which it can resume exactly"
     if run.saves.path is not None:
         way = f"to resume exactly, use {run.saves.path} (step {run.saves.step})"
-    notice(f"{type(exception).__name__} in the step after {step}: saved the weights to {path}; {way}")
+    notice(f"{type(exception).__name__} in the step after {step}: the weights were saved to {path}; {way}")
 
 
 def _is_finite(tensor: Any) -> bool:

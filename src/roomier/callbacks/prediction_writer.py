@@ -27,12 +27,13 @@ _PLAIN = (str, int, float, bool, type(None))
 class PredictionWriter(Callback):
     """Callback that writes the results of ``predict_step`` to files.
 
-    With ``trainer.predict(..., return_predictions=False)``, no prediction stays in memory.
+    With ``trainer.predict(..., return_predictions=False)``, predictions do not accumulate in memory. ``write_interval``
+    selects the files:
 
-    - ``"batch"``: one file per batch, ``predictions-<loader>-<batch>.pt``, written when the batch ends. The numbers
-      count batches over the whole dataset, independent of the number of ranks.
+    - ``"batch"``: one file per batch, ``predictions-<loader>-<batch>.pt``, written when the batch ends. The batch index
+      counts the batches of all ranks, so the names do not depend on the number of ranks.
     - ``"epoch"``: one file per rank, ``predictions-rank-<rank>.pt``, with ``{"predictions": ..., "batch_indices":
-      ...}``. Each rank holds its predictions in host memory until the end.
+      ...}``. Each rank keeps its predictions in host memory until ``predict`` ends.
 
     Each file is written under a temporary name and then renamed, so a file is always complete. Read the file with
     ``torch.load(path, weights_only=True)``. The file contains tensors (on the CPU), numbers, strings, and nested dicts,
@@ -43,7 +44,7 @@ class PredictionWriter(Callback):
 
     Args:
         output_dir: folder of the files; created if it does not exist.
-        write_interval: ``"batch"``, ``"epoch"`` or ``"batch_and_epoch"``.
+        write_interval: ``"batch"``, ``"epoch"``, or ``"batch_and_epoch"`` for both.
         overwrite: remove prediction files of an earlier run from the folder when ``predict`` starts.
 
     Raises:
@@ -89,7 +90,7 @@ class PredictionWriter(Callback):
             ) from error
         existing = sorted(self.output_dir.glob("predictions-*.pt"))
         if existing and not self.overwrite:
-            problem = f"already contains {len(existing)} files of predictions (the first: {existing[0].name})"
+            problem = f"already contains {len(existing)} files with predictions, such as {existing[0].name}"
             raise _wrong("output_dir", str(self.output_dir), problem, "Use another folder, or set overwrite=True")
         for path in existing:
             path.unlink()
@@ -126,8 +127,8 @@ class PredictionWriter(Callback):
 
         Args:
             batch_indices: indices of the samples in the dataset; empty if they are unknown.
-            batch_idx: number of the batch on this rank; ``trainer.predict_loop.current_batch_number`` counts the
-                batches of all ranks.
+            batch_idx: index of the batch on this rank; ``trainer.predict_loop.current_batch_number`` is its index among
+                the batches of all ranks.
         """
         assert self.output_dir is not None
         number = trainer.predict_loop.current_batch_number
@@ -136,7 +137,7 @@ class PredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: TrainerView, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all ``predictions`` of this rank, as one item per batch or one list per loader."""
+        """Write all ``predictions`` of this rank. ``predictions`` has one item per batch, or one list per loader."""
         assert self.output_dir is not None
         content = {"predictions": list(predictions), "batch_indices": list(batch_indices)}
         _save(content, self.output_dir / f"predictions-rank-{trainer.global_rank}.pt")
@@ -157,7 +158,7 @@ def _save(content: Any, path: Path) -> None:
 
 
 def _check_plain(value: Any, name: str) -> None:
-    # Loading any other type would require executing code.
+    # Files with other types cannot be loaded without executing code.
     if type(value) is Tensor or type(value) in _PLAIN:
         return
     if type(value) is dict:

@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(BatchCounts, Callback):
-    """Callback that shows progress on standard error, as a bar in a terminal, or otherwise as one line per log interval
-    and per evaluation.
+    """Callback that shows progress on standard error. In a terminal, the callback draws a bar. Otherwise, it prints one
+    line per log interval and per evaluation.
 
-    Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, only the clock redraws the bar,
-    so the overhead per step is less than a microsecond. The displayed rate is the mean since training started,
-    excluding the first batch (warm-up), validation and saving.
+    Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, the bar is redrawn only when
+    ``refresh_interval_s`` has passed, so the overhead per step is less than a microsecond. The displayed rate is the
+    mean since training started, excluding the first batch (warm-up), validation and saving.
 
     Args:
         refresh_interval_s: minimum time between two redraws, in seconds.
-        console: console on which the callback draws; by default standard error at the start of a stage.
+        console: console on which the callback draws. By default, a console on standard error is created when a stage
+            starts.
 
     Raises:
         RoomierError: ``refresh_interval_s`` is not positive.
@@ -68,7 +69,7 @@ class ProgressBar(BatchCounts, Callback):
         self._shown_trainer = trainer
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print like the built-in ``print``. ``LightningModule.print`` calls this method."""
+        """Print ``args`` like the built-in ``print``. ``LightningModule.print`` calls this method."""
         print(*args, **kwargs)
 
     # Training -----------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class ProgressBar(BatchCounts, Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        # Each rank has the same number of batches as the first rank, except in the last round.
+        # All ranks have the same number of batches as the first rank, except in the last round.
         self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation()
@@ -226,7 +227,7 @@ class ProgressBar(BatchCounts, Callback):
         self._schedule_redraw()
 
     def _schedule_redraw(self) -> None:
-        """Set the time at which the clock, not a log step, triggers the next redraw."""
+        """Set the time of the next redraw that does not depend on a log step."""
         redraws = self._display is not None and self._display.redraws_between_log_steps
         self._next_draw_s = time.monotonic() + self.refresh_interval_s if redraws else math.inf
 
@@ -245,7 +246,7 @@ class ProgressBar(BatchCounts, Callback):
 
 
 def num_batches_left(trainer: TrainerView, num_done: int) -> float:
-    """Return the number of training batches until the regular end of the run; infinite if this number is unknown.
+    """Return the number of training batches that remain until the regular end of the run; infinite if unknown.
 
     Args:
         num_done: number of completed batches of the current epoch.

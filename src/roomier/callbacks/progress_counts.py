@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class BatchCounts:
-    """Numbers of batches of the running call. They are infinite if they are unknown, and 0 before the first call."""
+    """Numbers of batches of the running call. An unknown number is infinite, and all numbers are 0 before the first
+    call.
+    """
 
     _shown_trainer: TrainerView | None = None
 
@@ -30,7 +32,7 @@ class BatchCounts:
         return sum(trainer.num_val_batches) if trainer is not None and is_validated else 0
 
     def get_metrics(self, trainer: TrainerView, pl_module: Any) -> dict[str, Any]:
-        """Return the values to show by name. Override this method to add, change or remove values."""
+        """Return the values to show, by name. Override this method to add, change or remove values."""
         return dict(trainer.progress_bar_metrics)
 
 

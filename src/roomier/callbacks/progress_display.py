@@ -1,4 +1,4 @@
-"""Displays of the progress: a bar that is redrawn in a terminal, or lines in any other output."""
+"""Classes that display progress: as a bar that is redrawn in a terminal, or as lines in any other output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Standing:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def texts(self, done: str) -> list[str]:
-        """Return the nonempty parts of a line, including ``done``."""
+        """Return the parts of a line that are not empty, including ``done``."""
         rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
         metrics = " ".join(f"{printable(name)} {value:.4g}" for name, value in self.metrics.items())
@@ -82,7 +82,7 @@ class Display(Protocol):
 
 
 class BarDisplay:
-    """One rich bar per running stage. The bar is redrawn only by ``draw``, and no thread is used."""
+    """Display with one bar of the package rich per running stage. Only ``draw`` redraws the bar, without a thread."""
 
     redraws_between_log_steps = True
 
@@ -146,7 +146,7 @@ class LineDisplay:
 
     def draw(self, surviving_path: Standing) -> None:
         texts = surviving_path.texts("" if surviving_path.step_text else _count_text(surviving_path))
-        # print instead of rich, because rich needs a third of a millisecond for a plain line
+        # print instead of rich, because rich requires a third of a millisecond to print a plain line
         print(" | ".join([surviving_path.title, *texts]), file=self._console.file, flush=True)
 
     def end(self, surviving_path: Standing) -> None:

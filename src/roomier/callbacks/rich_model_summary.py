@@ -31,7 +31,7 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one forward pass with the ``example_input_array`` of the module.
+    """Shapes and operations of one forward pass with the ``example_input_array`` of the module.
 
     Attributes:
         in_sizes: shapes of the inputs by module name, from the last call of the module.
@@ -48,8 +48,8 @@ class RichModelSummary(ModelSummary):
     """Callback that prints a framed table of modules, parameters, bytes and modes when ``fit`` starts.
 
     If the module has an ``example_input_array``, the table also contains the sizes of inputs and outputs and the
-    operations of one forward pass with this input. This forward runs in evaluation mode without gradients and does not
-    change the random states. The forward is skipped if the strategy shards parameters. This callback replaces
+    operations of one forward pass with this input. The forward pass runs in evaluation mode without gradients and does
+    not change the random states. The forward pass is skipped if the strategy shards parameters. This callback replaces
     :class:`ModelSummary`.
 
     Args:

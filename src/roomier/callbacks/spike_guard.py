@@ -1,9 +1,9 @@
 """SpikeGuard: callback that skips or undoes steps with an abnormal loss or abnormal gradients, or stops the run.
 
 [Note: synchronization]
-To skip a step, the loss and the norm of its gradients must be known before the update, so the host waits for the device
-once per step. For a rollback or a stop, the loss and the norm stay on the device. These values are read when a log
-row is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
+To skip a step, the callback must read its loss and gradient norm before the update, so the host waits for the device
+once per step. For a rollback or a stop, the loss and the norm stay on the device. These values are read when a log row
+is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
 
 [Note: state after a skipped step]
 Weights, optimizer states, schedulers, loss scale, ``global_step``, buffers of the model (running statistics), and the
@@ -115,8 +115,8 @@ class SpikeGuard(Callback):
         self.num_bad_steps = 0
         self._good: dict[str, deque[float]] = {name: deque(maxlen=self.window) for name in self.monitor}
         self._num_judged = 0
-        self._bad_at: list[int] = []  # indices of recent bad steps, counted in judged steps
-        self._skipped: set[Place] = set()  # steps that the run skips after a rollback
+        self._bad_at: list[int] = []  # Indices of recent bad steps among the judged steps.
+        self._skipped: set[Place] = set()  # Steps that the run skips after a rollback.
         self._latest_loss: Tensor | None = None
         self._pending: list[tuple[Place, int, Tensor, Tensor | None]] = []
 
@@ -169,7 +169,9 @@ class SpikeGuard(Callback):
             problem = "is not supported with manual optimization (automatic_optimization=False)"
             raise _wrong("module", type(pl_module).__name__, problem, "Check the loss in training_step instead")
         if overrides(module, "optimizer_step", Module) or isinstance(trainer.optimizers[0], LBFGS):
-            problem = "must not compute gradients within the update (optimizer_step, or an optimizer with a closure)"
+            problem = (
+                "must not compute gradients within the update (in optimizer_step, or in the closure of an optimizer)"
+            )
             raise _wrong("module", type(pl_module).__name__, problem, "Remove one of the two")
         if plan.parallel.gradient_compression != "none" or plan.optimizer.name == "onebit_adam":
             problem = "accumulates compression errors, which would keep the gradients of a bad step"
@@ -247,8 +249,8 @@ class SpikeGuard(Callback):
         if not pending:
             return []
         figures = [torch.stack([loss, loss if norm is None else norm.to(loss.device)]) for *_, loss, norm in pending]
-        own = torch.stack(figures).cpu().double()  # on the CPU, because some devices do not support float64
-        rows = trainer.ranks.sum(own).tolist()  # the loss is per rank, the norm is over all ranks
+        own = torch.stack(figures).cpu().double()  # On the CPU, because some devices do not support float64.
+        rows = trainer.ranks.sum(own).tolist()  # The loss is per rank, but the norm is over all ranks.
         size_of_world = trainer.world_size
         return [
             (place, size, {"loss": loss, "grad_norm": norm / size_of_world})
@@ -256,8 +258,9 @@ class SpikeGuard(Callback):
         ]
 
     def _judge(self, trainer: TrainerView, figures: dict[str, float]) -> str | None:
-        """Return a description of the problem if the step is bad. Otherwise add the step to the statistics and return
-        None."""
+        """Return a description of the problem if the step is bad. Otherwise, add the step to the statistics and return
+        None.
+        """
         self._num_judged += 1
         is_left_to_scaler = False
         for name in self.monitor:
@@ -325,7 +328,7 @@ class _Undo:
         self._versions = {name: torch_private.version_of(each) for name, each in self._buffers.items()}
 
     def end_good_step(self) -> None:
-        """Record which buffers the step changed. Later steps copy only these."""
+        """Record which buffers the step changed. Later steps copy only these buffers."""
         self._moving = self._changed()
 
     def end_epoch(self) -> None:
@@ -350,7 +353,7 @@ class _Undo:
 def _median(values: Iterable[float]) -> float:
     ordered = sorted(values)
     half = len(ordered) // 2
-    return (ordered[half] + ordered[-half - 1]) / 2  # both indices select the same element if the length is odd
+    return (ordered[half] + ordered[-half - 1]) / 2  # If the length is odd, both indices select the same element.
 
 
 def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:

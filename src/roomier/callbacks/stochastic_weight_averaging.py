@@ -33,13 +33,13 @@ class StochasticWeightAveraging(HoldsAverage):
     """Stochastic Weight Averaging.
 
     The callback implements Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
-    Generalization" (arXiv:1803.05407). Starting from a given epoch, torch's ``SWALR`` replaces the module's scheduler,
-    anneals the learning rate to ``swa_lrs`` and then keeps the rate constant. The average includes the weights at the
-    start of each of these epochs.
+    Generalization" (arXiv:1803.05407). From the epoch ``swa_epoch_start`` on, torch's ``SWALR`` replaces the module's
+    scheduler, anneals the learning rate to ``swa_lrs`` and then keeps the rate constant. The average includes the
+    weights at the start of each of these epochs.
 
-    After ``max_epochs``, the model receives the average. The running statistics of the model's BatchNorm modules are
-    then recomputed with one pass over the training data of all ranks, without updates and without hooks. If a run ends
-    before ``max_epochs``, the model retains its trained weights.
+    After ``max_epochs``, the model receives the average. Then, one pass over the training data of all ranks recomputes
+    the running statistics of BatchNorm modules. This pass runs without updates and without hooks. If a run ends before
+    ``max_epochs``, the model retains its trained weights.
 
     The arguments, the averaged epochs and the resulting weights are the same as in Lightning, with two differences.
     Sharded parameters are supported: each rank averages its shard. In Lightning, the pass for BatchNorm is an
@@ -51,7 +51,7 @@ class StochasticWeightAveraging(HoldsAverage):
 
     Args:
         swa_lrs: final learning rate, or a list with one rate per parameter group.
-        swa_epoch_start: epoch in which averaging starts, counted from 1; a float is a fraction of ``max_epochs``.
+        swa_epoch_start: epoch in which averaging starts, counted from 1. A float is a fraction of ``max_epochs``.
         annealing_epochs: number of epochs over which the learning rate is annealed.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: function ``(average, weight, num_averaged) -> average`` that replaces the mean.
@@ -76,11 +76,13 @@ class StochasticWeightAveraging(HoldsAverage):
     ) -> None:
         rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
         if not rates or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in rates):
-            action = "Pass a positive number, or a list with one per parameter group"
+            action = "Pass a positive number, or a list with one number per parameter group"
             raise self._wrong("swa_lrs", swa_lrs, "must be a positive learning rate", action)
         is_share = isinstance(swa_epoch_start, float)
         if isinstance(swa_epoch_start, bool) or not (0 <= swa_epoch_start <= 1 if is_share else swa_epoch_start >= 1):
-            action = "Pass an epoch number from 1 on, or a fraction of max_epochs as a float from 0.0 to 1.0"
+            action = (
+                "Pass the number of an epoch, counted from 1, or a fraction of max_epochs as a float from 0.0 to 1.0"
+            )
             raise self._wrong("swa_epoch_start", swa_epoch_start, "is not a valid epoch", action)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
             raise self._wrong(
@@ -100,7 +102,7 @@ class StochasticWeightAveraging(HoldsAverage):
     def _reset(self) -> None:
         self._average: WeightAverage | None = None
         self._scheduler: SWALR | None = None
-        self._former_state = False, False  # state of the module's schedulers
+        self._former_state = False, False  # State of the module's schedulers before this callback replaced them.
         self._stored: dict[str, Any] = {}
         self._latest_epoch = -1
 
@@ -137,7 +139,7 @@ class StochasticWeightAveraging(HoldsAverage):
         return {KEY: places} if places else {}
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        if self._scheduler is not None:  # rollback to an earlier checkpoint
+        if self._scheduler is not None:  # the run returned to an earlier checkpoint
             self._roll_back(trainer, self._scheduler)
         values, self._average = checkpoint.get(KEY), None
         if values and self._stored:
@@ -170,7 +172,7 @@ class StochasticWeightAveraging(HoldsAverage):
         num_groups = len(trainer.optimizers[0].param_groups)
         if len(self._rates) not in (1, num_groups):
             problem = f"must have one rate for each of the {num_groups} parameter groups"
-            raise self._wrong("swa_lrs", self._rates, problem, "Pass one number, or one per group")
+            raise self._wrong("swa_lrs", self._rates, problem, "Pass one number, or one number per group")
         if isinstance(self._epoch_start, float) and math.isinf(run.settled.epoch_limit):
             raise self._wrong("swa_epoch_start", self._epoch_start, "is a fraction of max_epochs", "Set max_epochs")
         if batch_norms_of(run.module) and run.source.may_end_apart and not run.ranks.is_alone:
@@ -188,13 +190,16 @@ class StochasticWeightAveraging(HoldsAverage):
             self._replace_scheduler(trainer)
             for config in trainer.lr_scheduler_configs:
                 name = type(config.scheduler).__name__
-                notice(f"StochasticWeightAveraging replaces {name} and sets the learning rate from epoch {epoch} on")
+                notice(
+                    f"StochasticWeightAveraging: from epoch {name} on, SWALR replaces {epoch} and sets the learning "
+                    "rate"
+                )
         if epoch > self._latest_epoch:
             self._begin(trainer).update(average_one=self._avg_fn)
             self._latest_epoch = epoch
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if self._scheduler is not None and not trainer.is_last_save_point:  # not if the run ended during the epoch
+        if self._scheduler is not None and not trainer.is_last_save_point:  # False if the run ended during the epoch
             self._scheduler.step()
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:

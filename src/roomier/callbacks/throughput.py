@@ -35,17 +35,17 @@ class Throughput(Callback):
     - ``samples_per_s`` and ``tokens_per_s`` count the batches of all ranks. The number of tokens is the number of
       elements of ``input_ids``, or of the first integer tensor with two dimensions.
     - ``model_flops_per_s`` counts the operations of the model, without recomputation. If the module defines
-      ``num_flops(batch)``, that method is used. Otherwise, the value is :func:`flops_per_token` times the number of
-      tokens, and is not logged if the batch has no tokens.
-    - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak of all devices. This value is logged only if the peak
+      ``num_flops(batch)``, this method provides the number of operations. Otherwise, the number is
+      :func:`flops_per_token` times the number of tokens, and the metric is not logged if the batch has no tokens.
+    - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak of all devices. This metric is logged only if the peak
       is known.
 
-    The clock starts after the first optimizer step (warm-up) and stops during validation. It includes the time of
-    checkpoints. Counts are computed from shapes, and the device is synchronized only at log steps.
+    The clock starts after the first optimizer step (warm-up) and stops during validation. The measured time includes
+    the time of checkpoints. Counts are computed from shapes, and the device is synchronized only at log steps.
 
     Args:
-        peak_flops_per_s: peak of one device at the precision of the run, in FLOP/s; by default, the value from a table
-            of data sheets.
+        peak_flops_per_s: peak of one device at the precision of the run, in FLOP/s; by default, the value in the data
+            sheet of the device.
 
     Raises:
         RoomierError: ``peak_flops_per_s`` is not positive.
@@ -130,7 +130,9 @@ class Throughput(Callback):
 
 
 def num_tokens_of(batch: Any) -> int:
-    """Return the size of ``batch["input_ids"]``, or of the first integer tensor with two dimensions, or 0."""
+    """Return the number of elements of ``batch["input_ids"]``, or of the first integer tensor with two dimensions; 0 if
+    neither exists.
+    """
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return int(batch["input_ids"].numel())
     for tensor in tensors(batch):
@@ -143,12 +145,12 @@ _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Return 6 FLOPs for each trained parameter in matrix products, and 4 FLOPs for each frozen parameter.
+    """Return the FLOPs per token: 6 for each trained parameter in matrix products, and 4 for each frozen parameter.
 
-    The forward, the gradient of the input and the gradient of the parameter each require 2 FLOPs, which are one
-    multiplication and one addition. See section 2.1 of Kaplan et al. 2020, "Scaling Laws for Neural Language Models".
-    The count omits attention scores, which are small if the sequence is shorter than about 6 times the width. The count
-    also omits embeddings, except embeddings that are tied to an output layer.
+    The forward, the gradient of the input and the gradient of the parameter each require 2 FLOPs: one multiplication
+    and one addition. See section 2.1 of Kaplan et al. 2020, "Scaling Laws for Neural Language Models". The count omits
+    attention scores, which are small if the sequence is shorter than about 6 times the width. The count also omits
+    embeddings, except embeddings that are tied to an output layer.
     """
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     multiplied = {

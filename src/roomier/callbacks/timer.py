@@ -22,8 +22,8 @@ STAGES = ("train", "sanity_check", "validate", "test", "predict")
 class Timer(Callback):
     """Callback that measures the time of each stage and stops training after ``duration``.
 
-    The arguments are the same as in Lightning. Unlike the limit of ``Trainer(max_time=...)``, the measured time of a
-    resumed run includes the training time before the checkpoint. With several ranks, the first rank that exceeds
+    The arguments are the same as in Lightning. In a resumed run, the measured time includes the training time before
+    the checkpoint, in contrast to ``Trainer(max_time=...)``. With several ranks, the first rank that exceeds
     ``duration`` stops training on all ranks at the same step.
 
     Args:
@@ -91,7 +91,7 @@ class Timer(Callback):
         fields({}, others={"time_elapsed": mapping_of(finite)})(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._started_s["train"] is not None:  # a rollback does not reset the elapsed time
+        if self._started_s["train"] is not None:  # do not reset the elapsed time after a rollback
             return
         self._earlier_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
 
@@ -106,7 +106,7 @@ class Timer(Callback):
             self._started_s["train"] = self._ended_s["train"] = None
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._check(trainer)  # a resumed run can have no remaining time
+        self._check(trainer)  # a resumed run may have no time left
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("train")

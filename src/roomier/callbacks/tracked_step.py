@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 FIRST_STEP = 2
 """During the first step, the optimizer states do not exist yet."""
 FIRST_STEP_AFTER_A_DEFERRED_UPDATE = 3
-"""The forward of the second step runs the first deferred update, which creates the optimizer states."""
+"""The forward of the second step applies the first deferred update, which creates the optimizer states."""
 FIRST_STEP_OF_A_BUDGET = 4
-"""Until the third step, an activation budget runs measurements, and blocks save as few activations as possible for
-backward."""
+"""In the first three steps, an activation budget runs measurements, and blocks save as few activations as possible for
+backward.
+"""
 
 _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
 
@@ -44,7 +45,7 @@ def usual_step_of(trainer: TrainerView) -> int:
 
 
 def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
-    """Return the TrackedStep for step number ``step`` of the run. All callers receive the same object."""
+    """Return the TrackedStep for step number ``step`` of the run. All callers of one step receive the same object."""
     steps = _shared.setdefault(trainer.engine, {})
     if step not in steps:
         steps[step] = TrackedStep(step)
@@ -52,7 +53,7 @@ def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
 
 
 class TrackedStep:
-    """A tracked step, together with the step before it, which identifies the kind of each tensor.
+    """Tracked step, and the step before it, in which the kind of each tensor is identified.
 
     Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call for a
     batch, further calls have no effect. The tracker records only between the two hooks, so it excludes logging, saving
@@ -74,7 +75,7 @@ class TrackedStep:
         self._inside: ExitStack | None = None
 
     def is_due(self, trainer: TrainerView) -> bool:
-        """Return True if the batch that starts belongs to the tracked step or to the step before it."""
+        """Return True if the batch that starts belongs to the tracked step or to the preceding step."""
         return self.tracker is None and trainer.global_step >= self.step - 2
 
     def begin_batch(self, trainer: TrainerView) -> None:

@@ -24,12 +24,12 @@ CURRENT, WIDE = "current_model_state", "averaged_weights"
 
 
 class WeightAveraging(HoldsAverage):
-    """Callback that averages the weights over training; by default, all iterates have equal weight (Polyak and Juditsky
-    1992).
+    """Callback that averages the weights over training. By default, the weights of all steps contribute equally (Polyak
+    and Juditsky 1992).
 
     Validation uses the average. A checkpoint contains the average as the weights of the model, and the model contains
-    the average after ``fit`` ends. Training itself does not change. Before the first update of the average, the trained
-    weights are used instead.
+    the average after ``fit`` ends. The training itself is unchanged. Before the first update of the average, the
+    trained weights are used instead.
 
     The arguments are the same as in Lightning. The average includes trained parameters and floating-point buffers. If
     parameters are sharded, each rank averages its shard. The average requires memory for a second copy of the weights
@@ -69,9 +69,9 @@ class WeightAveraging(HoldsAverage):
         self._use_buffers = use_buffers
         self.kept_weights = KeptWeights(use_buffers, self._device)
         self._functions: dict[str, Any] = {"average_one": avg_fn, "average_all": multi_avg_fn}
-        self._weight: float | None = None  # weight of the newest iterate; None weights all iterates equally
+        self._weight: float | None = None  # factor of the newest weights; None weights all steps equally
         self._average: WeightAverage | None = None
-        self._same_tensor: dict[str, str] = {}  # maps each name in a checkpoint to the name in the average
+        self._same_tensor: dict[str, str] = {}  # Maps each name in a checkpoint to the name in the average.
         self._is_training = False
         self._stored: dict[str, Any] = {}
         self._latest_update_step = 0
@@ -105,7 +105,7 @@ class WeightAveraging(HoldsAverage):
         self._is_training = True
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._held(trainer).join(self._tensors(trainer))  # add parameters that were unfrozen
+        self._held(trainer).join(self._tensors(trainer))  # add parameters that have been unfrozen
 
     def on_train_batch_end(
         self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -134,7 +134,7 @@ class WeightAveraging(HoldsAverage):
         self._is_training = False
         if self.num_averaged:
             self._share_buffers(trainer)
-            self._swap(trainer)  # retains the trained weights, so later checkpoints contain both versions
+            self._swap(trainer)  # keeps the trained weights too, so later checkpoints contain both versions
         else:
             notice(f"{type(self).__name__}: should_update never returned True, so the model keeps its trained weights")
 
@@ -223,7 +223,7 @@ class WeightAveraging(HoldsAverage):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """Return the averaged tensors by name: parameters in the form that they have between steps, and persistent
+        """Return the tensors to average, by name: parameters in the form that they have between steps, and persistent
         buffers.
 
         Args:
@@ -263,9 +263,9 @@ class EMAWeightAveraging(WeightAveraging):
     The result is the moving average of Tarvainen and Valpola 2017, "Mean teachers are better role models", section 2.
 
     Args:
-        device: device of the average, see :class:`WeightAveraging`.
-        use_buffers: also average buffers, see :class:`WeightAveraging`.
-        decay: weight of the previous average, in [0, 1].
+        device: device of the average; see :class:`WeightAveraging`.
+        use_buffers: also average buffers; see :class:`WeightAveraging`.
+        decay: factor of the previous average, in [0, 1].
         update_every_n_steps: update after each step whose index, counted from 0, is a multiple of this number; 0
             disables these updates.
         update_starting_at_step: index of the first step that updates the average.

@@ -1,4 +1,4 @@
-"""Raise an error of one rank on all ranks, with the number of the rank that failed."""
+"""Call functions on all ranks, and raise an error of one rank on all ranks, with the number of the failed rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failure:
-    """Picklable form of an error, without the received object, which may exist only in its own process."""
+    """Picklable form of an error. The received object is omitted, because it may exist only in the process of the
+    failed rank.
+    """
 
     kind: type[RoomierError]
     field: str
@@ -64,4 +66,4 @@ def _failure(error: BaseException) -> _Failure:
     if isinstance(error, RoomierError):
         return _Failure(type(error), error.field, shorten(error.received), error.problem, error.action)
     problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return _Failure(CheckpointError, "checkpoint", "<failed>", problem, "See the traceback of that rank")
+    return _Failure(CheckpointError, "checkpoint", "<failed>", problem, "See the traceback of the failed rank")

@@ -1,4 +1,4 @@
-"""Saving in the background: training waits only until the state is copied to host memory."""
+"""Save checkpoints in the background. Training waits only until the state is copied to host memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from roomier.device.streams import synchronize
 
 
 class BackgroundSaver:
-    """Saver that writes one checkpoint at a time in a thread, and commits it like :func:`roomier.checkpoint.save`.
+    """Saver that writes one checkpoint at a time in a thread. The checkpoint is committed as in
+    :func:`roomier.checkpoint.save`.
 
-    With several ranks, the threads communicate in a separate process group. If two threads used the same group, the
-    order of their collectives could differ between ranks. Every rank must call the same methods in the same order.
+    With several ranks, the threads communicate in a separate process group. If two threads used the same process group,
+    the order of their collectives could differ between ranks. Every rank must call the same methods in the same order.
 
     The saver requires host memory for one copy of the data that this rank writes, and reuses this memory for the next
-    save. The memory is pinned for tensors on a device that copies asynchronously.
+    save. For tensors on a device that copies asynchronously, this memory is pinned.
 
     Args:
         ranks: ranks that save together. If None, the ranks are the ranks of the default process group, or only this
@@ -65,7 +66,7 @@ class BackgroundSaver:
         return self.num_started - int(self._thread is not None and self._thread.is_alive())
 
     def start(self, path: str | Path, state: Mapping[str, Any]) -> None:
-        """Copy ``state`` and start writing it to ``path``, after waiting for the previous save.
+        """Wait for the previous save, copy ``state``, and start to write the copy to ``path``.
 
         Args:
             path: checkpoint folder.
@@ -81,20 +82,21 @@ class BackgroundSaver:
         if self._group is None and not self._ranks.is_alone:
             self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
         job = replace(prepared, parts=staged)
-        # The thread is a daemon, because a checkpoint that is not committed when the process exits is unusable in any
+        # The thread is a daemon, because an uncommitted checkpoint is unusable after the exit of the process in any
         # case.
         self._thread = threading.Thread(target=self._write, args=(job,), name="roomier-checkpoint", daemon=True)
         self._thread.start()
         self.num_started += 1
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save that was started is committed.
+        """Wait until the current save is committed.
 
         Args:
             timeout_s: maximum time to wait in seconds; None waits without a limit.
 
         Returns:
-            False if ``timeout_s`` passed before the end of the save, otherwise True. True if no save was started.
+            False if ``timeout_s`` passed before the end of the save. True if the save is committed, or if no save was
+            started.
 
         Raises:
             CheckpointError: the save failed on any rank.
@@ -111,7 +113,7 @@ class BackgroundSaver:
         return True
 
     def close(self) -> None:
-        """Release the host copies and the process group. No save may be running."""
+        """Release the host copies and the process group. This method must not be called during a save."""
         assert self._thread is None or not self._thread.is_alive()
         self._buffers.clear()
         if self._group is not None and dist.is_initialized():

@@ -9,11 +9,11 @@ renamed to the path of a folder that is not empty. Therefore, if the target exis
 2. between the two renames     ``.old-``: the old checkpoint  (``.tmp-``: the new checkpoint, unused)
 3. after the second rename     target: the new checkpoint    (``.old-``: superseded)
 
-In each state, a complete checkpoint has the name of the target or, in state 2, an ``.old-`` name.
+In each state, a complete checkpoint exists. Its name is the name of the target or, in state 2, an ``.old-`` name.
 :func:`surviving_path` and :func:`roomier.checkpoint.find.list_complete` find the checkpoint under both names. The next
-save into the same parent folder clears the folders of dead processes: it restores the name of the old checkpoint of
-state 2, and deletes all other leftovers. Deletion starts with the record, because a folder without a record is not a
-complete checkpoint.
+save into the same parent folder clears the folders of dead processes: it renames the old checkpoint of state 2 to its
+original name, and deletes all other leftovers. Deletion starts with the record, because a folder without a record is
+not a complete checkpoint.
 """
 
 import errno
@@ -36,7 +36,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes
 
-# It is not possible to check whether a process on another machine is alive.
+# The processes of another machine cannot be checked, so their folders are stale after this time.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
 # Errors of file systems that do not support fsync on folders (network shares, FUSE). They can be ignored.
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
@@ -45,7 +45,9 @@ _ASIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<target>.+)@(?P<host>[0-9a-f]{8})-(
 
 @dataclass(frozen=True)
 class _Aside:
-    """Folder next to its target. The folder is being written or deleted (tmp), or was replaced (old)."""
+    """Temporary folder next to the checkpoint folder that it replaces. The folder is being written or deleted (tmp), or
+    was replaced (old).
+    """
 
     path: Path
     kind: str
@@ -68,8 +70,8 @@ class _Aside:
             return time.time() - changed_at_s > _FOREIGN_STALE_AFTER_S
         try:
             process = psutil.Process(self.pid)
-            # If the process started after the folder was created, it is a different process that reuses the process id.
-            # The start time of a process has a resolution of one second.
+            # If the process started after the folder was created, the process id was reused by a different process. The
+            # start time of a process has a resolution of one second.
             return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed_at_s + 1
         except psutil.NoSuchProcess:
             return True
@@ -87,8 +89,8 @@ def _aside_path(kind: str, target: Path) -> Path:
 
 @contextmanager
 def committed_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Create an empty folder that becomes ``target`` at the end of the ``with`` block, or that is removed after an
-    error.
+    """Create an empty folder. At the end of the ``with`` block, the folder is renamed to ``target``. After an error,
+    the folder is removed.
 
     An existing checkpoint at ``target`` is replaced.
 
@@ -136,7 +138,7 @@ def _refuse_to_overwrite(target: Path) -> None:
         return
     if not target.is_dir() or any(target.iterdir()):
         raise CheckpointError(
-            "path", str(target), "exists and is not a checkpoint", "Choose another path, or move the existing one"
+            "path", str(target), "exists and is not a checkpoint", "Choose another path, or move the file or folder"
         )
 
 
@@ -186,7 +188,10 @@ def remove(path: str | Path) -> None:
         sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
-            "path", str(target), f"cannot be removed: {error.strerror}", "Check the owner of it and its parent folder"
+            "path",
+            str(target),
+            f"cannot be removed: {error.strerror}",
+            "Check the owner of this folder and of its parent folder",
         ) from error
     _delete(doomed)
     if doomed.exists():
@@ -194,7 +199,7 @@ def remove(path: str | Path) -> None:
 
 
 def surviving_path(path: Path) -> Path:
-    """Return ``path``, or its ``.old-`` path if the process was killed while it replaced the checkpoint."""
+    """Return ``path``, or the ``.old-`` path if a process was killed while it replaced the checkpoint at ``path``."""
     path = at_home(path)
     if os.path.lexists(path) or not path.parent.is_dir():
         return path
@@ -212,7 +217,7 @@ def names_being_written(folder: Path) -> set[str]:
     names = set()
     for path in folder.iterdir() if folder.is_dir() else ():
         aside = _Aside.parse(path)
-        with suppress(FileNotFoundError):  # another process has renamed the folder
+        with suppress(FileNotFoundError):  # another process has already renamed the folder
             is_own = aside is not None and (aside.host, aside.pid) == (_host(), os.getpid())
             if aside is not None and aside.kind == "tmp" and not is_own and not aside.is_stale():
                 names.add(aside.target.name)
@@ -220,8 +225,8 @@ def names_being_written(folder: Path) -> set[str]:
 
 
 def clear_stale(folder: Path) -> None:
-    """Remove leftovers of dead processes in ``folder``, and restore the name of each old checkpoint that has no
-    successor.
+    """Remove leftovers of dead processes in ``folder``, and restore the name of each old checkpoint that was not
+    replaced.
 
     Raises:
         OSError: the folder cannot be read or changed.
@@ -275,7 +280,7 @@ def _cannot_write(target: Path, num_bytes: int, error: OSError, aside: Path | No
         folder = folder.parent
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        # The incomplete folder is about to be deleted.
+        # The incomplete folder is deleted afterwards, so its size counts as free space.
         half_done = list(aside.iterdir()) if aside is not None and aside.is_dir() else []
         free_bytes = shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in half_done)
         problem = (

@@ -33,10 +33,10 @@ class _Complete:
 
     @property
     def age_key(self) -> tuple[int, int, int, int, str]:
-        """Orders checkpoints from old to new.
+        """Key that orders checkpoints from old to new.
 
-        Checkpoints without commit numbers are ordered by the time of their folder, and by step within a folder, because
-        the clock may have been set back during a run.
+        Checkpoints without commit numbers are ordered by the time of their parent folder. Within a folder, they are
+        ordered by step, because the clock may have been set back during a run.
         """
         record = self.record
         group_ns = 0 if record.commit_number else self.group_ns
@@ -96,7 +96,9 @@ def find_last(root: str | Path, check: Check | None = None) -> Path | None:
 
 
 def next_commit_number(target: Path) -> int:
-    """Return a number larger than the number of every checkpoint that ``find_last`` may compare with ``target``."""
+    """Return a commit number larger than the number of every checkpoint that ``find_last`` may compare with
+    ``target``.
+    """
     folder = target.parent
     root = folder.parent if folder.name == "checkpoints" else folder
     if root is not folder and root.name.startswith("version_"):
@@ -106,7 +108,8 @@ def next_commit_number(target: Path) -> int:
 
 
 def verify(path: str | Path) -> None:
-    """Read every byte of the checkpoint ``path`` once and compare sizes and checksums with its record.
+    """Read every byte of the checkpoint ``path`` once, and compare the sizes and checksums of its files with its
+    record.
 
     Raises:
         CheckpointError: a file is missing or damaged. The error names the newest valid checkpoint in the same folder,
@@ -120,7 +123,9 @@ def verify(path: str | Path) -> None:
 
 
 def with_alternative(error: CheckpointError, folder: Path) -> CheckpointError:
-    """Return ``error`` about ``folder``, with the newest valid checkpoint in the same folder as its action."""
+    """Return ``error`` about the checkpoint ``folder``, with an action that names the newest valid checkpoint next to
+    it.
+    """
     for other in reversed(list_complete(folder.parent)):
         if other == folder:
             continue

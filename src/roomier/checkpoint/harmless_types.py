@@ -10,7 +10,7 @@ Lightning writes into the files of ordinary runs, and the classes that users oft
 - NumPy scalars and their dtypes, for example scores and learning rates: read as numbers. The bytes in the file are
   decoded for boolean, integer and floating-point dtypes only.
 - ``DictConfig`` and ``ListConfig`` of OmegaConf, which Hydra passes: read as a dict with attribute access, and as a
-  list. Values that refer to another value (``"${a.b}"``) or are missing (``"???"``) are read as text of class
+  list. Values that refer to another value (``"${a.b}"``), and missing values (``"???"``), are read as text of class
   :class:`Unresolved`.
 - ``collections.defaultdict``: read as a dict.
 - ``EarlyStoppingReason``, an enum that the state of Lightning's EarlyStopping contains in some versions: read as its
@@ -57,7 +57,7 @@ class _Namespace:
 
 
 class Unresolved(str):
-    """Text of an OmegaConf value that is an interpolation, or missing."""
+    """Text of an OmegaConf value that is an interpolation or is missing."""
 
 
 class _Config:
@@ -74,7 +74,9 @@ class _Facts:
 
 
 class _Type:
-    """Substitute for every type that the metadata of OmegaConf contains. It is not a valid value."""
+    """Substitute for every type that the metadata of OmegaConf contains. This substitute is not a valid value in a
+    checkpoint.
+    """
 
 
 class _NumpyDtype:
@@ -180,11 +182,11 @@ def _value_of(node: Any) -> Any:
 
 
 def unresolved_in(value: Any, place: str = "") -> list[str]:
-    """Return the place and text of each :class:`Unresolved` in ``value``, such as ``"['cfg']['lr'] = '${base.lr}'"``.
+    """Return the path and text of each :class:`Unresolved` in ``value``, such as ``"['cfg']['lr'] = '${base.lr}'"``.
 
     Args:
         value: result of :func:`as_plain`.
-        place: path of ``value``, for the result.
+        place: path of ``value``, with which each path in the result begins.
     """
     if isinstance(value, Unresolved):
         return [f"{place} = {str(value)!r}"]

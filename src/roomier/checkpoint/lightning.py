@@ -1,5 +1,6 @@
-"""Checkpoints that Lightning wrote, as a single file ``x.ckpt``. Reading such a file never executes code from the
-file."""
+"""Reader of the checkpoints that Lightning writes, each in a single file ``x.ckpt``. Reading such a file never executes
+code from the file.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ _PICKLE = b"\x80"
 
 
 def _parameter(value: Any, place: str) -> None:
-    """Accept the index of a parameter, or its name, which files converted from a sharded checkpoint contain."""
+    """Accept the index or the name of a parameter. Files that were converted from a sharded checkpoint contain
+    names.
+    """
     if not isinstance(value, (int, str)) or isinstance(value, bool):
         raise FormError(place, value, "an integer or a name")
 
@@ -143,14 +146,16 @@ class LightningFile:
     def described(self) -> dict[str, Any]:
         """Entries from which :func:`roomier.checkpoint.module.make_module` creates a module."""
         name = self.content.get(HYPERPARAMETERS_NAME)
-        # "kwargs" means separate arguments. Any other name is the name of the single argument that contains all
+        # "kwargs" means separate arguments. Any other value is the name of the single argument that contains all
         # hyperparameters.
         argument = {} if name in (None, "kwargs") else {"hyperparameters_argument": str(name)}
         return {"hyperparameters": self.hyperparameters, **argument}
 
     @property
     def described_datamodule(self) -> dict[str, Any]:
-        """Hyperparameters of the DataModule, and the name of the argument that contained all of them, if any."""
+        """Hyperparameters of the DataModule, and the name of the single argument that contained all of them, if such an
+        argument exists.
+        """
         name = self.content.get(DATA_HYPERPARAMETERS_NAME)
         argument = {} if name in (None, "kwargs") else {"argument": str(name)}
         return {"hyperparameters": self._resolved(DATA_HYPERPARAMETERS), **argument}
@@ -176,7 +181,8 @@ class LightningFile:
             )
         except FormError as error:
             problem = (
-                f"was written by Lightning {self.version}, but its loops do not have the form of version 2: {error}"
+                f"was written by Lightning {self.version}, but the states of its loops do not have the form of version "
+                f"2: {error}"
             )
             action = "Start a new fit with its weights: fit(..., weights=...)"
             raise self.error(problem, action) from error
@@ -270,7 +276,7 @@ class LightningFile:
         is_other_adam = decays in then and then[decays] is not own.get(decays, then[decays])  # both are flags
         if unknown or is_other_adam:
             found = f"options {sorted(unknown)[:_NUM_NAMES_SHOWN]}" if unknown else f"{decays}={then[decays]}"
-            raise self.error(f"has the states of another optimizer than {kind}, with {found}", action)
+            raise self.error(f"has the states of an optimizer other than {kind}, with {found}", action)
 
 
 def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,15 +303,15 @@ def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     again = "Pass a checkpoint folder, or a .ckpt file that Lightning saved. If this file is one, copy it again"
     try:
-        is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not zip files, and cannot be memory-mapped
+        is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not zip files and cannot be memory-mapped
         if not is_zip and _first_byte(path) != _PICKLE:
-            raise ValueError("torch did not write it, or it is truncated")
+            raise ValueError("the file was not written by torch, or is truncated")
         with harmless_types(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
-    except Exception as error:  # the file can contain arbitrary bytes
+    except Exception as error:  # the file can contain arbitrary bytes, so any error is possible
         problem = f"cannot be read ({' '.join(str(error).split())[:200] or type(error).__name__})"
         raise CheckpointError("checkpoint", str(path), problem, again) from error
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
@@ -313,7 +319,7 @@ def _read(path: Path) -> dict[str, Any]:
         action = "Pass a Lightning .ckpt file, a roomier checkpoint folder, or .safetensors files"
         raise CheckpointError("checkpoint", str(path), problem, action)
     for name in _CONTAINER_TYPES:
-        content.pop(name, None)  # the class of the container
+        content.pop(name, None)  # this entry is the class of the container, which is not used
     try:
         plain = {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
     except (ValueError, RecursionError) as error:
@@ -344,7 +350,7 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
         shown = f"{', '.join(found[:_NUM_NAMES_SHOWN])}{more}"
         problem = f"contains objects of {shown}, and loading them would execute code"
     action = (
-        "If you trust the source of this file, remove the objects once in an environment with their packages: "
+        "If you trust the source of this file, remove the objects in an environment that contains their packages: "
         "c = torch.load(path, weights_only=False); c['hyper_parameters'] = {}; torch.save(c, 'plain.ckpt'). Then pass "
         "plain.ckpt. To avoid this step, exclude such hyperparameters with save_hyperparameters(ignore=[...])"
     )

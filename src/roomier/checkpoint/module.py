@@ -1,4 +1,6 @@
-"""Create a module or a DataModule from a checkpoint: its hyperparameters, then its weights or its state."""
+"""Create a module from the hyperparameters and weights in a checkpoint, or a DataModule from its hyperparameters and
+state.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -92,7 +94,7 @@ def make_module(
     """
     argument = described.get("hyperparameters_argument")
     module = _constructed(cls, path, described.get("hyperparameters", {}), argument, init_arguments)
-    configure_model = getattr(module, "configure_model", None)  # of a Module, or of a LightningModule
+    configure_model = getattr(module, "configure_model", None)  # a function of a Module or of a LightningModule
     if callable(configure_model):
         configure_model()
     return module
@@ -142,13 +144,13 @@ def _constructed(
 
 
 def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:
-    """Load the weights after ``on_load_checkpoint``, which receives the entries of hooks and of the model."""
+    """Call ``on_load_checkpoint`` with the entries of hooks and of the model, and then load the weights."""
     only = described.keys() - (OWN_ENTRIES - {"module", "hyperparameters", "progress"})
     shown = ShownCheckpoint(load(path, only=only))
     module.on_load_checkpoint(shown)
     differing = sorted(shown["module"].keys() ^ module.state_dict().keys())
     if strict and differing:
-        problem = f"does not match {type(module).__name__}. Only one of the two has {differing[:5]}"
+        problem = f"does not match {type(module).__name__}. Only the module or only the checkpoint has {differing[:5]}"
         action = "Pass the class that was saved, or strict=False"
         raise CheckpointError("checkpoint_path", str(path), problem, action)
     _load_weights(module, shown["module"], path)
@@ -156,10 +158,10 @@ def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *
 
 def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
     if hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(file.content)  # as in Lightning, where this hook can change names
+        module.on_load_checkpoint(file.content)  # as in Lightning, because this hook can change the names of weights
     if strict and file.state_dict.keys() != module.state_dict().keys():
         differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
-        problem = f"does not match {type(module).__name__}. Only one of the two has {differing[:5]}"
+        problem = f"does not match {type(module).__name__}. Only the module or only the checkpoint has {differing[:5]}"
         raise CheckpointError("checkpoint_path", str(file.path), problem, "Pass the class that was saved")
     _load_weights(module, file.state_dict, file.path)
 

@@ -1,4 +1,6 @@
-"""The parts of a state that each rank writes. Every element of every tensor is written once, by one rank."""
+"""Division of a state into the parts that each rank writes. One rank writes each element of each tensor, exactly
+once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Box of a tensor on this rank.
+    """Box (a rectangular region) of a tensor on this rank.
 
     Attributes:
         name: name of the full tensor.
@@ -37,8 +39,8 @@ class Part:
 def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[Part]:
     """Return the parts of ``tensors`` that this rank writes. No tensor is copied.
 
-    Each rank writes its shard of a sharded tensor. If several ranks have the same shard (HSDP), these ranks write the
-    shards of successive tensors in turn. Empty shards are skipped.
+    Each rank writes its shard of a sharded tensor. If several ranks have the same shard (HSDP), these ranks take turns:
+    each rank writes the shards of different tensors. Empty shards are skipped.
 
     Args:
         tensors: mapping from names to the tensors of a state.
@@ -50,7 +52,7 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), tensor))
             continue
-        turn += 1  # counts sharded tensors only, which are the same on all ranks, unlike other tensors
+        turn += 1  # Count sharded tensors only, because only these tensors are the same on all ranks.
         if not tensor.numel():  # no rank has a shard with elements
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), torch.empty(tensor.shape, dtype=tensor.dtype)))
@@ -63,7 +65,7 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     """Return True if ``tensor`` is a DTensor, on any number of ranks."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # a slow import, which most processes do not need
+    from torch.distributed.tensor import DTensor  # late, because this import is slow and most processes do not need it
 
     return isinstance(tensor, DTensor)
 

@@ -3,9 +3,9 @@ verifies the box.
 
 [Note: each file once]
 The checksum of a file is computed from the bytes that are read into the tensors. A tensor that already has values, such
-as a weight of a model, must not change if a file is damaged. Such a tensor is filled after all files are verified, so
-its file is read a second time, usually from the page cache. With several ranks, each file is verified by the rank that
-reads most of the file.
+as a weight of a model, must not change if a file is damaged. Such a tensor is filled only after all files are verified.
+Its file is therefore read a second time, usually from the page cache. With several ranks, each file is verified by the
+rank that reads most of the file.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def check_pieces(folder: Path, pieces: Pieces, name: str, spec: TensorSpec) -> N
     """
     found = pieces.get(name, [])
     if not all(piece.dtype == spec.dtype for piece in found) or not _fill([*found], spec.shape):
-        raise damage(folder, f"its files and its record disagree about {name!r}, which is {spec} in the record")
+        raise damage(folder, f"its files and its record differ in {name!r}, which is {spec} in the record")
 
 
 def _fill(pieces: list[Piece], shape: tuple[int, ...]) -> bool:
-    """Return True if ``pieces`` are a grid of boxes that covers ``shape``, like sharded tensors."""
+    """Return True if ``pieces`` form a grid of boxes that covers ``shape``, like the shards of a tensor."""
     if not pieces or any(len(piece.shape) != len(shape) for piece in pieces):
         return False
     num_boxes = 1
@@ -121,7 +121,8 @@ class _Read:
 
 
 class TensorReader:
-    """Reads tensors of the checkpoint ``folder``, first into ``empty``, then into ``filled``.
+    """Reader that fills tensors from the checkpoint ``folder``: first the tensors in ``empty``, then the tensors in
+    ``filled``.
 
     Args:
         folder: checkpoint folder.
@@ -158,7 +159,7 @@ class TensorReader:
             self._read(name, reads)
 
     def read_filled(self) -> None:
-        """Fill the tensors that have values. The checksums of the files must have been checked before.
+        """Fill the tensors that have values. Call :meth:`read_empty` first, which checks the checksums of the files.
 
         Raises:
             CheckpointError: the disk failed; tensors may be partially filled.
@@ -183,11 +184,13 @@ class TensorReader:
         return share
 
     def _read_summed(self, file: StoredFile, reads: Sequence[_Read]) -> list[_Read]:
-        """Read a file from front to end and compare its checksum. Return the reads that would have to seek backward."""
+        """Read a file from front to end and compare its checksum. Returns the reads that would have to seek
+        backward.
+        """
         position, left = 0, []
         with summed(self._folder, file) as opened:
             for read in reads:
-                if read.begin < position:  # the read belongs to a tied tensor, which is stored once
+                if read.begin < position:  # this read belongs to a tied tensor, which is stored once
                     left.append(read)
                     continue
                 read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)
@@ -222,7 +225,7 @@ def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _Read | None:
-    """Return the read of the elements that are in both ``piece`` and ``own``; None if there are no such elements."""
+    """Return the read of the elements that ``piece`` and ``own`` have in common; None if there are no such elements."""
     box, part = [], []
     for begin, size, own_begin, own_size in zip(piece.offsets, piece.shape, origin, own.shape, strict=True):
         first, last = max(begin, own_begin), min(begin + size, own_begin + own_size)

@@ -1,4 +1,4 @@
-"""``run.json``: the list of the tensor files of a checkpoint, and every value that is not a tensor.
+"""Record of a checkpoint, ``run.json``: the list of the tensor files, and every value that is not a tensor.
 
 The file is ``{"crc32": "<8 hex digits>", "content": {...}}``. The checksum covers the bytes of the content, so it
 detects every flipped bit. The checksum does not authenticate the file, so a reader must handle arbitrary bytes.
@@ -8,8 +8,8 @@ nesting, and reads regular files only.
 [Note: commit numbers]
 The clock of a machine can be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
 larger than the number of every checkpoint with which it can be compared (:func:`roomier.checkpoint.find.find_last`).
-Two processes that commit at the same moment, and copies of a folder, have equal numbers. The step breaks the tie.
-Checkpoints of format 2, which has no commit numbers, have the number 0.
+Checkpoints that two processes commit at the same moment, and copies of a folder, have equal numbers. They are ordered
+by step. Format 2 has no commit numbers, so its checkpoints have the number 0.
 """
 
 import errno
@@ -42,7 +42,7 @@ _HEAD = b'{"crc32": "%08x", "content": '
 _HEAD_BYTES = len(_HEAD % 0)
 _MARK = _HEAD[:11]
 _TAIL = b"}\n"
-_NUMBER_BYTES = 256  # the beginning of a record, which contains its commit number
+_NUMBER_BYTES = 256  # the first bytes of a record, which contain its commit number
 _NUMBER = re.compile(rb'\{"crc32": "[0-9a-f]{8}", "content": \{"format_version":\d{1,4},"commit_number":(\d{1,15}),')
 _FOREIGN_BYTES = 2**20
 _FILE_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,200}}{re.escape(TENSOR_SUFFIX)}")
@@ -62,7 +62,7 @@ _CONTENT_FORM = fields(
 
 
 class NotACheckpointError(CheckpointError):
-    """Error for a path that never was a checkpoint."""
+    """Error for a path that has never been a checkpoint."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -77,7 +77,7 @@ class StoredFile:
         name: file name without a folder.
         size_bytes: size of the file.
         crc32: CRC-32 of its bytes.
-        tensors: names of the tensors that the file contains, in full or in part.
+        tensors: names of the tensors that the file contains completely or in part.
     """
 
     name: str
@@ -161,7 +161,7 @@ def read_record(folder: Path) -> Record:
         raise damage(folder, f"{RECORD_NAME} is truncated or overwritten")
     content = data[_HEAD_BYTES : -len(_TAIL)]
     if data != (_HEAD % zlib.crc32(content)) + content + _TAIL:
-        raise damage(folder, f"{RECORD_NAME} is damaged: its checksum does not match its content")
+        raise damage(folder, f"{RECORD_NAME} is damaged, because its checksum does not match its content")
     with malformed(folder):
         return _parse(folder, parse_json(content))
 
@@ -200,10 +200,10 @@ def read_state(folder: Path, record: Record) -> dict[str, Any]:
 
 @contextmanager
 def malformed(folder: Path, file: str = RECORD_NAME) -> Iterator[None]:
-    """Convert a ValueError about a value in ``file`` to the error for a damaged checkpoint, which names the file."""
+    """Convert a ValueError about a value in ``file`` to an error for a damaged checkpoint that names the file."""
     try:
         yield
-    except RoomierError:  # this error already has its own field
+    except RoomierError:  # this error already names its field
         raise
     except ValueError as error:
         raise damage(folder, f"{file} is malformed: {error}") from error
@@ -246,7 +246,8 @@ def _parse(folder: Path, content: Any) -> Record:
         raise CheckpointError(
             "checkpoint",
             str(folder),
-            f"has format version {version}, but this version of roomier reads {' and '.join(map(str, READ_VERSIONS))}",
+            f"has format version {version}, but this version of roomier reads only "
+            f"{' and '.join(map(str, READ_VERSIONS))}",
             f"Load it with roomier {content.get('roomier_version')}, which wrote it",
         )
     _CONTENT_FORM(content, "content")
@@ -257,12 +258,12 @@ def _parse(folder: Path, content: Any) -> Record:
         if _FILE_NAME.fullmatch(name) is None:  # for example a path outside the folder
             raise FormError(f"content.files[{index}].name", name, "the name of a tensor file")
     if len(set(names)) < len(names):
-        raise FormError("content.files", names, "a list of files with different names")
+        raise FormError("content.files", names, "a list of files with distinct names")
     return Record(**{"commit_number": 0, **content, "files": files})
 
 
 def damage(folder: Path, problem: str) -> DamagedCheckpointError:
-    """Return the error for a checkpoint that was valid before."""
+    """Return the error for a checkpoint that was damaged after it was saved."""
     return DamagedCheckpointError("checkpoint", str(folder), problem, "Use another checkpoint")
 
 
@@ -283,11 +284,14 @@ def check_sizes(folder: Path, record: Record) -> None:
             raise damage(folder, f"file {file.name!r} is not a regular file")
         if found.st_size != file.size_bytes:
             raise damage(
-                folder, f"file {file.name!r} has {found.st_size} bytes instead of {file.size_bytes}: it is damaged"
+                folder,
+                f"file {file.name!r} is damaged: the file has {found.st_size} bytes instead of {file.size_bytes}",
             )
     strangers = {path.name for path in folder.glob(f"*{TENSOR_SUFFIX}")} - {file.name for file in record.files}
     if strangers:
-        raise damage(folder, f"file {min(strangers)!r} is not part of it: {RECORD_NAME} does not list it")
+        raise damage(
+            folder, f"file {min(strangers)!r} does not belong to it, because {RECORD_NAME} does not list the file"
+        )
 
 
 def check_sums(folder: Path, files: Iterable[StoredFile]) -> None:

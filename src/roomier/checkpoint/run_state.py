@@ -1,7 +1,7 @@
-"""The entries that a Trainer stores in a checkpoint, and the schema of each entry.
+"""Schemas of the entries that a Trainer stores in a checkpoint.
 
-Callers of :func:`roomier.checkpoint.save` can use any names, so these schemas apply only to functions that read the
-state of a run. Values that depend on the objects of the current run (its optimizers, schedulers and callbacks) are
+Callers of :func:`roomier.checkpoint.save` can use any names, so only the functions that read the state of a run check
+these schemas. Values that depend on the objects of the current run (its optimizers, schedulers and callbacks) are
 checked by the code that loads them.
 """
 
@@ -134,7 +134,7 @@ def check_run_state(path: Path, state: Mapping[str, Any]) -> None:
         for name, form in FORMS.items():
             if name in state:
                 form(state[name], name)
-    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # model layers depend on the adapter
+    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # because the layers depend on the adapter
 
 
 def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:

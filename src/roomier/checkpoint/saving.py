@@ -1,10 +1,11 @@
-"""Saving one checkpoint on several ranks: the work of each rank, and the points at which ranks wait for each other.
+"""Save one checkpoint on several ranks: the work of each rank, and the points at which ranks wait for each other.
 
 [Note: all ranks or none]
 Rank 0 creates a folder next to the target and broadcasts its path. Every rank writes its files into the folder and
 flushes them. The names and checksums are gathered. Rank 0 writes the record and renames the folder. After each of these
-steps, all ranks exchange whether the step succeeded. If the step failed on any rank, rank 0 removes the folder, and all
-ranks raise the same error. If a rank dies, the other ranks detect the broken connection and do not rename the folder.
+steps, all ranks report to each other whether the step succeeded. If the step failed on any rank, rank 0 removes the
+folder, and all ranks raise the same error. If a rank dies, the other ranks detect the broken connection and do not
+rename the folder.
 """
 
 import importlib.metadata
@@ -47,7 +48,7 @@ ModelCheckpoint(format="lightning") writes such files instead of folders.
 
 @dataclass(frozen=True)
 class Prepared:
-    """State that is prepared for writing.
+    """State that is ready to be written.
 
     Attributes:
         target: path of the checkpoint folder.
@@ -161,7 +162,7 @@ def _check_shared(folder: Path, target: Path) -> None:
         raise CheckpointError(
             "path",
             str(target),
-            "is not on a shared file system. This rank cannot see the folder that rank 0 created",
+            "is not on a shared file system. The folder that rank 0 created does not exist for this rank",
             "Choose a folder on shared storage",
         )
 

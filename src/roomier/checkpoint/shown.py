@@ -1,4 +1,4 @@
-"""The state of a checkpoint as passed to ``on_save_checkpoint`` and ``on_load_checkpoint``."""
+"""State of a checkpoint, as passed to the hooks ``on_save_checkpoint`` and ``on_load_checkpoint``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _READ: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Any]]] 
     "datamodule_hyper_parameters": (("datamodule_init",), lambda state: state["datamodule_init"]["hyperparameters"]),
     VERSION: (("module",), lambda _: WRITTEN_FOR),
 }
-"""Entries of Lightning's checkpoints, the entries that they require, and functions that compute them."""
+"""Each entry of Lightning's checkpoints that is computed, with the entries that it requires and the function that
+computes it.
+"""
 OWN_ENTRIES = frozenset(
     {
         *("module", "optimizers", "scaler", "schedulers", "progress", "plan", "pretrained", "hyperparameters"),
@@ -28,7 +30,7 @@ OWN_ENTRIES = frozenset(
         *("results", "metrics", "callbacks"),
     }
 )
-"""Top-level entries that roomier writes. Hooks write all other entries."""
+"""Top-level entries that roomier writes. Hooks of the user write all other entries."""
 
 
 class ShownCheckpoint(dict[str, Any]):
@@ -82,13 +84,14 @@ class ShownCheckpoint(dict[str, Any]):
 
 
 def without_objects(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return ``state`` without the objects that hooks added, and the places of these objects.
+    """Return ``state`` without the objects that hooks added, and the paths of these objects.
 
-    Lightning pickles the entries that a module adds to its checkpoint. roomier skips entries that are objects, so that
-    a module written for Lightning can be saved. A list or tuple that contains an object is skipped completely.
+    Lightning pickles the entries that a module adds to its checkpoint. roomier skips the entries that are objects, so
+    that the checkpoints of a module written for Lightning can be saved. If a list or tuple contains an object, the
+    complete list or tuple is skipped.
 
     Returns:
-        The state, and the places of skipped values, such as ``'["entry"]["key"]'``.
+        The state, and the paths of the skipped values, such as ``'["entry"]["key"]'``.
     """
     left_out: list[str] = []
     kept: dict[str, Any] = {}

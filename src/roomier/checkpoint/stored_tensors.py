@@ -1,5 +1,4 @@
-"""Read the tensors of a checkpoint in chunks of a few MiB, regardless of the number of files that contain each
-tensor."""
+"""Read the tensors of a checkpoint in chunks of a few MiB, even if several files contain parts of a tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from roomier.core.untrusted import open_regular
 
 
 class StoredTensors:
-    """Tensors in one top-level entry of a checkpoint, which are not loaded into memory.
+    """Tensors of one top-level entry of a checkpoint, which are read in chunks.
 
     Args:
         path: checkpoint folder.
@@ -36,7 +35,7 @@ class StoredTensors:
     Attributes:
         specs: shape and dtype of each tensor by key, in the order in which they were saved.
         tied_to: mapping from each additional key of a tied tensor to the first key of the tensor.
-        others: keys of the entry whose value is not a tensor.
+        others: keys of the entry whose values are not tensors.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not contain this entry. All required files are verified
@@ -76,8 +75,8 @@ class StoredTensors:
     def chunks(self, key: str) -> Iterator[Tensor]:
         """Yield the elements of the tensor ``key`` in row-major order, as 1-D tensors of about ``CHUNK_BYTES``.
 
-        If the tensor was sharded by rows, only one chunk is in memory at a time. Otherwise, the full tensor is in
-        memory.
+        If the tensor was saved unsharded or sharded by rows, only one chunk is in memory at a time. Otherwise, the full
+        tensor is in memory.
 
         Raises:
             OSError: a file cannot be read.
@@ -104,7 +103,7 @@ def joined(chunks: Iterable[Tensor], spec: TensorSpec) -> Tensor:
 
     The peak memory is twice the size of the tensor.
     """
-    pieces = list(chunks)  # empty for a tensor without elements
+    pieces = list(chunks)  # this list is empty for a tensor without elements
     return torch.cat(pieces).view(spec.shape) if pieces else torch.empty(spec.shape, dtype=spec.dtype)
 
 

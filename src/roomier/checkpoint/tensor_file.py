@@ -1,8 +1,8 @@
 """Write and read one safetensors file without buffering its tensors.
 
 A file contains eight bytes that encode the length of the header, the header as JSON, and the tensors one after another
-(https://huggingface.co/docs/safetensors). All shapes are known before the first byte is written, so tensors need not be
-collected in memory, and the checksum is computed while writing.
+(https://huggingface.co/docs/safetensors). All shapes are known before the first byte is written, so the tensors are not
+collected in memory. The checksum is computed during the write.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ CODES: dict[torch.dtype, str] = {
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 8
-_MAX_HEADER_BYTES = 100 * 2**20  # as in the safetensors library
+_MAX_HEADER_BYTES = 100 * 2**20  # the same limit as in the safetensors library
 _ENTRY_FORM = fields({"dtype": one_of(*_DTYPES), "shape": list_of(count), "data_offsets": items(count, count)})
 CHUNK_BYTES = 4 * 2**20
 _SKIP_BYTES = 2**18
-_SUMMED_BYTES = 2**18  # small enough to be in the processor's cache when the checksum is computed
+_SUMMED_BYTES = 2**18  # small enough to remain in the processor's cache until the checksum is computed
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class TensorFile:
         try:
             if kind is None:
                 assert self._num_written == self.size_bytes, (
-                    "fewer or more bytes were written than the header specifies"
+                    "the number of bytes written differs from the number in the header"
                 )
                 os.fsync(self._file.fileno())
         finally:
@@ -134,7 +134,7 @@ class TensorFile:
 
 
 def num_bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return the size in bytes of a dense tensor."""
+    """Return the size of a dense tensor in bytes."""
     return dtype.itemsize * torch.Size(shape).numel()
 
 
@@ -205,8 +205,9 @@ class SummedFile:
                 raise OSError(errno.EIO, "The file ends before its tensors")
 
     def readinto(self, view: memoryview) -> int:
-        """Fill ``view`` or a part of it, and return the number of bytes read, which is 0 at the end of the file. Raises
-        OSError."""
+        """Fill ``view`` completely or in part, and return the number of bytes read, which is 0 at the end of the file.
+        Raises OSError.
+        """
         num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0
         self.crc32 = zlib.crc32(view[:num_read], self.crc32)
         self._position += num_read
@@ -239,7 +240,7 @@ def read_box(
     if not target.numel():
         return
     if not shape:
-        shape, box, target = (1,), (slice(0, 1),), target.reshape(1)  # a view, so target is filled
+        shape, box, target = (1,), (slice(0, 1),), target.reshape(1)  # a view, so a read into it fills target
     row_bytes = num_bytes_of(target.dtype, shape[1:])
     num_rows = max(1, CHUNK_BYTES // row_bytes)
     takes_whole_rows = all(each == slice(0, size) for each, size in zip(box[1:], shape[1:], strict=True))

@@ -1,4 +1,4 @@
-"""Convert a nested state to named tensors and a tree that JSON can represent, and back.
+"""Convert a nested state to named tensors and a tree that JSON can represent, and convert them back to the state.
 
 In the tree, a dict whose only key begins with ``~`` is a tag for a value that JSON cannot represent:
 
@@ -10,8 +10,8 @@ In the tree, a dict whose only key begins with ``~`` is a tag for a value that J
 ``{"~int": "0x..."}``                   an integer of more than 64 bits
 =====================================  =========================================================
 
-For readability, the name of a tensor is its path joined by dots. Names are never split on loading: the position of the
-tag determines the path of the tensor, so keys can contain dots.
+For readability, the name of a tensor is its path joined by dots. The position of the tag determines the path of the
+tensor when it is loaded. Names are never split, so keys can contain dots.
 """
 
 import math
@@ -32,7 +32,7 @@ from roomier.core.untrusted import MAX_DEPTH, check_depth
 Path: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = Any
 
-# The dtypes that safetensors can write and torch can read back, except complex128 and float8_e8m0fnu.
+# Dtypes that safetensors can write and torch can read, except complex128 and float8_e8m0fnu.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -172,11 +172,11 @@ class _Splitter:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return an identity that is equal for tied tensors, or None if the tensor has no elements."""
+    """Return a value that is equal for tied tensors only, or None if the tensor has no elements."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     if not local.numel():
         return None
-        # The state keeps the memory alive, so a data pointer is unique.
+    # The state prevents the memory from being freed, so a data pointer identifies a tensor.
     place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), tuple(tensor.shape))
     return (*place, local.dtype, local.is_conj(), local.is_neg())
 
@@ -210,11 +210,11 @@ def _refuse_unstorable(tensor: Tensor, path: Path) -> None:
         refuse("is a tensor subclass whose data cannot be accessed", "Save its components as plain tensors")
     if is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements):
         refuse(
-            "has a Partial placement, which is not reduced over the ranks yet",
+            "has a Partial placement, so its values are not yet reduced over the ranks",
             "Redistribute it to Shard or Replicate before saving",
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        refuse(f"is a tensor of layout {tensor.layout}, not dense", "Save its components as dense tensors")
+        refuse(f"is a tensor of layout {tensor.layout}, which is not dense", "Save its components as dense tensors")
     if tensor.is_meta:
         refuse("is on the meta device, so it has no values", "Materialize it before saving")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
@@ -224,7 +224,7 @@ def _refuse_unstorable(tensor: Tensor, path: Path) -> None:
 def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) is Tensor:
         return True
-    # isinstance() would also accept a subclass that is only marked as a parameter.
+    # isinstance() would also accept a tensor subclass that is only marked as a parameter.
     if issubclass(type(tensor), torch.nn.Parameter):
         return not torch.nn.parameter.is_lazy(tensor)
     return is_sharded(tensor)
@@ -261,7 +261,7 @@ def join(tree: Json, place: Path = ("tree",)) -> Any:
     if not tag.startswith("~"):
         return {key: join(item, (*place, key)) for key, item in tree.items()}
     if len(tree) > 1 or tag not in _READERS:
-        raise FormError(place_of(place), tree, f"a mapping without tags, or with one of {', '.join(_READERS)}")
+        raise FormError(place_of(place), tree, f"a mapping without tags, or with one of the tags {', '.join(_READERS)}")
     form, read = _READERS[tag]
     try:
         form(tree[tag], tag)

@@ -1,4 +1,4 @@
-"""The functions save, load and peek."""
+"""Functions that save, load and inspect a checkpoint."""
 
 import enum
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +30,7 @@ _NUM_NAMES_SHOWN = 5
 
 
 class Unread(enum.Enum):
-    """Marker in ``load(into=...)`` for a tensor that is not read."""
+    """Marker in ``load(into=...)`` for a tensor that should not be read."""
 
     UNREAD = "UNREAD"
 
@@ -52,14 +52,14 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
 
     Args:
         path: checkpoint folder. Missing parent folders are created.
-        state: nested dicts, lists and tuples of tensors (of any shape and device), str, int, float, bool and None.
+        state: nested dicts, lists and tuples of tensors (of any shape, on any device), str, int, float, bool and None.
         ranks: ranks that save together. None means the ranks of the default process group, or only this process if
             there is no process group.
 
     Raises:
-        CheckpointError: ``state`` contains an unsupported type (in this case no file is written), ``path`` exists and
-            is not a checkpoint, the disk is full, or the folder is not writable. An error on one rank is raised on all
-            ranks. Existing checkpoints are unchanged.
+        CheckpointError: ``state`` contains an unsupported type, ``path`` exists and is not a checkpoint, the disk is
+            full, or the folder is not writable. If a type is unsupported, no file is written. An error on one rank is
+            raised on all ranks. Existing checkpoints are unchanged.
 
     Example:
         >>> roomier.checkpoint.save("checkpoints/step-100", {"model": model.state_dict(), "step": 100})
@@ -102,8 +102,8 @@ def load(
 ) -> dict[str, Any]:
     """Return the state of the checkpoint ``path``, and fill the tensors of ``into`` in place.
 
-    Everything is verified before a tensor of ``into`` changes: the record, the size of every file, the names, shapes
-    and dtypes of the tensors in ``into``, and the checksum of each file that is read.
+    Before a tensor of ``into`` changes, the function verifies the record, the size of every file, the names, shapes and
+    dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
     The number of ranks and the sharding of tensors can differ between saving and loading. A DTensor in ``into``
     receives its shard, and only this shard is read. Any other tensor receives the full tensor.
@@ -113,14 +113,14 @@ def load(
         into: nested state with the structure of the saved state, or of a part of the saved state. Each tensor in
             ``into`` is filled in place, on its device, with the stored tensor that has the same path. A top-level entry
             of ``into`` that contains tensors must contain exactly the stored tensors, each with equal shape and dtype.
-            To skip a tensor, replace it in ``into`` by :data:`UNREAD`; the result then contains None for this tensor.
+            To skip a tensor, replace it in ``into`` with :data:`UNREAD`. The result then contains None for this tensor.
             Other stored tensors are allocated on the CPU. Values in ``into`` that are not tensors are ignored.
         only: top-level keys to read. The result contains only these entries, and the files of other entries are not
             read.
-        ranks: ranks that load together and share the verification. Each of these ranks calls this function, and an
-            error on one rank is raised on all ranks. None loads on this process alone.
-        empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged, these tensors can be
-            partially filled. In return, their files are read only once.
+        ranks: ranks that load together and share the verification. Each of these ranks must call this function, and an
+            error on one rank is raised on all ranks. If None, only this process loads.
+        empty: top-level keys of ``into`` whose tensors have no values yet. The files of these tensors are read only
+            once, but the tensors can be partially filled if a file is damaged.
         check: function that ``load`` calls with the state before it fills the tensors of ``into`` that have values. If
             the function raises an error, ``load`` raises the same error, and ``into`` is unchanged.
 
@@ -170,7 +170,7 @@ def load(
         together(ranks, lambda: readers.append(prepare_reader()))
         together(ranks, verify)
     except (DamagedCheckpointError, NotACheckpointError) as error:
-        # The alternative checkpoints are verified by rank 0 only.
+        # Only rank 0 verifies the checkpoints that the error suggests as alternatives.
         raise ranks.from_zero(with_alternative(error, folder) if ranks.is_zero else error) from None
     together(ranks, readers[0].read_filled)
     return state
@@ -223,7 +223,7 @@ def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> d
             "checkpoint",
             str(folder),
             problem,
-            "Pass a checkpoint of this model, or build the model that was saved",
+            "Pass a checkpoint of this model, or create the model that was saved",
         )
     return wanted
 

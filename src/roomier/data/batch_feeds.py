@@ -90,8 +90,8 @@ class BatchFeed(Feed):
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws() if share.divides or draws_apart else None
-        self._num_before = 0  # batches of all ranks that were done when this feed started the epoch
-        self._first = 0  # batches of this rank that were done at that time
+        self._num_before = 0  # Batches of all ranks that were done when this feed started the epoch.
+        self._first = 0  # Batches of this rank that were done when this feed started the epoch.
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -110,7 +110,7 @@ class BatchFeed(Feed):
         num_ranks, length = self._share.world.size, length_of(self._loader)
         if self._share.divided_by is not None or math.isinf(length):
             self._first = num_before // num_ranks
-        else:  # count backward from the end, because a loop ends after num_batches
+        else:  # count backward from the end, because the loop ends an epoch after num_batches batches
             self._first = int(self.num_batches - self._share.count(length - num_before))
         if self._draws is not None:
             by_rank = self._share.divided_by is not None
@@ -141,7 +141,7 @@ class BatchFeed(Feed):
         self._share.num_skipped(position, self.name, self._loader)
 
     def _own_position(self) -> dict[str, Any]:
-        """Return the fields of a position that can differ between ranks if a loader shards itself."""
+        """Return the fields of a position that can differ between ranks if the loader shards itself."""
         return {}
 
     def _of_this_rank(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class WalkedFeed(BatchFeed):
 
 
 class ReplayedFeed(BatchFeed):
-    """Feed for any iterable without a saved position, which resumes by reading and discarding batches."""
+    """Feed for any iterable that cannot save its position. To resume, the feed reads and discards batches."""
 
     kind = "replayed"
 
@@ -454,8 +454,8 @@ class StatefulFeed(BatchFeed):
     def _goes_on(self) -> bool:
         """Return True if a new iterator continues after the last yielded batch instead of starting an epoch.
 
-        A loader over an endless stream can behave in this way. Loaders do not report this behavior, so this method
-        reads a few batches and compares states.
+        A new iterator can continue if the loader reads an endless stream. Loaders do not report this behavior, so this
+        method reads a few batches and compares states.
         """
         first = self._state_behind_a_batch()
         second = self._state_behind_a_batch()
@@ -471,7 +471,7 @@ class StatefulFeed(BatchFeed):
         draws = None
         if (
             self._draws is not None and self._draws.are_seeded
-        ):  # otherwise no epoch has started since the loaded position
+        ):  # False if no epoch has started since the position was loaded
             with self._alike():
                 draws = rng_state()
         return {"loader": self._keeper.state_dict(), "draws": draws}

@@ -16,17 +16,17 @@ from torch.utils.data import Sampler
 from roomier.core.errors import DataError
 from roomier.data.seeding import mix_seed
 
-_MIN_BATCHES = 8  # of a bucket, so that the samples of a batch differ between epochs
-_NUM_BUCKETS = 4  # of a small dataset, whose buckets have fewer batches
+_MIN_BATCHES = 8  # Minimum of a bucket, so that the samples of a batch differ between epochs.
+_NUM_BUCKETS = 4  # Minimum of a small dataset, whose buckets have fewer batches.
 
 
 class LengthGroupedBatchSampler(Sampler[list[int]]):
     """Batch sampler of the indices ``0 .. len(lengths) - 1`` whose batches contain samples of similar length.
 
-    The samples are sorted by length and split into buckets. In each epoch, the samples of a bucket are shuffled and
-    split into batches, and the batches are shuffled in groups of ``batches_per_step`` consecutive batches. Each sample
-    is in exactly one batch of an epoch, and the number of batches is the same in each epoch. The longest sample is in
-    the first batch, so that the first step requires the most memory.
+    The samples are sorted by length and split into buckets. In each epoch, the samples of each bucket are shuffled and
+    split into batches. Then, groups of ``batches_per_step`` consecutive batches are shuffled. Each sample is in exactly
+    one batch of an epoch, and the number of batches is the same in each epoch. The longest sample is in the first
+    batch, so the first step requires the most memory.
 
     The order depends on ``(seed, epoch)`` only. It does not depend on the ranks, so a run resumes within an epoch with
     any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks read the same number of batches, and
@@ -36,11 +36,11 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: length of each sample, in tokens.
-        batch_size: maximum number of samples of a batch.
-        max_tokens: maximum number of tokens of a batch with padding, which is the number of samples times the length of
-            the longest sample. At least one of ``batch_size`` and ``max_tokens`` is required.
+        batch_size: maximum number of samples in a batch.
+        max_tokens: maximum number of tokens in a padded batch, which is the number of samples times the length of the
+            longest sample. At least one of ``batch_size`` and ``max_tokens`` is required.
         shuffle: use a new order in each epoch. If False, the batches are in descending order of length.
-        seed: seed of the order.
+        seed: seed of the order of the batches.
         batches_per_step: number of consecutive batches of similar length. Pass the number of ranks times
             ``accumulate_grad_batches``, or a multiple of this product.
         spread: maximum relative difference between the lengths in a bucket. Buckets with fewer than 8 batches also
@@ -142,7 +142,9 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         return torch.cat([torch.zeros(1, dtype=torch.int64), *places])
 
     def _order(self, generator: torch.Generator) -> Iterator[int]:
-        """Yield the numbers of the batches, which are in descending order of length, in the order of this epoch."""
+        """Yield the indices of the batches in the order of this epoch. Index 0 is the batch with the longest
+        samples.
+        """
         size, num_batches = self.batches_per_step, len(self)
         num_groups = -(-num_batches // size)
         if not self.shuffle or num_groups == 1:
@@ -151,7 +153,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         order = (1 + torch.randperm(num_groups - 1, generator=generator)).tolist()
         num_missing = num_groups * size - num_batches
         small = num_groups
-        if num_missing:  # a random group is smaller. It comes last, so that each other step has batches of one group
+        if num_missing:  # the smaller group is random and comes last, so that each other step has batches of one group
             small = order.pop()
             order.append(small)
         for group in (0, *order):
@@ -162,10 +164,11 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
 def _split(
     ordered: Tensor, most_samples: int | None, most_tokens: int | None, spread: float
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Split samples in descending order of length.
+    """Split the samples into buckets and batches.
 
     Returns:
-        The range of each bucket, and the first sample of each batch, followed by the number of samples.
+        The range ``(first, stop)`` of each bucket, and the index of the first sample of each batch, followed by the
+        number of samples.
     """
     num_samples, ascending = len(ordered), -ordered
     buckets: list[tuple[int, int]] = []

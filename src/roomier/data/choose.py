@@ -25,7 +25,8 @@ from roomier.data.workers import OutlivesSignals
 
 @dataclass(frozen=True)
 class LoaderPlace:
-    """Place of one loader among several that are read together. Loaders at different places have different seeds.
+    """Place of one loader among several loaders that are read together. Loaders at different places have different
+    seeds.
 
     Attributes:
         number: index of the loader.
@@ -51,7 +52,7 @@ def training_feed(
     draws_order: bool = False,
     place: LoaderPlace | None = None,
 ) -> Feed:
-    """Return the feed that resumes ``loader`` at the lowest cost. For the arguments, see :class:`Source`.
+    """Return the feed that resumes ``loader`` at the lowest cost. :class:`Source` documents the other arguments.
 
     Args:
         place: place of ``loader`` among several loaders that are read together; None for a single loader.
@@ -117,14 +118,15 @@ def _combined(
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
-    """Reject a generator from which two loaders draw alternately, because iterating over one sampler cannot restore the
-    state of the generator."""
+    """Reject a generator from which two loaders draw alternately. To iterate over one sampler again would not restore
+    the state of such a generator.
+    """
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):
         others = [one for other in loader.flattened[:number] for one in generators_of(other)]
         others += [one for other in loader.flattened[number + 1 :] for one in generators_of(other)]
         if any(_is_in(one, others) for one in drawn[number]):
-            problem = "draws from a generator that another loader also draws from"
+            problem = "draws from a generator from which another loader also draws"
             raise DataError(
                 feed.name, loader, problem, "Pass a separate torch.Generator to each loader and to its sampler"
             )
@@ -158,12 +160,16 @@ def _with_notice(feed: BatchFeed, share: Share) -> BatchFeed:
     """Print a notice on how ``feed`` is sharded across ranks and which batches are dropped, and return ``feed``."""
     num_ranks = share.world.size
     if share.divided_by is not None:
-        notice(f"{feed.name}: {share.divided_by} already shards it across ranks, so roomier does not shard it again")
+        notice(
+            f"{feed.name}: {share.divided_by} already shards this loader across ranks, so roomier does not shard it "
+            "again"
+        )
     elif num_ranks > 1:
         reads_all = "reads all batches and " if feed.kind in ("replayed", "stateful") else ""
         notice(
-            f"{feed.name}: roomier distributes full batches to {num_ranks} ranks. Each rank {reads_all}takes one in "
-            f"{num_ranks}. If fewer than {num_ranks} batches remain at the end of an epoch, they are dropped"
+            f"{feed.name}: roomier distributes full batches to {num_ranks} ranks. Each rank {reads_all}takes one of "
+            f"every {num_ranks} batches. If fewer than {num_ranks} batches remain at the end of an epoch, they are "
+            "dropped"
         )
     return feed
 
@@ -177,7 +183,8 @@ def speaks_state(loader: object) -> TypeGuard[Any]:
 def has_shuffle_buffer(dataset: Any) -> bool:
     """Return True if ``dataset`` is a stream of the package datasets whose samples pass through a shuffle buffer.
 
-    Its state does not contain the samples in the buffer, so a run that resumes from this state would skip them.
+    The state of such a dataset does not contain the samples in the buffer, so a run that resumes from this state would
+    skip these samples.
     """
     parts = [getattr(dataset, "_ex_iterable", None)]
     while parts:
@@ -212,7 +219,7 @@ def in_own_processes(loader: DataLoader[Any], pin_memory: bool) -> DataLoader[An
 
 
 def _process_changes(loader: DataLoader[Any], pin_memory: bool) -> dict[str, Any]:
-    """Return the settings of a loader's processes that a run changes. They do not affect the batches."""
+    """Return the settings of the worker processes that a run changes. These settings do not affect the batches."""
     changes: dict[str, Any] = {}
     if pin_memory:
         changes["pin_memory"] = True

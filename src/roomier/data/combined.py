@@ -14,7 +14,7 @@ from roomier.data.loaders import check_gives_batches, is_combined, is_loader_col
 
 
 class CombinedLoader(Iterable[Any]):
-    """Reads several loaders together, like Lightning's CombinedLoader.
+    """Iterable that reads several loaders together, like Lightning's CombinedLoader.
 
     A Trainer accepts this class and Lightning's class. The modes are:
 
@@ -72,7 +72,7 @@ class CombinedLoader(Iterable[Any]):
         return map_loaders(lambda loader: getattr(loader, "batch_sampler", None), self.iterables)
 
     def __len__(self) -> int:
-        """Return the number of batches of one pass. Raises TypeError if it is unknown."""
+        """Return the number of batches of one pass. Raises TypeError if this number is unknown."""
         num_batches = num_joined([length_of(each) for each in self.flattened], self.mode)
         if not isinstance(num_batches, int):
             raise TypeError(f"{self!r} has no length")
@@ -118,7 +118,7 @@ class CombinedLoader(Iterable[Any]):
 
 
 def read_on(parts: Sequence[Part], loader: CombinedLoader) -> Generator[Any, None, None]:
-    """Yield the remaining batches of ``parts``, whose pass has already begun."""
+    """Yield the remaining batches of ``parts``, whose current pass has already begun."""
     for each in joined(parts, loader.mode):
         yield loader.batch_of(each)
 
@@ -150,7 +150,7 @@ def as_combined(obj: Any, name: str) -> CombinedLoader:
     """
     if isinstance(obj, CombinedLoader):
         return obj
-    loaders_in(obj.iterables, name)  # raises an error with the name of the user's argument
+    loaders_in(obj.iterables, name)  # An invalid loader raises an error with the name of the user's argument.
     return CombinedLoader(obj.iterables, obj._mode)
 
 

@@ -1,9 +1,9 @@
-"""Several loaders in one training run, each with its own position.
+"""Feed that reads several loaders in one training run, and stores a position for each loader.
 
 [Note: passes within an epoch]
-In ``max_size_cycle``, an epoch includes several passes over a short loader. If roomier creates the order, each pass
-counts as a separate epoch: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. ``set_epoch`` of a loader
-is called with ``e`` only.
+In the mode ``max_size_cycle``, an epoch includes several passes over a short loader. If roomier creates the order, each
+pass counts as a separate epoch: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. ``set_epoch`` of a
+loader is called with ``e`` only.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ class CombinedFeed(Feed):
         self._ended_before = [True] * len(feeds)  # True if the last pass over a loader was complete
         self.may_end_apart = any(feed.may_end_apart for feed in feeds)
         if loader.mode == "sequential":
-            for feed in feeds:  # one rank could reach the next loader before the other ranks
+            for feed in feeds:  # otherwise, one rank could reach the next loader before the other ranks
                 if feed.ends_by_rank:
-                    problem = "yields different numbers of batches on different ranks, but another loader follows it"
+                    problem = (
+                        "yields different numbers of batches on different ranks, but another loader is read after this "
+                        "loader"
+                    )
                     action = "Set shards_by_rank = False on the dataset, so that roomier shards it, or use another mode"
                     raise DataError(feed.name, loader, problem, action)
 
@@ -101,7 +104,7 @@ class CombinedFeed(Feed):
                 part.continue_from(iterator, _reading(feed, iterator), num_read)
         if math.isinf(self.num_batches):
             num_done = position["num_batches"] // self._ranks.world.size
-        else:  # count backward from the end, because a loop ends after num_batches
+        else:  # count backward from the end, because the loop ends an epoch after num_batches batches
             num_done = int(self.num_batches - num_joined_left(self._parts, self.mode))
         return read_on(self._parts, self._loader), num_done
 

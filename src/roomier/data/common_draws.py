@@ -17,7 +17,7 @@ class CommonDraws:
     """Separate states of the CPU generators of Python, NumPy and torch, which replace this rank's states in a context.
 
     The global states of the ranks can differ, for example after dropout. A sampler that shuffles with the global
-    generators yields the same order on all ranks only if their states are identical.
+    generators yields the same order on all ranks only if the states of these generators are identical.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,8 @@ _PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"), ("data_
 
 
 def share_of(loader: object, world: World) -> Share:
-    """Return how ``loader`` is sharded across ranks: by its own code, or by roomier, which assigns full batches.
+    """Return how ``loader`` is sharded across ranks: either its own code shards the samples, or roomier assigns full
+    batches.
 
     A loader shards itself if the attribute ``shards_by_rank`` of the loader, its dataset or its samplers is True. If
     the attribute is not set, a loader shards itself in these cases:

@@ -1,6 +1,7 @@
-"""Feeds, which resume a loader within an epoch: one class for each kind of loader, selected in ``choose.py``.
+"""Feeds, which resume a loader within an epoch. Each kind of loader has a feed class, which ``choose.py`` selects.
 
-This module contains the base class and the feed whose order roomier creates. All other feeds are in ``batch_feeds.py``.
+This module contains the base class, and the feed for loaders whose order roomier creates. All other feeds are in
+``batch_feeds.py``.
 
 A feed starts an epoch, or resumes the epoch after a position. In both cases, the feed creates the loader's iterator
 immediately, so that the loader draws from the global generators at the start of the epoch. The feed reads no batch
@@ -41,7 +42,7 @@ class Feed(ABC):
     """Iterator of the loader, if :meth:`start` wrapped it in another iterator."""
 
     continues: bool = False
-    """True if the saved run read an earlier epoch."""
+    """True if the saved run has read an epoch before the resumed epoch."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,7 +59,7 @@ class Feed(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """True if the running epoch is known to have no more batches before the loop requests the next one."""
+        """True if the running epoch is known to have no more batches before the loop requests the next batch."""
         return False
 
     @property
@@ -123,7 +124,7 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
     Args:
         loader: loader to iterate.
         had_workers: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a seed
-            only when it starts workers. If the workers persisted, this function draws no seed.
+            when it starts workers, so this function draws no seed if the workers persisted.
     """
     if not (had_workers and isinstance(loader, DataLoader) and loader.persistent_workers):
         return iter(loader)
@@ -188,8 +189,8 @@ class OrderedFeed(Feed):
         self._batch_size = sampler.batch_size
         self._own_generators = own_generators
         self._epoch_seed = epoch_seed
-        self._first_sample = 0  # start of this feed in the running epoch, in samples of the global order
-        self._first_batch = 0  # the same start, in batches of the present size
+        self._first_sample = 0  # Start of this feed in the running epoch, in samples of the global order.
+        self._first_batch = 0  # Start of this feed in the running epoch, in batches of the current size.
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -208,8 +209,8 @@ class OrderedFeed(Feed):
 
     def _start_at(self, epoch: int, num_samples_done: int, of_order: dict[str, Any] | None = None) -> Iterator[Any]:
         self._first_sample = num_samples_done
-        # Count backward from the end, because a loop ends after num_batches. With a different batch size, the samples
-        # that are done may not fill complete batches.
+        # Count backward from the end, because the loop ends an epoch after num_batches batches. With a different batch
+        # size, the samples that are done may not fill complete batches.
         self._first_batch = self.num_batches - self._num_batches_after(num_samples_done)
         self._sampler.set_position(epoch, num_samples_done, of_order)
         if self._epoch_seed is not None:

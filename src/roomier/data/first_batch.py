@@ -2,9 +2,9 @@
 
 [Note: the first batch without side effects]
 Reading a batch can draw random numbers and change the state of the loader. A loader that can be iterated again is
-iterated one additional time. Afterwards every generator, and every attribute of the loader, its dataset and its
-samplers, is restored. An object that can be iterated only once, such as a generator, is read ahead, and its first
-batch is yielded again to the run.
+iterated one additional time. Afterwards, all generators and all attributes of the loader, its dataset and its samplers
+are restored. The first batch of an object that can be iterated only once, such as a generator, is read in advance and
+yielded again to the run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuil
 from roomier.data.same import is_same
 from roomier.device.rng import rng_state, set_rng_state
 
-_NUM_LISTED = 1000  # batches of a list whose sizes are compared
-_DEPTH = 3  # nesting depth of datasets
+_NUM_LISTED = 1000  # Maximum number of batches of a list whose sizes are compared.
+_DEPTH = 3  # Maximum nesting depth of datasets.
 
 
 def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
     """Return a batch of ``loader``, and a loader that the run reads instead of ``loader``.
 
     For a list of batches, the returned batch is the largest batch. For other loaders, the returned batch is the first
-    batch or a batch with as many samples. For a CombinedLoader, the returned batch contains one batch of each loader,
-    or in mode ``"sequential"`` it is the largest of these batches.
+    batch or a batch with as many samples. For a CombinedLoader, the returned batch contains one batch of each loader.
+    In mode ``"sequential"``, the returned batch is the largest of these batches.
 
     Args:
         loader: loader of a run.
@@ -115,7 +115,7 @@ def check_is_repeatable(
     Args:
         loader: loader of a run.
         name: name of the argument that the user passed, for errors.
-        instead: alternative to changing the loader, for the error message.
+        instead: action that the error message suggests as an alternative to a change of the loader.
 
     Raises:
         DataError: the loader has an iterator that can be read only once. The message names the iterator.
@@ -170,8 +170,8 @@ def _copied_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class ReadAhead(Iterator[Any]):
-    """Iterator that yields the batches in ``read`` and then the remaining batches of ``inner``. It has the attributes
-    of ``inner``.
+    """Iterator that yields the batches in ``read`` and then the remaining batches of ``inner``. The iterator has the
+    attributes of ``inner``.
 
     Args:
         read: batches that were already read from ``inner``.

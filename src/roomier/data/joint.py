@@ -1,4 +1,4 @@
-"""Reading several loaders together in the four modes of Lightning's CombinedLoader.
+"""Read several loaders together in the four modes of Lightning's CombinedLoader.
 
 [Note: no unnecessary reads]
 Reading from a part changes its position, so a part is read only if its batch will be yielded, as far as this can be
@@ -117,7 +117,7 @@ def _together(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
 
 
 def begin(parts: Sequence[Part], mode: str) -> None:
-    """Start the parts that must begin before the first batch is read."""
+    """Start the parts that must be started before the first batch is read."""
     for part in parts[:1] if mode == "sequential" else parts:
         part.begin()
 
@@ -131,7 +131,7 @@ def num_joined(lengths: Sequence[float], mode: str) -> float:
 
 def num_joined_left(parts: Sequence[Part], mode: str) -> float:
     """Return how many steps :func:`joined` still yields for parts whose pass has begun."""
-    if mode == "max_size_cycle":  # restarted parts do not count
+    if mode == "max_size_cycle":  # parts that have restarted are not counted
         return max((part.num_left for part in parts if not part.came_to_end), default=0)
     return num_joined([part.num_left for part in parts], mode)
 

@@ -1,6 +1,6 @@
 """Check that the ranks have loaders of the same length.
 
-If the ranks read different numbers of batches, some ranks would wait forever.
+If the ranks read different numbers of batches, some ranks wait forever.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> No
 
     Every rank must call this function. In training, each epoch has as many batches as the shortest loader, and roomier
     prints a notice if the lengths differ. During an evaluation, the ranks take turns with the batches of one loader.
-    Different lengths on the ranks are therefore an error, unless the loader shards itself.
+    Different lengths are therefore an error in an evaluation, unless the loader shards itself.
 
     Args:
         loader: loader of this rank.
         name: name of the argument that the user passed, for errors and notices.
         ranks: ranks to compare.
-        training: True for a training loader, False for an evaluation loader.
+        training: True for a training loader; False for an evaluation loader.
 
     Raises:
         DataError: the lengths differ in an evaluation, or a loader is empty on some ranks only. The error is raised on
-            every rank and contains the numbers of all ranks.
+            every rank and contains the lengths on all ranks.
     """
     if ranks.is_alone:
         return

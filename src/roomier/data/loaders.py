@@ -1,7 +1,8 @@
-"""The objects that a user can pass as loaders, and how several loaders differ from a list of batches.
+"""Definition of the objects that a user can pass as loaders, and of the difference between several loaders and a list
+of batches.
 
 [Note: several loaders, or a list of batches]
-A list of batches is one loader, but a list of loaders is several loaders. Their elements decide:
+A list of batches is one loader, but a list of loaders is several loaders. The elements of the list determine its kind:
 
 - A list, tuple or dict that contains a DataLoader or a CombinedLoader, at any depth, is a collection of loaders,
   because a DataLoader is never a batch. All other elements must be loaders or lists of batches.
@@ -27,7 +28,7 @@ from roomier.core.errors import DataError
 from roomier.core.tree import map_tensors
 
 _NEVER_A_LOADER = (Tensor, np.ndarray, str, bytes, Mapping, Set, int, float)
-_MOST_LOADERS = 1000  # a larger collection is data, and is not searched for loaders
+_MOST_LOADERS = 1000  # A larger collection is treated as data and is not searched for loaders.
 
 
 def is_loader(obj: object) -> bool:

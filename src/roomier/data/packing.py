@@ -15,11 +15,11 @@ from roomier.core.errors import DataError
 class PackedCollate:
     """Collate function for a causal language model that concatenates the samples of a batch into one row.
 
-    The batch contains no padding. The model must limit attention to the tokens of one sample. Hugging Face's models do
-    so if they receive ``position_ids`` that restart, no ``attention_mask``, and ``use_cache=False``. With a key-value
-    cache, which is their default, each token would attend to all previous samples. For other models, pass
-    ``cumulative_lengths=True`` and use these lengths in an attention kernel for sequences of different lengths, such as
-    ``torch.nn.attention.varlen.varlen_attn``.
+    The batch contains no padding. The model must limit attention to the tokens of one sample. Hugging Face's models
+    limit attention in this way if they receive ``position_ids`` that restart at each sample, no ``attention_mask``, and
+    ``use_cache=False``. With a key-value cache, which is the default of these models, each token would attend to all
+    previous samples. For other models, pass ``cumulative_lengths=True`` and use these lengths in an attention kernel
+    for sequences of different lengths, such as ``torch.nn.attention.varlen.varlen_attn``.
 
     With ``T`` tokens in ``N`` samples, a batch is a dict of int64 tensors:
 
@@ -28,22 +28,22 @@ class PackedCollate:
       ``labels`` nor ``targets``. The label of the first token of each sample is -100, because a model that shifts the
       labels would predict this token from the previous sample.
     - ``position_ids``, shape ``(1, T)``: position of each token in its sample, counted from 0.
-    - Each other key whose values in each sample have one element per token, shape ``(1, T)``. The other keys are
-      omitted, as is ``attention_mask``.
+    - Each other key whose values in each sample have one element per token, shape ``(1, T)``. All other keys and
+      ``attention_mask`` are omitted.
     - With ``cumulative_lengths``: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 tensors of shape ``(N + 1,)``, and
-      ``max_length_q`` and ``max_length_k``, which are integers. These are the names of Hugging Face's models.
+      ``max_length_q`` and ``max_length_k``, which are integers. Hugging Face's models use these names.
     - ``use_cache``: False, unless the argument ``use_cache`` is None.
 
-    The Trainer weights micro-batches by their number of labels other than -100. With padded batches of the same
-    samples, the loss and the gradients are equal, except for rounding.
+    The Trainer weights micro-batches by their number of labels other than -100. The loss and the gradients are equal to
+    those of padded batches with the same samples, except for rounding.
 
     Args:
-        length: number of tokens of each batch. Batches with fewer tokens are filled with ``pad_token_id``, whose labels
-            are -100 and whose positions are 0. None for batches of different lengths.
-        pad_token_id: token that fills batches of a fixed length.
+        length: number of tokens in each batch. Shorter batches are filled with ``pad_token_id``, with labels of -100
+            and positions of 0. None for batches of different lengths.
+        pad_token_id: id of the token that fills batches of a fixed length.
         cumulative_lengths: add the cumulative lengths of the samples.
-        use_cache: value of the key ``use_cache``, which Hugging Face's models require to be False; None omits the key,
-            for a model that is called with ``**batch`` and does not accept it.
+        use_cache: value of the key ``use_cache``, which must be False for Hugging Face's models. None omits the key,
+            for a model that is called with ``**batch`` and does not accept this key.
 
     Raises:
         DataError: ``length`` is not positive. When called: a sample is not a mapping with a sequence ``input_ids``, a
@@ -99,7 +99,7 @@ class PackedCollate:
 
 
 def _document(sample: Any, number: int) -> dict[str, Tensor]:
-    """Return the keys of ``sample`` with one value per token."""
+    """Return the keys of ``sample`` whose values have one element per token."""
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         action = "Return {'input_ids': [...]} from the dataset"
         raise DataError(f"samples[{number}]", sample, "must be a mapping with the key 'input_ids'", action)

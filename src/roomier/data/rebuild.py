@@ -23,13 +23,13 @@ def can_be_rebuilt(loader: DataLoader[Any]) -> bool:
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a copy of ``loader`` with the same class and attributes, except for ``changes``.
 
-    The loader is copied instead of constructed again, because a subclass can have different constructor arguments, and
-    because a shallow copy preserves every argument. The user's loader and its workers are unchanged.
+    The loader is copied and not constructed again, because a subclass can have different constructor arguments. A
+    shallow copy preserves every argument. The user's loader and its workers are unchanged.
     """
     copied = copy.copy(loader)
     torch_loaders.forget_iterator(copied)
-    # torch does not allow setting these attributes on an initialized loader, because workers may be running. The copy
-    # has no workers.
+    # torch does not allow code to set these attributes on an initialized loader, because workers may be running. The
+    # copy has no workers.
     vars(copied).update(changes)
     return copied
 

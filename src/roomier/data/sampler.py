@@ -1,5 +1,6 @@
-"""Samplers with a position: one creates the order of the samples, and one skips the completed batches of a custom
-sampler."""
+"""Samplers with a position: one sampler creates the order of the samples, and the other sampler skips the completed
+batches of a custom sampler.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,7 +61,7 @@ class DrawnOrder:
 
 
 class OrderedSampler(Sampler[int]):
-    """Sampler of the indices ``0 .. num_samples - 1`` whose order depends on ``(seed, epoch)`` only, or is drawn by
+    """Sampler of the indices ``0 .. num_samples - 1`` whose order depends on ``(seed, epoch)`` only, or is drawn from
     ``drawn``.
 
     The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` reads every ``N``-th
@@ -74,7 +75,7 @@ class OrderedSampler(Sampler[int]):
     The sampler does not use the global generators, unless ``drawn`` uses them.
 
     Args:
-        num_samples: length of the dataset, positive.
+        num_samples: length of the dataset, a positive integer.
         shuffle: use a new permutation in each epoch. If False, the indices are in ascending order.
         seed: seed of the permutations.
         world: rank and number of ranks.
@@ -125,7 +126,8 @@ class OrderedSampler(Sampler[int]):
 
         Args:
             epoch: index of the epoch, counted from 0.
-            num_samples_done: samples of the global order that all ranks have read, in ``[0, num_samples]``.
+            num_samples_done: number of samples of the global order that all ranks together have read, in
+                ``[0, num_samples]``.
             of_order: mapping with the fields of :attr:`position_of_order` if the order of this epoch was drawn; None to
                 start a different epoch.
 
@@ -136,7 +138,7 @@ class OrderedSampler(Sampler[int]):
             raise DataError(
                 "num_samples_done",
                 num_samples_done,
-                f"must be in the {self.num_samples} samples of an epoch",
+                f"must be between 0 and {self.num_samples}, the number of samples of an epoch",
                 "Pass a position within this dataset",
             )
         self._epoch = epoch
@@ -246,7 +248,7 @@ class WalkedSampler(Sampler[Any]):
         iterator, self._walked = self._walked or self._at_position(), None
         if self._numbered:
             numbers = count(self._num_skipped)
-            if self._share.divided_by is not None:  # the number among the batches of all ranks
+            if self._share.divided_by is not None:  # number the batches of all ranks, not of this rank
                 world = self._share.world
                 numbers = count(self._num_skipped * world.size + world.rank, world.size)
             iterator = (NumberedIndices(number, indices) for number, indices in zip(numbers, iterator, strict=False))

@@ -40,10 +40,10 @@ class EpochSeed:
 
 
 class NumberedIndices(NamedTuple):
-    """Indices of one batch with the number of the batch in its epoch.
+    """Indices of the samples of one batch, and the index of the batch in its epoch.
 
     Attributes:
-        number: number of the batch, counted from 0.
+        number: index of the batch, counted from 0.
         indices: indices that the batch sampler yielded.
     """
 
@@ -52,10 +52,10 @@ class NumberedIndices(NamedTuple):
 
 
 class _SeededDataset(Dataset[Any]):
-    """Wrapper of a map-style dataset in a worker process. Attributes are read from and set on the wrapped dataset.
+    """Wrapper of a map-style dataset in a worker process. Attributes are read from the wrapped dataset and set on it.
 
-    A ``worker_init_fn`` reads and sets attributes of ``get_worker_info().dataset``, which must be attributes of the
-    user's dataset.
+    A ``worker_init_fn`` can read and set attributes of ``get_worker_info().dataset``. These attributes must be
+    attributes of the user's dataset.
     """
 
     def __init__(self, dataset: Any, epoch_seed: EpochSeed) -> None:
@@ -86,7 +86,7 @@ class _SeededDataset(Dataset[Any]):
 class SampleSeededDataset(_SeededDataset):
     """Dataset in which the random numbers of each sample depend on (seed, epoch, index), not on the worker or batch.
 
-    This applies to random numbers from the global generators of Python, NumPy and torch.
+    This guarantee applies to random numbers from the global generators of Python, NumPy and torch.
     """
 
     def __getitem__(self, index: int) -> Any:

@@ -1,4 +1,4 @@
-"""Sets of batches or of loaders."""
+"""Conversion of a set of batches or loaders to a list."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from roomier.core.ranks import Ranks
 
 
 def list_of_set(loaders: Set[Any], name: str, ranks: Ranks) -> list[Any]:
-    """Return the batches or the loaders in a set as a list. A notice states that their order is not defined.
+    """Return the batches or loaders of a set as a list, and print a notice that the order of a set is not defined.
 
     Raises:
-        DataError: several ranks share the data, and can have different orders.
+        DataError: several ranks share the data, and the order can differ between ranks.
     """
     action = "Pass a list"
     if not ranks.is_alone:

@@ -44,7 +44,9 @@ class Share:
         return num_batches // self.world.size if self.divides and math.isfinite(num_batches) else num_batches
 
     def of(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of this rank from the batches of all ranks, without the last incomplete round."""
+        """Yield the batches of this rank from the batches of all ranks. The last batches are skipped if there are fewer
+        batches than ranks.
+        """
         if not self.divides:
             yield from batches
             return

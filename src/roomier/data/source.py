@@ -38,13 +38,13 @@ class _Running:
 class Source:
     """Batches of one loader for a training or evaluation loop, with a position.
 
-    The source reads a batch only when the loop requests the batch, because dataset code can draw from the global
-    generators, whose state a checkpoint contains between two steps. Worker processes of a DataLoader read ahead.
+    The source reads a batch only when the loop requests the batch. A checkpoint between two steps contains the state of
+    the global generators, from which the code of a dataset can draw. Only worker processes of a DataLoader read ahead.
 
     To resume a saved run, call ``load_state_dict(state)``, restore the global generators, and call ``start(epoch)``
     with the epoch of the position. If some batches of that epoch are done, the iterator begins after them, and
-    ``start`` does not change the global generators. If that epoch was over, call ``start`` with the next epoch.
-    ``start`` then draws the same random numbers from the global generators as the saved run.
+    ``start`` does not change the global generators. If the epoch of the position was complete, call ``start`` with the
+    next epoch. ``start`` then draws the same random numbers from the global generators as the saved run.
 
     The position depends on the loader:
 
@@ -124,7 +124,7 @@ class Source:
                 pin_memory=pin_memory,
                 draws_order=draws_order,
             )
-        else:  # use the user's loader unchanged, without a new shuffle
+        else:  # use the user's loader unchanged, without a shuffle by roomier
             whole = _evaluated(loader, name, ranks.world, pin_memory)
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
             self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
@@ -227,13 +227,14 @@ class Source:
         return self._feed.sample_indices(first_batch, num_batches)
 
     def empty_on(self, ranks: Sequence[int]) -> DataError:
-        """Return the error for an epoch without a batch on ``ranks``. This error is used if :attr:`may_end_apart` is
-        True."""
+        """Return the error for an epoch without a batch on ``ranks``. The error is raised only if :attr:`may_end_apart`
+        is True.
+        """
         return no_batch_on(ranks, self.name, self.loader)
 
     @property
     def _agrees_on_ends(self) -> bool:
-        """True if the loop gathers from all ranks whether they have a batch, to detect the ranks without a batch."""
+        """True if the loop checks before each batch that all ranks have a batch."""
         return self._is_training and self.may_end_apart and not self._ranks.is_alone
 
     def end_epoch(self) -> None:
@@ -249,9 +250,9 @@ class Source:
     def end(self) -> None:
         """Terminate every worker process that this source started, including persistent workers, at the end of a run.
 
-        Otherwise, the workers run as long as a reference to the source, or to the error that ended the run, exists.
-        When the garbage collector removes the workers, it waits 5 s for each worker, and torch reports the exit of any
-        other child process as the exit of a worker.
+        Without this call, the workers would run as long as a reference to the source, or to the error that ended the
+        run, exists. The garbage collector would wait 5 s for each worker, and torch would report the exit of any other
+        child process as the exit of a worker.
         """
         self.close()
         for loader, before in self._kept_before:
@@ -313,13 +314,13 @@ class Source:
             "epoch": self._running.epoch,
             "num_batches": num_batches,
             "is_exhausted": is_exhausted,
-            **self._feed.position(num_batches),  # overrides num_batches with the count of all ranks
+            **self._feed.position(num_batches),  # overrides num_batches with the number of batches of all ranks
         }
 
     def position_behind(self, epoch: int, num_batches: int) -> dict[str, Any]:
         """Return a position in the format of :meth:`state_dict`, for a run that saved no position.
 
-        The random draws at the start of the epoch use the current random state.
+        The position contains the current random state as the state at the start of the epoch.
 
         Args:
             epoch: epoch of the position.
@@ -385,7 +386,7 @@ def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, st
 
     Args:
         error: exception of the loader's iterator.
-        num_batches: number of batches of the epoch before the error.
+        num_batches: number of batches of the epoch that were read before the error.
     """
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "DataLoader worker (pid" in text:

@@ -45,15 +45,15 @@ class _Header(NamedTuple):
 def write_tokens(
     path: str | Path, documents: Iterable[Document], *, vocab_size: int, end_of_document: int | None = None
 ) -> int:
-    """Write ``documents`` to a token file, one after another. ``end_of_document`` follows each document.
+    """Write ``documents`` to a token file, one document after another. ``end_of_document`` follows each document.
 
     Only one document is in memory at a time. The file is written under a temporary name and renamed, so ``path`` is
     always either the old file or the complete new file.
 
     Args:
         path: path of the file. Missing folders are created.
-        documents: iterable of documents, each a 1-D sequence of token ids in ``[0, vocab_size)``. It can be a
-            generator.
+        documents: iterable of documents, such as a generator. Each document is a 1-D sequence of token ids in
+            ``[0, vocab_size)``.
         vocab_size: number of different ids. A token occupies 2 bytes for a vocabulary of up to 65536 ids, and 4 bytes
             for a larger vocabulary.
         end_of_document: id to write after each document; None for no id.
@@ -153,7 +153,7 @@ class _WriteAside:
             self._aside.replace(self._path)
 
     def __exit__(self, *exception: object) -> None:
-        # Flushing the buffer fails again on a full disk. The exception in progress already reports the cause.
+        # On a full disk, closing the file fails again. The exception in progress already reports the cause.
         with suppress(OSError):
             self._file.close()
         self._aside.unlink(missing_ok=True)
@@ -208,7 +208,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
     - ``"same"``: ``{"input_ids", "labels"}`` with two equal tensors, for a model that shifts the labels itself, such as
       Hugging Face's causal models.
 
-    The keys differ so that a model cannot silently use the wrong kind of labels.
+    The two modes use different keys, so that a model cannot silently use the wrong kind of labels.
 
     Tokens after the last complete block are dropped. Each process maps the file into memory on its first read.
 
@@ -265,12 +265,12 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def vocab_size(self) -> int:
-        """Number of different ids, as passed to :func:`write_tokens`."""
+        """Number of different token ids, as passed to :func:`write_tokens`."""
         return self._header.vocab_size
 
     @property
     def end_of_document(self) -> int | None:
-        """Id after each document; None if the file was written without one."""
+        """Id of the token after each document; None if the file was written without this token."""
         return self._header.end_of_document
 
     def __len__(self) -> int:

@@ -2,8 +2,8 @@
 
 [Note: turns]
 Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks all-gather the parameters of a sharded model
-together, so every rank runs the same number of forwards. In the last round, there may be no batch left for some ranks.
-These ranks evaluate the last of all batches again, and the repeated result is not counted.
+together, so every rank runs the same number of forwards. In the last round, some ranks may have no batch left. These
+ranks evaluate the last batch of the loader again, and the repeated result is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Turn(NamedTuple):
 
     Attributes:
         batch: host batch.
-        number: number of the batch among the batches of all ranks.
+        number: index of the batch among the batches of all ranks.
         counts: True if the batch belongs to this rank. If False, the forward runs only because other ranks require it.
     """
 
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
 
 
 class TurnSampler(Sampler[Any]):
-    """Sampler of this rank's indices from ``inner``, which repeats the last batch to complete the last round.
+    """Sampler that yields this rank's indices from ``inner``, and repeats the last batch to complete the last round.
 
     Args:
         inner: sampler or batch sampler of the user.
@@ -98,7 +98,7 @@ class Turns:
         seed: seed of the loader's random draws, identical on all ranks.
 
     Attributes:
-        loader: the loader that is read. This loader can be a copy that loads only the batches of this rank.
+        loader: the loader that is read. The loader can be a copy that loads only the batches of this rank.
     """
 
     def __init__(self, loader: Any, *, name: str, ranks: Ranks, seed: int) -> None:
@@ -111,7 +111,10 @@ class Turns:
         self._sampler: TurnSampler | None = None
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if self._divided_by is not None:
-            notice(f"{name}: {self._divided_by} already shards it across ranks, so roomier does not shard it again")
+            notice(
+                f"{name}: {self._divided_by} already shards this loader across ranks, so roomier does not shard it "
+                "again"
+            )
             self._longest = max(ranks.gather(length_of(loader)))
         elif is_map and can_be_rebuilt(loader):
             field = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -192,8 +195,8 @@ class Turns:
                     self._name,
                     self.loader,
                     "yields different numbers of batches on different ranks",
-                    "Make its order deterministic. If it yields a different shard on each rank, set "
-                    "shards_by_rank = True on it",
+                    "Make its order deterministic. If this loader yields a different shard on each rank, set its "
+                    "attribute shards_by_rank = True",
                 )
             if turn is None:
                 return
@@ -219,7 +222,9 @@ def without_padding(loader: Any, name: str, world: World) -> Any:
     if type(sampler) is not DistributedSampler or type(batching) not in (BatchSampler, type(None)):
         return loader
     if world.size > 1:
-        notice(f"{name}: replaced its DistributedSampler, which repeats samples, so that each sample counts once")
+        notice(
+            f"{name}: roomier replaced the DistributedSampler, which repeats samples, so that each sample counts once"
+        )
     whole = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     if batching is None:
         return rebuilt(loader, sampler=whole)

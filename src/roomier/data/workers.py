@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Longer than the duration of a step and a save. A worker exits after this time if its training process has exited.
+# The time is longer than the duration of a step and a save. A worker exits after this time if its training process has
+# exited.
 _GRACE_S = 300
 
 
@@ -23,10 +24,10 @@ def _is_running() -> Tensor:
 
 @contextmanager
 def workers_outlive_signals() -> Iterator[None]:
-    """Keep workers alive after a SIGTERM in this context.
+    """Return a context in which workers ignore SIGTERM.
 
-    After the context, the loader terminates its workers. If an error terminates the training process, the process first
-    terminates the workers and waits for them.
+    After the context, the loader terminates its workers. If an error ends the training process, the process first
+    terminates its workers and waits for their exit.
     """
     is_running = _is_running()
     is_running.fill_(True)
@@ -66,4 +67,4 @@ class OutlivesSignals:
         if self._is_running:
             signal.alarm(_GRACE_S)
         else:
-            os._exit(0)  # torch treats this status as a worker without remaining work
+            os._exit(0)  # torch treats this exit status as the end of a worker without remaining work
