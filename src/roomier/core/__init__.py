@@ -1,1 +1,1 @@
-"""Code that all layers share, such as the world, batches, units and errors."""
+"""Code that all layers share, such as ranks, nested batches, units and errors."""

@@ -19,8 +19,9 @@ def all_gather(data: Any, ranks: Ranks, device: torch.device, group: Any = None,
     rank, tensors are returned unchanged.
 
     Args:
-        group: process group; None means all ranks.
-        has_gradients: True to sum the gradient of the result over the ranks. Each rank receives its slice of the sum.
+        group: process group; None selects all ranks.
+        has_gradients: True if the result is differentiable. In the backward, the gradient of the result is summed over
+            the ranks, and each rank receives its slice of the sum.
     """
 
     def gathered(leaf: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""BatchNorm classes, which compute statistics of each micro-batch and update running statistics."""
+"""BatchNorm classes, whose modules compute statistics of each micro-batch and update running statistics."""
 
 from torch import nn
 

@@ -11,7 +11,7 @@ class RoomierError(ValueError):
 
     Args:
         field: name of the value, as the user writes this name.
-        received: value that was passed; the text contains a shortened form.
+        received: value that was passed. The text of the error contains a shortened form.
         problem: violated constraint. It continues ``field=received: ``.
         action: next action of the user, as an imperative sentence.
 
@@ -39,7 +39,9 @@ _TRAVELS = (str, int, float, Path, list, tuple, dict)
 
 @dataclass(frozen=True, repr=False)
 class Shown:
-    """Text that replaces an object that cannot be sent to another process, such as a generator, in an error."""
+    """Text that replaces an object in an error if the object, such as a generator, cannot be sent to another
+    process.
+    """
 
     text: str
 
@@ -71,7 +73,7 @@ def shorten(value: object, limit: int = 120) -> str:
     """Return ``repr(value)``, shortened to at most ``limit`` characters."""
     try:
         text = repr(value)
-    except Exception:  # for example if the __init__ of the object has not finished
+    except Exception:  # for example if the __init__ of the object raised an error
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -79,7 +81,7 @@ def shorten(value: object, limit: int = 120) -> str:
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the element of ``known`` that is most similar to ``name``, or None if no element is similar.
 
-    If elements begin with ``name``, return the shortest of these elements.
+    If elements of ``known`` begin with ``name``, return the shortest of them.
 
     Args:
         cutoff: minimum similarity, from 0 to 1 (``difflib.SequenceMatcher.ratio``).

@@ -1,9 +1,9 @@
-"""All-to-all and all-gather over the ranks of a run, on any backend, with a count of the bytes that were sent.
+"""All-to-all and all-gather over the ranks of a run, on any backend. The bytes that a rank sends are counted.
 
 [Note: bytes sent]
-The count contains the payload that a rank must send to other ranks, independent of the backend. For ``N`` rows, an
-all-to-all sends ``N - 1`` rows. An all-gather sends the row of the rank ``N - 1`` times (in a ring, the rank sends each
-of ``N - 1`` rows once). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
+The count is the payload that a rank must send to other ranks. It does not depend on the backend. For ``N`` rows, an
+all-to-all sends ``N - 1`` rows. In an all-gather, a rank sends its row ``N - 1`` times. (In a ring, the rank sends each
+of ``N - 1`` rows once.) For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
 (:func:`all_reduce_bytes`).
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 class Exchange:
     """Collectives over rows of tensors in the default process group. With one rank, each call returns its input.
 
-    On the CPU, ranks use point-to-point calls, because gloo's collectives copy the full tensor. On CUDA, ranks use the
-    collectives of NCCL.
+    On the CPU, ranks use point-to-point calls, because the collectives of gloo copy the full tensor. On CUDA, ranks use
+    the collectives of NCCL.
 
     Attributes:
         num_ranks: size of the process group.
@@ -51,7 +51,9 @@ class Exchange:
         return received
 
     def all_gather(self, rows: Tensor) -> None:
-        """All-gather ``rows`` (``[num_ranks, n]``, contiguous) in place. Each rank first sets its own row."""
+        """All-gather ``rows`` (``[num_ranks, n]``, contiguous) in place. Before the call, each rank sets its own
+        row.
+        """
         if self.num_ranks == 1:
             return
         self._count(rows)

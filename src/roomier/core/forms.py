@@ -1,4 +1,4 @@
-"""Validation of plain data that was read from a file. A *form* checks the types, keys and ranges of values.
+"""Functions that validate plain data that was read from a file. A *form* checks the types, keys and ranges of values.
 
 A form is a function ``form(value, place)`` that raises :class:`FormError` if the value is invalid. ``place`` names the
 value within the file. Larger forms are built from smaller forms::
@@ -6,7 +6,7 @@ value within the file. Larger forms are built from smaller forms::
     position = fields({"epoch": count, "shuffle": flag})
     position({"epoch": -1, "shuffle": True}, "data")  # data.epoch is -1, but must be an integer from 0 to ...
 
-Forms inspect values only by type and never call methods of the values, so they can check data from any source.
+Forms inspect only the types of values and never call methods of the values, so they can check data from any source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN_CHARS = 60
 
 
 class FormError(ValueError):
-    """Error for a value that does not have its form.
+    """Error for a value that does not match its form.
 
     Args:
         place: location of the value in its file, such as ``progress.global_step``.
@@ -40,12 +40,14 @@ class FormError(ValueError):
         super().__init__(f"{place} is {shorten(value, _SHOWN_CHARS)}, but must be {constraint}")
 
     def within(self, place: str) -> FormError:
-        """Return the same error about a value in a container at ``place``."""
+        """Return this error for the same value in a container at ``place``."""
         return FormError(item_of(place, self.place), self.value, self.constraint)
 
 
 def item_of(place: str, key: object) -> str:
-    """Return the place of an item: ``a.b`` for a key that is an identifier, otherwise ``a['x.y']`` or ``a[0]``."""
+    """Return the place of an item in a container: ``a.b`` for a key that is an identifier, otherwise ``a['x.y']`` or
+    ``a[0]``.
+    """
     return f"{place}.{key}" if isinstance(key, str) and key.isidentifier() else f"{place}[{shorten(key, _SHOWN_CHARS)}]"
 
 
@@ -166,8 +168,8 @@ def fields(required: Mapping[str, Form], others: Mapping[str, Form] | Form | Non
     """Accept a dict that has every key of ``required``.
 
     Args:
-        others: forms of the additional keys that are allowed. One form allows any additional keys. None allows no
-            additional keys.
+        others: forms of the additional keys that are allowed. A single form allows any additional keys with values that
+            match this form. None allows no additional keys.
     """
 
     def check(value: Any, place: str) -> None:
@@ -187,7 +189,9 @@ def fields(required: Mapping[str, Form], others: Mapping[str, Form] | Form | Non
 
 
 def tensor(dtype: object = None, shape: Sequence[int] | None = None) -> Form:
-    """Accept a tensor, or the description of a tensor that was not read. Check the dtype and shape if given."""
+    """Accept a tensor, or the description of a tensor that was not read. The dtype and the shape are checked if they
+    are given.
+    """
 
     def form(value: Any, place: str) -> None:
         own_dtype, own_shape = getattr(value, "dtype", None), getattr(value, "shape", None)

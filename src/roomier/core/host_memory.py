@@ -1,8 +1,8 @@
 """Return freed memory of this process to the operating system.
 
-glibc retains freed blocks of up to 32 MiB for later allocations. If large temporary and permanent tensors are allocated
-alternately, few of the free blocks have a suitable size. The total size of the free blocks can then exceed the total
-size of the tensors.
+glibc retains freed blocks of up to 32 MiB for later allocations. If a program alternately allocates large temporary and
+permanent tensors, few of the free blocks have a suitable size. The total size of the free blocks can then be larger
+than the total size of the tensors.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ def always_give_back_blocks(num_bytes: int) -> None:
 
 def retain_freed_blocks() -> None:
     """End the effect of :func:`always_give_back_blocks`."""
-    _set_thresholds(mapped_bytes=2**25, trimmed_bytes=2**26)  # the largest values that glibc itself sets
+    _set_thresholds(mapped_bytes=2**25, trimmed_bytes=2**26)  # the largest values that glibc sets automatically
 
 
 def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:

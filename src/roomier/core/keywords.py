@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments. A RoomierError with a suggestion replaces the TypeError of Python."""
+"""Errors for unknown keyword arguments: a RoomierError with a suggestion instead of Python's TypeError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from roomier.core.errors import RoomierError, nearest
 
-_IS_MEANT = 0.75  # similarity above which a known name is suggested; a wrong suggestion is worse than no suggestion
+_IS_MEANT = 0.75  # similarity above which a known name is suggested; high, to avoid wrong suggestions
 _NONE: Mapping[str, str] = {}
 _NONE_AT_ALL: Mapping[str, object] = {}
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -67,10 +67,10 @@ def explain_unknown_keywords(
 
     Args:
         former: action for each former name, or for each name in the interface of another library.
-        harmless: mapping from each unsupported keyword to the value that requests the existing behavior. A keyword with
-            this value is ignored.
+        harmless: mapping from each unsupported keyword to the value that requests the behavior of roomier. A keyword
+            with this value is ignored.
         translate: function that receives all keywords and the default values of ``owner``, and returns the keywords to
-            use. It is called before any other check.
+            use. This function is called before any other check.
     """
 
     def decorate(init: _Init) -> _Init:

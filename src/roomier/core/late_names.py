@@ -11,11 +11,11 @@ from typing import Any
 def late_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for the module ``package``.
 
-    The functions also make the files of the package available as attributes.
+    These functions also make the files of the package available as attributes.
 
     Args:
-        homes: file that defines each name. A file must not have the name of an object in ``homes``, because the
-            imported file would replace the object as an attribute of the package.
+        homes: mapping from each name to the file that defines the name. A file must not have the name of an object in
+            ``homes``, because the imported file would replace the object as an attribute of the package.
     """
     files = set(homes.values())
     assert not files & homes.keys(), "a file has the same name as an object"
@@ -26,7 +26,7 @@ def late_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(import_module(f"{package}.{homes[name]}"), name)
-        setattr(sys.modules[package], name, found)  # so that the next access does not call this function
+        setattr(sys.modules[package], name, found)  # The next access then does not call this function.
         return found
 
     def names() -> list[str]:

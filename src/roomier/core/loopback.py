@@ -1,4 +1,4 @@
-"""The loopback interface, which processes on other machines cannot reach."""
+"""Functions for the loopback interface, which processes on other machines cannot reach."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``address`` is a loopback address on every machine. Host names other than localhost do not count
-    as loopback addresses."""
+    """Return whether ``address`` is a loopback address on every machine. Host names other than localhost are not
+    loopback addresses on every machine.
+    """
     try:
         return address == "localhost" or ip_address(address).is_loopback
     except ValueError:  # a host name
@@ -24,7 +25,7 @@ def keep_on_loopback(environ: MutableMapping[str, str]) -> None:
     """Make gloo and NCCL listen on the loopback interface only, unless ``environ`` already names an interface.
 
     By default, gloo listens on the interface to which the host name resolves, and NCCL prefers all other interfaces to
-    the loopback.
+    the loopback interface.
     """
     name = interface_of(LOOPBACK)
     if name is not None:

@@ -1,4 +1,4 @@
-"""Check of the paths that users pass."""
+"""Function that checks the paths that users pass."""
 
 import os
 import re
@@ -13,7 +13,7 @@ def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError
         kind: class of the error.
 
     Raises:
-        RoomierError: ``path`` is neither a string nor a Path, it contains a NUL byte, or it is an address such as
+        RoomierError: ``path`` is neither a string nor a Path, contains a NUL byte, or is an address such as
             ``"s3://..."``.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -22,8 +22,8 @@ def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError
     slashes = "//" if isinstance(path, str) else "//?"  # Path("s3://a") contains one slash
     remote = re.match(rf"([a-zA-Z][a-zA-Z0-9+.-]+):{slashes}", text)
     if remote is not None:
-        problem = f"is an address ({remote[1]}), but roomier writes to and reads from a file system"
-        action = "Use a folder, and copy finished checkpoints, or mount the storage as a folder"
+        problem = f"is an address ({remote[1]}), but roomier reads and writes only files of a file system"
+        action = "Use a folder and copy finished checkpoints, or mount the storage as a folder"
         raise kind(field, path, problem, action)
     if "\0" in text:
         raise kind(field, path, "contains a NUL byte, which no path can contain", "Remove the NUL byte")

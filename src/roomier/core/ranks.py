@@ -1,6 +1,6 @@
-"""Values that the ranks of a run exchange on the host. With one rank, each call returns its input.
+"""Exchange of values between the ranks of a run, on the host. With one rank, each call returns its input.
 
-These calls are for work between steps, such as sharding a batch, agreeing on a value, and reducing metrics at log
+These calls are for work between steps, for example to shard a batch, to agree on a value, and to reduce metrics at log
 steps. Every rank must make the same calls in the same order. The code in ``parallel/`` exchanges the tensors of a
 model.
 """
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Ranks of a run, over the process group that :mod:`roomier.launch` joined.
+    """Ranks of a run, which communicate over the process group that :mod:`roomier.launch` joined.
 
     Args:
-        world: the place of this process among the ranks. Several ranks require an initialized ``torch.distributed``
+        world: the position of this process among the ranks. Several ranks require an initialized ``torch.distributed``
             with a backend for the CPU (gloo).
         group: additional process group of the same ranks, for calls from another thread. None means the default group.
     """
@@ -36,7 +36,7 @@ class Ranks:
 
     @cached_property
     def is_alone(self) -> bool:
-        """Return whether this rank is the only one."""
+        """Return whether this rank is the only rank."""
         return self.world.size == 1
 
     def exchange_pairwise(self, device: torch.device) -> bool:
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def is_zero(self) -> bool:
-        """Return whether this rank writes files and prints."""
+        """Return whether this rank writes files and prints messages."""
         return self.world.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class Ranks:
         """Return a list of the ``value`` of each rank, in rank order, on every rank.
 
         Args:
-            allows_pickle: pickle objects that are not plain data. Use this option only for values that the user
-                provides. See :mod:`roomier.core.wire`.
+            allows_pickle: pickle objects that are not plain data. Use this option only for values that come from the
+                user. See :mod:`roomier.core.wire`.
 
         Raises:
             RoomierError: ``value`` contains an object that cannot be sent.
@@ -127,7 +127,7 @@ class Ranks:
 
 def _sendable(error: Exception) -> Exception:
     """Return ``error`` if it can be sent, otherwise a RuntimeError with the text of ``error``."""
-    with suppress(Exception):  # the constructor of its class can raise any error
+    with suppress(Exception):  # the constructor of the error's class can raise any error
         decode(encode(error))
         return error
     return RuntimeError(f"{type(error).__name__} on rank 0: {error}")

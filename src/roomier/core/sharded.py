@@ -17,7 +17,7 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     """Return True if ``tensor`` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # slow import; a sharded tensor already loaded it
+    from torch.distributed.tensor import DTensor  # late: slow import, which a sharded tensor has done
 
     return isinstance(tensor, DTensor)
 
@@ -28,7 +28,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return ``part``, which can be in host memory, as the local shard of a tensor that is sharded like ``tensor``."""
+    """Return a tensor that is sharded like ``tensor``, with the local shard ``part``, which can be in host memory."""
     if not is_sharded(tensor):
         return part
     mesh, placements = tensor.device_mesh, tensor.placements

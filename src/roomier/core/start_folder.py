@@ -1,4 +1,4 @@
-"""Working folder of this process at the time when roomier is imported."""
+"""Working folder of this process at the time of the import of roomier."""
 
 import os
 from contextlib import suppress

@@ -17,7 +17,7 @@ UNSCALES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 def is_fake(tensors: Sequence[Tensor]) -> bool:
     """Return whether any of ``tensors`` is a fake tensor, which has a shape but no memory."""
-    found = sys.modules.get("torch._subclasses.fake_tensor")  # its import is slow, and required only for fake tensors
+    found = sys.modules.get("torch._subclasses.fake_tensor")  # the import is slow; only fake tensors require it
     return found is not None and any(isinstance(each, found.FakeTensor) for each in tensors)
 
 
@@ -42,11 +42,11 @@ def num_runs() -> int:
 
 
 def few_of(items: Sequence[Any]) -> Iterator[Any]:
-    """Iterate over ``items``. All items except the last one cause the same work.
+    """Iterate over ``items``. All items except the last item must cause the same work.
 
     With fake tensors, yield only the first, the second and the last item. The second item represents all items between
-    the first and the last. Memory from the first iteration still exists in the second, so the peak equals the peak of
-    the full loop.
+    the first and the last. Memory from the first iteration still exists in the second iteration, so the peak is equal
+    to the peak of the full loop.
     """
     global _num_runs
     if len(items) <= 3 or not makes_fake_tensors():
@@ -81,10 +81,10 @@ def updates_together(kind: str) -> bool:
 
 @contextmanager
 def fake_tensors_on(kind: str) -> Iterator[None]:
-    """Let fake tensors, which are on the CPU, represent tensors on a device of type ``kind`` inside the context.
+    """Return a context in which fake tensors on the CPU represent tensors on a device of type ``kind``.
 
-    Functions over lists of tensors (``_foreach_*``) accept fake tensors. ``torch.optim`` uses these functions by
-    default if :func:`updates_together` is True.
+    In the context, functions over lists of tensors (``_foreach_*``) accept fake tensors. ``torch.optim`` uses these
+    functions by default if :func:`updates_together` is True.
     """
     global _kind
     from torch._subclasses.fake_tensor import FakeTensor
@@ -121,8 +121,8 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
     known, hook = distributed_c10d._world, sys.excepthook
     num_groups, groups = known.group_count, set(known.pg_map)
-    distributed_c10d._world = imagined = distributed_c10d._World()  # a separate default group; other state is shared
-    imagined.group_count = num_groups + 10_000  # names of groups must be unique in a process
+    distributed_c10d._world = imagined = distributed_c10d._World()  # separate default group; other state is shared
+    imagined.group_count = num_groups + 10_000  # The names of groups must be unique in a process.
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # the cache treats meshes of equal shape as equal
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -132,13 +132,13 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         distributed_c10d._world = known
         for made in [each for each in known.pg_map if each not in groups]:
             dist.destroy_process_group(made)
-        known.group_count = num_groups  # counts must be equal on all ranks of the real group
+        known.group_count = num_groups  # the count must be equal on all ranks of the real group
         distributed_c10d._update_default_pg(known.default_pg)
         sys.excepthook = hook
 
 
 def device_type_of(tensor: Tensor) -> str:
-    """Return ``tensor.device.type``. For a fake tensor, skip the dispatch to all active modes."""
+    """Return ``tensor.device.type``. For a fake tensor, this function avoids the dispatch to all active modes."""
     device: torch.device | None = getattr(tensor, "fake_device", None)
     return (tensor.device if device is None else device).type
 

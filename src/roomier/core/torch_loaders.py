@@ -11,13 +11,14 @@ def kept_iterator(loader: object) -> Any:
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Make the next iterator of a DataLoader start new workers. After this call, a copy of the DataLoader has separate
-    workers."""
+    """Make the next iterator of a DataLoader start new workers. Call this function on a copy of a DataLoader, so that
+    the copy has separate workers.
+    """
     loader._iterator = None
 
 
 def makes_own_iterator(loader: DataLoader[Any]) -> bool:
-    """Return whether a subclass wraps torch's iterator, as the loaders of graph libraries do."""
+    """Return whether the class of the loader wraps torch's iterator, as the loaders of graph libraries do."""
     return type(loader)._get_iterator is not DataLoader._get_iterator
 
 
@@ -29,7 +30,7 @@ def end_workers(iterator: Any) -> None:
 
 
 def end_kept_workers(loader: DataLoader[Any]) -> None:
-    """Terminate the worker processes that a DataLoader retains between epochs, and its thread that pins memory.
+    """Terminate the worker processes and the pinning thread that a DataLoader retains between epochs.
 
     The next iterator of ``loader`` starts new processes.
     """
@@ -47,7 +48,7 @@ def _of_torch(iterator: Any) -> Any:
 def _shut_down(iterator: Any) -> None:
     iterator._shutdown_workers()
     for worker in iterator._workers:
-        if worker.is_alive():  # the worker runs native code that does not return, so its signal handler does not run
+        if worker.is_alive():  # the signal handler of a worker does not run while the worker runs native code
             worker.kill()
             worker.join()
 

@@ -1,4 +1,4 @@
-"""Private names of torch for parameters that leave the device, checked with torch 2.13."""
+"""Private names of torch for parameters that are moved off the device, checked with torch 2.13."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 exchanges_memory = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Whether the memory of two storages can be exchanged (torch 2.12)."""
+"""True if the memory of two storages can be exchanged (since torch 2.12)."""
 
 
 def exchange_memory(one: Tensor, other: Tensor) -> None:
-    """Exchange the memory of the storages of two tensors. All views of the storages see the exchanged memory.
+    """Exchange the memory of the storages of two tensors. All views of the storages use the exchanged memory.
 
-    The storages have the same size, or one of them is empty.
+    The storages must have the same size, or one of them must be empty.
     """
     storage: Any = one.untyped_storage()
     storage._swap_data_ptr_(other.untyped_storage())
@@ -47,7 +47,7 @@ class Shard:
 
     @property
     def padded(self) -> Tensor:
-        """The elements of the shard, with padding to the size of the largest shard. 1-dimensional."""
+        """Elements of the shard, padded to the size of the largest shard (1-dimensional)."""
         padded: Tensor = self._fsdp_param._sharded_param_data
         return padded
 
@@ -58,10 +58,11 @@ class Shard:
         return padded.view(self._fsdp_param.padded_sharded_param_size).narrow(dim, 0, length)
 
     def place(self, padded: Tensor, local: Tensor) -> None:
-        """Replace the data of the shard by ``padded`` and the data of the local tensor by ``local``.
+        """Replace the data of the shard with ``padded``, and the data of the local tensor with ``local``.
 
-        If ``local`` is in host memory, ``detach`` of the parameter, which ``Module.state_dict`` calls, returns a tensor
-        with this local shard. ``DTensor.detach`` would raise an error, because it expects the device of the mesh.
+        ``Module.state_dict`` calls ``detach`` of the parameter. If ``local`` is in host memory, ``detach`` is replaced
+        and returns a tensor with this local shard. ``DTensor.detach`` would raise an error, because it expects a shard
+        on the device of the mesh.
         """
         self._fsdp_param._sharded_param_data = padded
         self._local.data = local
@@ -91,12 +92,12 @@ class ShardGroup:
         self._group = group
         self.name = name
         self.shards = [Shard(each) for each in group.fsdp_params]
-        group._reset_sharded_params = True  # the first forward would copy shards with padding to new memory
+        group._reset_sharded_params = True  # otherwise, the first forward would copy padded shards to new memory
 
     def before_unshard(self, call: Callable[[], object]) -> None:
-        """Call ``call`` before each all-gather, including the all-gathers that ``fully_shard`` starts ahead.
+        """Call ``call`` before each all-gather, including the all-gathers that ``fully_shard`` prefetches.
 
-        On an accelerator, the current stream of ``call`` is the stream that copies the shards for the all-gather.
+        On an accelerator, ``call`` runs on the stream that copies the shards for the all-gather.
         """
         group = self._group
         unshard = group.unshard
@@ -127,13 +128,13 @@ def _copying_stream(group: Any, async_op: bool) -> Any:
 
 
 class Gathers:
-    """The all-gathers of ``fully_shard`` in a network.
+    """All-gathers of ``fully_shard`` in a network.
 
-    ``fully_shard`` copies shards on a separate stream. This stream waits for the compute stream only at the beginning
-    of a forward pass.
+    ``fully_shard`` copies shards on a separate stream. The separate stream waits for the compute stream only at the
+    beginning of a forward pass.
 
     Args:
-        network: the network, sharded or not.
+        network: the network, whose modules need not be sharded.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -145,7 +146,7 @@ class Gathers:
     def wait_for(self, stream: torch.Stream) -> None:
         """Make the subsequent all-gathers wait for the work that was submitted to ``stream``."""
         for context in {id(group.comm_ctx): group.comm_ctx for group in self._groups}.values():
-            copying = getattr(context, "all_gather_copy_in_stream", None)  # exists after the first forward
+            copying = getattr(context, "all_gather_copy_in_stream", None)  # this stream exists after the first forward
             if copying is not None:
                 copying.wait_stream(stream)
 

@@ -47,7 +47,7 @@ def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
 
 def is_shared(tensor: Tensor) -> bool:
     """Return whether ``tensor`` shares its memory with another tensor."""
-    use_count = torch._C._storage_Use_Count  # counts the tensor, the Python object of the storage, and other users
+    use_count = torch._C._storage_Use_Count  # counts the tensor, the storage's Python object, and other users
     return int(use_count(tensor.untyped_storage()._cdata)) > 2
 
 
@@ -62,13 +62,13 @@ def version_of(tensor: Tensor) -> int:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without its graph. Inside :func:`intercept`, ``detach`` alone would miss later writes."""
+    """Return ``tensor`` without its graph. Inside :func:`intercept`, ``detach`` alone would not track later writes."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def viewed(tensor: Tensor) -> Tensor:
-    """Return the base of a view, or ``tensor`` itself if it is not a view."""
+    """Return the base of ``tensor`` if it is a view, or ``tensor`` itself."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -113,7 +113,7 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 
 
 def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
-    """Exclude parameters and buffers of ``module`` from the communication of DDP. Call this before DDP wraps it."""
+    """Exclude parameters and buffers of ``module``, which DDP does not wrap yet, from the communication of DDP."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 
@@ -177,7 +177,7 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ASKS_DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
-            return device  # two of three operations on fake tensors read the device, so skip the other modes
+            return device  # two thirds of the operations on fake tensors read the device, so skip the other modes
         return self._handler(func, types, args, kwargs or {})
 
 
@@ -196,7 +196,7 @@ class _Replacements(TorchFunctionMode):
         self._functions = functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:  # replace functions in recomputation as well
+        if func is Tensor.backward:  # also replace functions in the recomputation of blocks
             with self, _own_backward():
                 named = dict(kwargs or {})
                 return torch.autograd.backward(args[0], grad_tensors=named.pop("gradient", None), **named)
@@ -223,7 +223,7 @@ class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
 
 
 def without_interception() -> AbstractContextManager[Any]:
-    """Return a context without dispatch modes, because ``torch.compile`` never compiles code that first ran inside a
+    """Return a context without dispatch modes. ``torch.compile`` never compiles code that was first run inside a
     dispatch mode."""
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -244,8 +244,8 @@ def is_in_backward() -> bool:
 class LossScalerOfParts(GradScaler):
     """Gradient scaler for optimizers with both sharded and unsharded parameters.
 
-    DTensor's kernel checks for infinite gradients on the ranks of the first gradient in a list, so this scaler passes
-    sharded parameters first.
+    For a list of gradients, DTensor's kernel checks for infinite values on the ranks of the first gradient, so this
+    scaler passes sharded parameters first.
     """
 
     def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
@@ -273,12 +273,12 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Mark the step as done. Without this mark, schedulers warn if the loss scaler skipped the first step."""
+    """Mark the optimizer as stepped. Without this mark, schedulers warn if the loss scaler skipped the first step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def last_forward_value(metric: Any) -> Any:
-    """Return the result of the last call of a torchmetrics metric (private name, torchmetrics 1.4 to 1.9)."""
+    """Return the result of the last forward of a torchmetrics metric (private name, torchmetrics 1.4 to 1.9)."""
     return metric._forward_cache
 
 
@@ -291,7 +291,7 @@ def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -
 
 
 def recompute_metric(metric: Any) -> Any:
-    """Compute a torchmetrics metric on all ranks. Ignore a cached result, which only some ranks may have."""
+    """Compute a torchmetrics metric on all ranks. A cached result is ignored, because only some ranks may have one."""
     metric._computed = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*``compute`` method of metric.*", category=UserWarning)
@@ -315,7 +315,7 @@ def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def draw_each_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight: float) -> None:
-    """Interpolate ``tensors`` towards ``goals`` by ``weight``, in place, in one kernel per device and dtype."""
+    """Interpolate ``tensors`` toward ``goals`` by the factor ``weight``, in place, in one kernel per device and dtype."""
     if tensors:
         torch._foreach_lerp_(list(tensors), list(goals), weight)
 
@@ -342,14 +342,14 @@ def forget_unreduced_gradients(unit: Any) -> None:
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):  # the parameter was unsharded at least once
+            if hasattr(each, "_unsharded_param"):  # this attribute exists if the parameter was unsharded at least once
                 each._unsharded_param.grad = None
 
 
 def reduce_missing_gradients_as_zeros(unit: Any) -> None:
     """Make a ``fully_shard`` module reduce zeros for parameters that have gradients only on other ranks.
 
-    This is ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13.
+    The effect is the same as with ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13.
 
     Raises:
         PlanError: the version of torch does not support this option.
@@ -393,7 +393,7 @@ def num_compiled_graphs() -> int:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the missing requirement of ``torch.compile`` for ``device``, or None."""
+    """Return the requirement of ``torch.compile`` that is missing for ``device``, or None if all are satisfied."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -435,7 +435,7 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Update parameters without hooks, without a profiler record, and without the step count for schedulers."""
+    """Call ``optimizer.step`` without hooks, without a profiler record, and without the step count for schedulers."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # wrapped by Optimizer._patch_step_function
         step = step.__wrapped__
@@ -466,7 +466,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 def with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
     """Return a shallow copy of ``module`` with the submodules ``children``."""
     copied = copy.copy(module)
-    copied.__dict__.update(module.__dict__)  # the module's __getstate__ may omit attributes
+    copied.__dict__.update(module.__dict__)  # the __getstate__ of the module may omit attributes
     copied._modules = dict(children)
     return copied
 
@@ -477,8 +477,8 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile`` wrapped. If submodules are compiled, return a copy without
-    compilation."""
+    """Return the module that ``torch.compile`` wrapped. If its submodules are compiled, return a copy in which no
+    module is compiled."""
     original = getattr(module, "_orig_mod", None)
     module = module if original is None else original
     if not any(hasattr(each, "_orig_mod") for each in module.modules()):
@@ -489,7 +489,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def called_eagerly(module: nn.Module) -> Iterator[None]:
-    """Disable compilation by ``nn.Module.compile`` for ``module`` and its submodules inside the context."""
+    """Return a context in which ``module`` and its submodules ignore the compilation by ``nn.Module.compile``."""
     compiled = {part: part._compiled_call_impl for part in module.modules() if part._compiled_call_impl is not None}
     for part in compiled:
         part._compiled_call_impl = None

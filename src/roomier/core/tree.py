@@ -18,8 +18,8 @@ def map_tensors(
     Args:
         is_leaf: function that returns True for additional objects to which ``fn`` is applied.
         reconstructs: True if ``fn`` changes shapes. In this case, ``__post_init__`` of dataclasses runs again and
-            computes derived fields. Otherwise, ``__post_init__`` is not called, because the values are already the
-            result of an earlier call.
+            computes derived fields. Otherwise, ``__post_init__`` is not called, because the fields already contain its
+            results.
     """
 
     def mapped(part: Any) -> Any:
@@ -33,7 +33,7 @@ def map_tensors(
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(mapped, batch))
     if isinstance(batch, list) and type(batch) is not list:
-        listed = copy.copy(batch)  # the constructor can have other parameters
+        listed = copy.copy(batch)  # the constructor can have parameters that are not fields
         listed[:] = map(mapped, batch)
         return listed
     if isinstance(batch, (list, tuple)):
@@ -45,7 +45,7 @@ def map_tensors(
             return dataclasses.replace(batch, **given)
         same = copy.copy(batch)
         for name, value in values.items():
-            object.__setattr__(same, name, value)  # also for a frozen dataclass
+            object.__setattr__(same, name, value)  # object.__setattr__ also sets fields of a frozen dataclass
         return same
     return batch
 
@@ -98,4 +98,4 @@ def moved(leaf: Any, device: torch.device) -> Any:
 def batch_size_of(batch: Any) -> int:
     """Return the size of the first dimension of the first tensor in ``batch``, or 1 if ``batch`` contains no tensor."""
     first = batch if isinstance(batch, Tensor) else next(tensors(batch), None)
-    return first.size(0) if first is not None and first.dim() else 1  # a nested tensor has size(), but no shape
+    return first.size(0) if first is not None and first.dim() else 1  # a nested tensor supports size(), but not shape

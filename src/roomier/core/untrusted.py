@@ -1,6 +1,6 @@
 """Read files that may be damaged or malicious. Only regular files of bounded size and nesting are read.
 
-All errors are OSErrors or ValueErrors. No call waits for another process, and no call reads more than its limit.
+All errors are OSErrors or ValueErrors. No function waits for another process or reads more bytes than its limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def open_regular(path: Path) -> FileIO:
     Raises:
         OSError: the file cannot be opened, or is a folder, a pipe, a socket or a device.
     """
-    # A pipe that no process writes to would block open() without O_NONBLOCK, which regular files ignore.
+    # Without O_NONBLOCK, open() would block on a pipe to which no process writes. Regular files ignore O_NONBLOCK.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

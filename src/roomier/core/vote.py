@@ -1,4 +1,4 @@
-"""Agreement among ranks without waiting in a step."""
+"""Agreement among ranks that does not wait for other ranks within a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from roomier.core.ranks import Ranks
 
 
 class Vote:
-    """Maximum of small integers over the ranks. Every rank must vote at the same points of its run.
+    """Vote that computes the maximum of small integers over the ranks. Every rank must vote at the same points of its
+    run.
 
     A vote is sent asynchronously and read at the next vote, so all ranks receive the outcome one vote later.
 
@@ -31,7 +32,7 @@ class Vote:
 
         Args:
             wishes: integers of this rank.
-            same: a number that must be equal on all ranks.
+            same: number that must be equal on all ranks.
 
         Returns:
             The outcome of the previous vote, or None for the first vote.

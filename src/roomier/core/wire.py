@@ -1,8 +1,8 @@
 """Conversion of values to bytes for other ranks, as a JSON header followed by the bytes of tensors.
 
-Decoding executes no code from the sender. A message contains numbers, strings, containers, tensors, paths, and objects
-of roomier's own classes. If the receiver allows pickles, a message also contains pickles of other objects. Unpickling
-can execute arbitrary code.
+Without pickles, decoding does not execute code from the sender. A message contains numbers, strings, containers,
+tensors, paths, and objects of roomier's own classes. If the receiver allows pickles, a message can also contain pickles
+of other objects, which can execute arbitrary code.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def encode(value: Any, *, allows_pickle: bool = False) -> bytes:
 
 
 def decode(data: bytes | bytearray, *, allows_pickle: bool = False) -> Any:
-    """Convert the result of :func:`encode` to the value. Each tensor is on a device of the same type as the sender's
-    tensor.
+    """Convert the result of :func:`encode` back to the value. Each tensor is on a device of the same type as the
+    sender's tensor.
 
     Raises:
         ValueError: ``data`` contains a pickle although ``allows_pickle`` is False, or a class that is not allowed.
@@ -107,8 +107,9 @@ class _Encoder:
         return self._pickled(value)
 
     def _received(self, value: object) -> Any:
-        """Return the node of ``value`` if it is plain data without tensors, otherwise the node of its shortened
-        text."""
+        """Return the node of ``value`` if ``value`` is plain data without tensors. Otherwise, return the node of its
+        shortened text.
+        """
         own = _Encoder(allows_pickle=False)
         with suppress(RoomierError, RecursionError):
             node = own.node(value)
@@ -126,7 +127,7 @@ class _Encoder:
                 return ["pickle", *self._blob(pickle.dumps(value))]
             except Exception as error:  # pickle calls methods of the object, which can raise any error
                 problem = f"cannot be pickled for other ranks ({type(error).__name__}: {error})"
-        action = "Use numbers, strings, tensors, and lists, tuples and dicts of them"
+        action = "Use numbers, strings, tensors, or lists, tuples and dicts of these values"
         raise RoomierError("value", type(value), problem, action)
 
     def _blob(self, data: bytes) -> tuple[int, int]:
@@ -190,7 +191,7 @@ class _Decoder:
         kind = _own_class(name, lambda kind: issubclass(kind, RoomierError))
         error: RoomierError = kind.__new__(kind)
         RoomierError.__init__(error, field, self.value(received), problem, action)
-        error.args = (text,)  # a subclass can have another text
+        error.args = (text,)  # the text of a subclass can differ
         return error
 
     def _exception(self, name: str, values: list[Any]) -> Exception:
@@ -235,7 +236,7 @@ def _own_class(name: str, is_allowed: Callable[[type], bool]) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     if not (isinstance(found, type) and _is_own(found) and is_allowed(found)):
-        raise ValueError(f"{name} is not a class that ranks send")
+        raise ValueError(f"{name} is not a class that ranks can send")
     return found
 
 

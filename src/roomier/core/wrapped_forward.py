@@ -9,10 +9,10 @@ from torch import nn
 
 
 class WrappedForward:
-    """Replacement for ``module.forward`` that calls the original. Subclasses add behavior.
+    """Replacement for ``module.forward`` that calls the original forward. Subclasses add behavior.
 
-    This is an object instead of a closure, because a copy of the module (by ``copy.deepcopy``, for example in an
-    averaging callback) requires a copy of the wrapper that calls the forward of the copied module.
+    The replacement is an object instead of a closure, so that ``copy.deepcopy`` of the module also copies the wrapper.
+    The copied wrapper calls the forward of the copied module.
 
     Attributes:
         forward: the original forward.
@@ -51,6 +51,6 @@ def unwrap(module: nn.Module) -> None:
     for part in module.modules():
         while isinstance(wrapped := part.__dict__.get("forward"), WrappedForward):
             if getattr(wrapped.forward, "__func__", None) is type(part).forward:
-                del part.__dict__["forward"]  # the original is the method of the class
+                del part.__dict__["forward"]  # the original forward is the method of the class
             else:
                 part.forward = wrapped.forward

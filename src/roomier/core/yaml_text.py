@@ -11,14 +11,14 @@ MAX_VALUES_OF_ALIASES = 100_000
 
 
 class ExpansionError(ComposerError):
-    """YAML with too many values, with excessive nesting, or with a value that contains itself."""
+    """Error for YAML with too many values, with excessive nesting, or with a value that contains itself."""
 
 
 class BoundedLoader(yaml.SafeLoader):
     """SafeLoader that rejects aliases that expand to more than :data:`MAX_VALUES_OF_ALIASES` values.
 
-    PyYAML reads an alias as a reference, so it loads a text with many aliases quickly. However, code that later copies,
-    checks or prints the values requires memory and time for each value.
+    PyYAML reads an alias as a reference, so it loads a text with many aliases quickly. However, code that copies,
+    checks or prints the values later requires memory and time for each value.
 
     Raises:
         ExpansionError: there are too many values, an alias contains itself, or the nesting is too deep.
@@ -36,7 +36,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class DuplicateKeyError(ConstructorError):
-    """A mapping that contains a key more than once.
+    """Error for a mapping that contains a key more than once.
 
     Attributes:
         key: the key.
@@ -66,8 +66,7 @@ class UniqueKeysLoader(BoundedLoader):
 
 
 def check_aliases(text: str) -> None:
-    """Reject the texts that :class:`BoundedLoader` rejects. Use this function for a text that is read by a different
-    loader.
+    """Reject the texts that :class:`BoundedLoader` rejects. Use this function for a text that a different loader reads.
 
     Texts that are not YAML pass this check.
 
@@ -84,7 +83,7 @@ def check_aliases(text: str) -> None:
 
 
 def _check_size(root: yaml.Node) -> None:
-    sizes: dict[int, int] = {}  # by node; 0 while its children are counted
+    sizes: dict[int, int] = {}  # sizes by node; the size is 0 while the children of the node are counted
     num_values = _count(root, sizes)
     if num_values > max(MAX_VALUES_OF_ALIASES, len(sizes)):
         problem = f"its aliases expand to {num_values} values, and at most {MAX_VALUES_OF_ALIASES} are allowed"
