@@ -105,7 +105,7 @@ OF_DDP = [
     Spelling(ddp(model_averaging_period=4), error="accumulate_grad_batches"),
     Spelling(ddp(mixed_precision=MIXED), error="Use precision='bf16-mixed'"),
     Spelling(ddp(unheard_of=1), error="has no equivalent in roomier"),
-    Spelling({"strategy": Made("OwnStrategy", OwnStrategy)}, error="move the methods to a callback"),
+    Spelling({"strategy": Made("OwnStrategy", OwnStrategy)}, error="move the overridden methods to a callback"),
     Spelling({**ddp(), "precision": "bf16-mixed"}, {**DDP, "precision.mode": "bf16-mixed"}),
     Spelling(
         {**ddp(precision_plugin=precision.DoublePrecision()), "precision": "16-mixed"},
@@ -125,7 +125,7 @@ OF_FSDP = [
     Spelling(
         fsdp(sharding_strategy="_HYBRID_SHARD_ZERO2", device_mesh=(2, 2)),
         {**ZERO3, "parallel.strategy": "hsdp", "parallel.shard_size": 2},
-        remarks=("freed after its forward",),
+        remarks=("resharded after its forward",),
     ),
     Spelling(fsdp(cpu_offload=True), {**ZERO3, **HOST}),
     Spelling(fsdp(cpu_offload=CPUOffload(offload_params=True)), {**ZERO3, **HOST}),

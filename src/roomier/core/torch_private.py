@@ -315,7 +315,7 @@ def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def draw_each_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight: float) -> None:
-    """Interpolate ``tensors`` toward ``goals`` by the factor ``weight``, in place, in one kernel per device and dtype."""
+    """Interpolate ``tensors`` toward ``goals`` by ``weight``, in place, in one kernel per device and dtype."""
     if tensors:
         torch._foreach_lerp_(list(tensors), list(goals), weight)
 

@@ -1,4 +1,4 @@
-"""Answers to the keywords of ``accelerate.Accelerator``, and its members that roomier does not have."""
+"""Answers to the keywords of ``accelerate.Accelerator``, and a table of its members that roomier does not have."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from roomier.migrate.lightning_strategies import SHARDINGS, WITHOUT_EFFECT, answ
 from roomier.migrate.objects import name_of, setting_of
 
 PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
-"""Values of ``mixed_precision``, and the precision of a Plan."""
+"""Mapping from each value of ``mixed_precision`` to the precision of a Plan."""
 
 _PLAN = "Pass Accelerator(plan=roomier.plan.plan_from_flags(strategy='zero3'))"
-_ORDER = "all ranks draw the same order of samples; the seed of rank 0 determines the order"
-_SCALE = "the loss scale is torch's GradScaler with its defaults; it does not change the gradient of a step"
+_ORDER = "all ranks use the same order of samples, which the seed of rank 0 determines"
+_SCALE = "torch's GradScaler with its defaults scales the loss, which does not change the gradient of a step"
 
 
 def answers_to_keywords(given: Mapping[str, Any], environ: Mapping[str, str], *, has_plan: bool) -> Answers:
@@ -23,7 +23,7 @@ def answers_to_keywords(given: Mapping[str, Any], environ: Mapping[str, str], *,
 
     Args:
         given: the keywords that the user passed.
-        environ: environment variables, which ``accelerate launch`` sets.
+        environ: environment variables, including the variables that ``accelerate launch`` sets.
         has_plan: whether the user passed a Plan.
     """
     answers = Answers("Accelerator")
@@ -78,7 +78,9 @@ def _accumulation_plugin(answers: Answers, name: str, value: Any) -> None:
 
 def _loaders(answers: Answers, name: str, value: Any) -> None:
     if value.dispatch_batches:
-        answers.ignore(f"{name}.dispatch_batches", True, "each rank reads the dataset and uses its own samples")
+        answers.ignore(
+            f"{name}.dispatch_batches", True, "each rank reads the dataset and uses its share of the samples"
+        )
     if not value.even_batches:
         action = "Remove it, and use gather_for_metrics, which drops repeated samples"
         problem = "is not supported, because all ranks must run the same number of steps"
@@ -121,7 +123,7 @@ def _fsdp(answers: Answers, name: str, plugin: Any) -> None:
             answers.ignore(f"{name}.{setting}", value, WITHOUT_EFFECT.get(setting, _UNITS))
 
 
-_UNITS = "blocks (repeated layers) are the units; model_blocks() of the model selects other modules"
+_UNITS = "the units are the blocks (repeated layers), or the modules that model_blocks() of the model returns"
 _OF_UNITS = {
     "auto_wrap_policy": None,
     "transformer_cls_names_to_wrap": None,
@@ -160,7 +162,7 @@ _HANDLERS_WITHOUT_EFFECT = {
     "AutocastKwargs": "weights are cast to 16 bits once per forward",
     "GradScalerKwargs": _SCALE,
     "InitProcessGroupKwargs": "the backend is gloo on the CPU, and torch's default for other devices",
-    "ProfileKwargs": "torch.profiler.profile records a loop without arguments of Accelerator",
+    "ProfileKwargs": "torch.profiler.profile records a custom loop without arguments of Accelerator",
 }
 
 
@@ -186,8 +188,8 @@ def _compile(answers: Answers, name: str, value: Any) -> None:
 
 def _placement(answers: Answers, name: str, value: Any) -> None:
     if value is not True:
-        problem = "is not supported, because prepare moves all objects"
-        answers.reject(name, value, problem, "Remove it. Objects that prepare does not receive stay where they are")
+        problem = "is not supported, because prepare moves all objects that it receives"
+        answers.reject(name, value, problem, "Remove it. Objects that prepare does not receive stay on their device")
 
 
 def _random_types(answers: Answers, name: str, value: Any) -> None:
@@ -200,7 +202,7 @@ def _use(keyword: str, meaning: object) -> Callable[[Answers, str, Any], None]:
 
 
 def _of_loop(answers: Answers, name: str, value: Any) -> None:
-    """Accept a keyword that ``Accelerator`` reads itself."""
+    """Accept a keyword that ``Accelerator`` reads directly, so that no answer is required."""
 
 
 _CONVERTED: dict[str, Callable[[Answers, str, Any], None]] = {
@@ -223,7 +225,7 @@ _REJECTED = {
     "torch_tp_plugin": ("is not implemented", _PLAN),
     "megatron_lm_plugin": ("is not implemented", _PLAN),
     "parallelism_config": ("is not implemented", _PLAN),
-    "deepspeed_plugins": ("contains several plugins", "Pass one of them as deepspeed_plugin"),
+    "deepspeed_plugins": ("contains several plugins", "Pass one of the plugins as deepspeed_plugin"),
     "even_batches": ("is not supported", "Remove it, and use gather_for_metrics, which drops repeated samples"),
     "dispatch_batches": ("is not a keyword of Accelerator since version 1.0", "Remove it"),
     "logging_dir": ("is not a keyword of Accelerator since version 0.24", "Use project_dir"),
@@ -234,12 +236,12 @@ _HOOK = "Call accelerator.register_for_checkpointing(object), whose state_dict i
 MEMBERS = {
     "deepspeed_ulysses_dl_adapter": "Prepare the loader, which shards samples across ranks",
     "deepspeed_plugin": "Read accelerator.plan, which contains the converted settings",
-    "dispatch_batches": "Prepare the loader. Each rank reads the dataset and uses its own samples",
+    "dispatch_batches": "Prepare the loader. Each rank reads the dataset and uses its share of the samples",
     "fp8_backend": "Use mixed_precision='bf16'",
     "is_fsdp2": "Read accelerator.plan.parallel.strategy, which is 'zero2' or 'zero3' for sharded models",
     "is_composable_parallelism_enabled": "Read accelerator.plan.parallel.strategy",
     "lomo_backward": "Use the Trainer, which can update each block during backward",
-    "maybe_context_parallel": "Call the model without it. Sequences are not sharded",
+    "maybe_context_parallel": "Call the model without this context. Sequences are not sharded",
     "multi_device": "Read accelerator.num_processes",
     "parallelism_config": "Read accelerator.plan.parallel",
     "profile": "Use torch.profiler.profile(), or Trainer(profiler='pytorch')",
@@ -256,4 +258,4 @@ MEMBERS = {
     "use_stateful_dataloader": "Use accelerator.skip_first_batches(loader, num_batches)",
     "verify_device_map": "Load the model without device_map; strategy 'zero3' shards its parameters",
 }
-"""Members of ``accelerate.Accelerator`` without an equal, and the equivalent of each."""
+"""Members of ``accelerate.Accelerator`` that roomier does not have, and an alternative for each."""

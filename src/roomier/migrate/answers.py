@@ -1,4 +1,4 @@
-"""The answers to the settings of another library."""
+"""Answers to the settings of another library: a Trainer argument, a remark, or an error for each setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roomier.plan.rules import refuse
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one setting.
+    """Answer to one setting of another library.
 
     Attributes:
         setting: name of the setting in the other library, such as ``"zero_optimization.stage"``.
@@ -33,22 +33,22 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The answer in words, such as ``"precision='bf16-mixed'"`` or ``"no effect: ..."``."""
+        """Answer as text, such as ``"precision='bf16-mixed'"`` or ``"no effect: ..."``."""
         if not self.keyword:
             return f"no effect: {self.remark}"
         return f"{self.keyword}={self.meaning!r}" + (f" ({self.remark})" if self.remark else "")
 
 
 class Answers:
-    """The answers to all settings of one object, file or argument of another library.
+    """Answers to all settings of one object, file or argument of another library.
 
     Args:
-        source: name of the object in messages, such as ``"FSDPStrategy"``.
+        source: name of the object, file or argument in messages, such as ``"FSDPStrategy"``.
 
     Attributes:
         given: the answers, in the order of the settings.
         errors: the settings that are rejected.
-        notes: further sentences for the user.
+        notes: additional sentences for the user.
     """
 
     def __init__(self, source: str) -> None:
@@ -67,23 +67,23 @@ class Answers:
         self.given.append(Answer(setting, value, keyword, meaning, remark))
 
     def ignore(self, setting: str, value: object, reason: str) -> None:
-        """Answer that the setting has no effect because of ``reason``."""
+        """Record that the setting has no effect, and why."""
         self.given.append(Answer(setting, value, remark=reason))
 
     def reject(self, setting: str, value: object, problem: str, action: str) -> None:
-        """Answer with an error, which :meth:`keywords` raises."""
+        """Record an error, which :meth:`keywords` raises."""
         self.errors.append(PlanError(f"{self.source}: {setting}", value, problem, action))
 
     def meaning_of(self, keyword: str) -> Any:
-        """Return the value of ``keyword``, or None if no setting determines it."""
+        """Return the value of the argument ``keyword``, or None if no setting determines this argument."""
         return next((each.meaning for each in self.given if each.keyword == keyword), None)
 
     def settings_of(self, keyword: str) -> list[Answer]:
-        """Return the answers that set keys of the dict ``keyword``."""
+        """Return the answers that set keys of the argument ``keyword``, which is a dict."""
         return [each for each in self.given if each.keyword.startswith(f"{keyword}.")]
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments of the Trainer.
+        """Return the arguments of the Trainer that the settings determine.
 
         Raises:
             PlanError: settings are rejected. All errors are reported together.
@@ -115,7 +115,7 @@ class Answers:
             notice(remark)
 
     def table(self) -> str:
-        """Return all answers as a table: first the arguments, then the settings without effect, by their reasons."""
+        """Return all answers as a table: first the arguments, then the settings without effect, grouped by reason."""
         used = [(f"{each.setting}={shorten(each.value, 40)}", each.text) for each in self.given if each.keyword]
         width = max((len(setting) for setting, _ in used), default=0)
         lines = [f"  {setting:{width}}  {text}" for setting, text in used]
@@ -136,7 +136,7 @@ def merged(answers: Answers, given: Mapping[str, Any], defaults: Mapping[str, An
     """Return the arguments ``given`` to the Trainer together with the arguments in ``answers``.
 
     Args:
-        defaults: the default values of the arguments. An argument with its default value counts as not given.
+        defaults: the default values of the arguments. An argument with its default value is treated as not given.
 
     Raises:
         PlanError: an argument and a setting request different values.

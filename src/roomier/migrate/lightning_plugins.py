@@ -1,5 +1,5 @@
-"""Lightning's plugins and accelerators as arguments of the Trainer: precision, cluster environment, checkpoint files,
-and synchronization of BatchNorm."""
+"""Conversion of Lightning's plugins and accelerators to arguments of the Trainer: precision, cluster environment,
+checkpoint files, and synchronization of BatchNorm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from roomier.migrate.answers import Answers
 from roomier.migrate.objects import kind_of, setting_of
 
-_DETECTED = "the launcher is detected from its environment variables"
+_DETECTED = "roomier detects the launcher from its environment variables"
 _PRECISIONS = {
     "Precision": "32-true",
     "MixedPrecision": None,
@@ -18,27 +18,27 @@ _PRECISIONS = {
     "XLAPrecision": None,
     "DoublePrecision": "64-true",
 }
-"""Precision plugins, with their precision if the object does not store it."""
+"""Mapping from each precision plugin to its precision; None if the object stores the precision."""
 
 _ACCELERATORS = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda", "MPSAccelerator": "mps", "XLAAccelerator": "tpu"}
 
 _WITHOUT_EFFECT = {
-    "LightningEnvironment": "roomier starts the ranks itself if no launcher did",
+    "LightningEnvironment": "roomier starts the ranks if no launcher has started them",
     "TorchElasticEnvironment": _DETECTED,
-    "SLURMEnvironment": "SLURM is detected from its variables; a signal ends the run after a checkpoint is saved",
+    "SLURMEnvironment": "roomier detects SLURM from its variables, and saves a checkpoint before a signal ends the run",
     "MPIEnvironment": _DETECTED,
     "TorchCheckpointIO": "checkpoints are folders, which every rank writes; `roomier export` writes a single file",
 }
 
 _REJECTED = {
-    "KubeflowEnvironment": ("is not detected", "Start the pods with torchrun, whose variables are detected"),
-    "LSFEnvironment": ("is not detected", "Start the ranks with torchrun or mpirun, which are detected"),
-    "XLAEnvironment": ("is not detected", "Start the ranks with torchrun, which is detected"),
+    "KubeflowEnvironment": ("is not detected", "Start the pods with torchrun, whose variables roomier detects"),
+    "LSFEnvironment": ("is not detected", "Start the ranks with torchrun or mpirun, whose variables roomier detects"),
+    "XLAEnvironment": ("is not detected", "Start the ranks with torchrun, whose variables roomier detects"),
     "AsyncCheckpointIO": ("is not supported", "Use callbacks=[ModelCheckpoint(async_save=True)]"),
     "XLACheckpointIO": ("is not supported, because checkpoints are folders", "Remove it"),
     "TransformerEnginePrecision": ("is not implemented", "Use precision='bf16-mixed'"),
     "BitsandbytesPrecision": (
-        "quantizes weights that train, which loses updates",
+        "quantizes weights that are trained, so small updates are lost",
         "Use lora={'rank': 8, 'base': 'nf4'}, which trains adapters on quantized weights",
     ),
     "TorchSyncBatchNorm": (
@@ -46,7 +46,7 @@ _REJECTED = {
         "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     ),
 }
-"""Plugins that are not supported, with the problem and the action."""
+"""Mapping from each unsupported plugin to the problem and the action."""
 
 _BASES = {
     "CheckpointIO": (
@@ -74,7 +74,10 @@ def answer_plugin(answers: Answers, setting: str, plugin: object) -> None:
         _answer_precision(answers, setting, plugin)
     else:
         base = next((each for each in _BASES if each in bases), None)
-        unknown = ("is not a plugin that roomier supports", "Use the argument that replaces it, such as precision")
+        unknown = (
+            "is not a plugin that roomier supports",
+            "Use the argument that replaces the plugin, such as precision",
+        )
         answers.reject(setting, plugin, *(unknown if base is None else _BASES[base]))
 
 
@@ -84,7 +87,7 @@ def _answer_precision(answers: Answers, setting: str, plugin: object) -> None:
     answers.use(setting, name, "precision", mode)
     scaler = setting_of(plugin, "scaler")
     if scaler is not None and getattr(scaler, "get_scale", lambda: _FIRST_SCALE)() not in (_FIRST_SCALE, 1.0):
-        reason = "roomier creates the scaler; the scale does not change the gradient of a step that is not skipped"
+        reason = "roomier creates the scaler, whose scale does not change the gradient of a step that is not skipped"
         answers.ignore(f"{setting}.scaler", type(scaler).__name__, reason)
 
 
@@ -96,7 +99,7 @@ def answer_accelerator(answers: Answers, accelerator: object) -> None:
     kind = kind_of(accelerator, _ACCELERATORS, "accelerator")
     if kind is None:
         action = "Use accelerator='cpu', 'cuda', 'mps', 'xpu', 'npu' or 'tpu'"
-        answers.reject("accelerator", accelerator, "is not an accelerator of torch", action)
+        answers.reject("accelerator", accelerator, "is not an accelerator that torch supports", action)
     else:
         answers.use("accelerator", kind, "accelerator", _ACCELERATORS[kind])
 

@@ -1,7 +1,7 @@
-"""Lightning's strategy objects as arguments of the Trainer.
+"""Conversion of Lightning's strategy objects to arguments of the Trainer.
 
 Every parameter of ``SingleDeviceStrategy``, ``DDPStrategy``, ``FSDPStrategy``, ``ModelParallelStrategy`` and
-``DeepSpeedStrategy`` has an answer. Only settings that differ from their defaults are answered.
+``DeepSpeedStrategy`` has an answer. Settings with their default values are skipped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ SHARDINGS = {
 }
 _MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed", "float32": "32-true"}
 
-_SYNCED = "ranks build identical weights, so weights are not broadcast"
+_SYNCED = "all ranks create identical weights, so weights are not broadcast"
 _BUCKETS = "roomier selects the size of the buckets"
 _FULL_PRECISION = "buffers keep their dtype"
 WITHOUT_EFFECT: dict[str, str] = {
     "process_group_backend": "the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
-    "start_method": "ranks are started as processes that run the script again",
+    "start_method": "roomier starts the ranks as processes that run the script again",
     "logging_level": "DeepSpeed is not used",
     # DistributedDataParallel
     "bucket_cap_mb": _BUCKETS,
     "bucket_cap_mb_list": _BUCKETS,
     "gradient_as_bucket_view": "gradients are already views of the buckets",
-    "static_graph": "the first step determines the parameters that are used",
+    "static_graph": "roomier determines the used parameters in the first step",
     "check_reduction": "torch ignores this argument",
     "init_sync": _SYNCED,
-    "delay_all_reduce_named_params": "gradients are reduced while backward computes",
-    "param_to_hook_all_reduce": "gradients are reduced while backward computes",
+    "delay_all_reduce_named_params": "gradients are reduced during the backward computation",
+    "param_to_hook_all_reduce": "gradients are reduced during the backward computation",
     "skip_all_reduce_unused_params": "find_unused_parameters supports unused parameters",
     "dim": "torch requires 0",
     "batched_grad_copy": "gradients are already views of the buckets",
@@ -49,9 +49,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "process_group": "the process group contains all ranks",
     "device_mesh": "the number of ranks determines the mesh",
     # FullyShardedDataParallel
-    "auto_wrap_policy": "blocks (repeated layers) are the units; model_blocks() of the model selects other modules",
+    "auto_wrap_policy": (
+        "the units are the blocks (repeated layers), or the modules that model_blocks() of the model returns"
+    ),
     "use_orig_params": "parameters always keep their names and shapes",
-    "limit_all_gathers": "at most one block is all-gathered ahead of the computation",
+    "limit_all_gathers": "at most one block is all-gathered before its computation",
     "backward_prefetch": "the next block is always prefetched",
     "forward_prefetch": "the next block is always prefetched",
     "sync_module_states": _SYNCED,
@@ -61,7 +63,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "save_distributed_checkpoint": "each rank writes its shard to a folder; `roomier export` writes a single file",
     "device_id": "each rank uses the device with its local rank",
 }
-"""Parameters that have no effect in roomier, with the reason."""
+"""Mapping from each parameter that has no effect in roomier to the reason."""
 
 REJECTED: dict[str, tuple[str, str]] = {
     "ddp_comm_wrapper": (
@@ -80,11 +82,12 @@ REJECTED: dict[str, tuple[str, str]] = {
     "ignored_states": ("is not supported, because all parameters are sharded", "Remove it"),
     "ignored_parameters": ("is not supported, because all parameters are sharded", "Remove it"),
     "mixed_precision": (
-        "is not supported, because roomier does not convert inputs and buffers of DDP",
+        "is not supported, because roomier does not cast the inputs and buffers of DDP",
         "Use precision='bf16-mixed'",
     ),
 }
-"""Parameters that cannot be reproduced: problem and action. FSDP's ``mixed_precision`` has its own function."""
+"""Mapping from each parameter that cannot be reproduced to the problem and the action. FSDP's ``mixed_precision`` has a
+separate function."""
 
 
 def answers_to_strategy(strategy: object) -> Answers | None:
@@ -103,7 +106,7 @@ def answers_to_strategy(strategy: object) -> Answers | None:
 
 
 def answer_environment(answers: Answers, strategy: object) -> None:
-    """Answer the settings that all strategies have."""
+    """Record the answers to the settings that all strategies have."""
     accelerator = setting_of(strategy, "_accelerator")
     if accelerator is not None:
         answer_accelerator(answers, accelerator)
@@ -132,7 +135,7 @@ def _answer_timeout(answers: Answers, timeout: timedelta) -> None:
         answers.use("timeout", timeout, "hang_timeout", timeout)
     else:
         answers.ignore(
-            "timeout", timeout, "collective operations fail after 30 minutes; hang_timeout ends a run earlier"
+            "timeout", timeout, "collective operations fail after 30 minutes, and hang_timeout ends a run earlier"
         )
 
 
@@ -183,7 +186,7 @@ def _ddp(answers: Answers, strategy: object) -> None:
 
 
 def _answer_hook(answers: Answers, hook: Any, state: Any) -> None:
-    """Answer a communication hook of DDP, which is one of torch's functions."""
+    """Record the answer to a communication hook of DDP, which is one of torch's functions."""
     name = name_of(hook)
     if name == "allreduce_hook":
         answers.ignore("ddp_comm_hook", name, "gradients are summed over the ranks by default")
@@ -218,7 +221,7 @@ def _fsdp(answers: Answers, strategy: object) -> None:
     sharding = setting_of(strategy, "sharding_strategy")
     mesh = keywords.pop("device_mesh", None)
     name = name_of("FULL_SHARD" if sharding is None else sharding)
-    remark = "the weights of a block are also freed after its forward" if name == "_HYBRID_SHARD_ZERO2" else ""
+    remark = "the weights of a block are also resharded after its forward" if name == "_HYBRID_SHARD_ZERO2" else ""
     answers.use("sharding_strategy", name, "strategy", SHARDINGS[name], remark)
     if mesh is not None:
         size = mesh[1] if isinstance(mesh, (tuple, list)) else mesh.size(1)
@@ -240,7 +243,7 @@ def _fsdp(answers: Answers, strategy: object) -> None:
 
 
 def answer_mixed_precision(answers: Answers, mixed: Any) -> None:
-    """Answer torch's MixedPrecision, or the dict of its fields."""
+    """Record the answers to torch's MixedPrecision, or to a dict of its fields."""
     fields = mixed if isinstance(mixed, Mapping) else vars(mixed)
     parameter = fields.get("param_dtype")
     if parameter is not None:
@@ -274,7 +277,9 @@ def _model_parallel(answers: Answers, strategy: object) -> None:
     tensor = setting_of(strategy, "_tensor_parallel_size")
     action = "Use strategy='zero3', which shards the parameters of each block"
     if tensor != 1:
-        answers.reject("tensor_parallel_size", tensor, "is not implemented (the default is all devices)", action)
+        answers.reject(
+            "tensor_parallel_size", tensor, "is not implemented (by default, the mesh contains all devices)", action
+        )
         return
     answers.use("tensor_parallel_size", 1, "strategy", "zero3", "configure_model needs no fully_shard")
     data = setting_of(strategy, "_data_parallel_size")

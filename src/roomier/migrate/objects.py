@@ -1,4 +1,4 @@
-"""Access to objects of other libraries, whose classes are not imported: their kind, their settings, and defaults."""
+"""Access to the classes, settings and defaults of objects of other libraries, without importing their classes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def kind_of(value: object, known: Mapping[str, Any], field: str) -> str | None:
     if base is None or is_of_library:
         return None
     problem = f"is an instance of a subclass of {base}, whose methods roomier does not call"
-    raise PlanError(field, value, problem, f"Pass a {base}, and move the methods to a callback")
+    raise PlanError(field, value, problem, f"Pass a {base}, and move the overridden methods to a callback")
 
 
 def setting_of(value: object, *attributes: str) -> Any:
-    """Return the first attribute of ``value`` that exists and is not None."""
+    """Return the first of ``attributes`` that exists in ``value`` and is not None."""
     return next((found for name in attributes if (found := getattr(value, name, None)) is not None), None)
 
 
 def name_of(value: object) -> str:
-    """Return the name of a function, a class or the class of an object, for example of a torch dtype ``"bfloat16"``."""
+    """Return the name of a function, class, enum member or dtype, such as ``"bfloat16"`` for ``torch.bfloat16``."""
     text = getattr(value, "__name__", None) or getattr(value, "name", None)
     return str(text if isinstance(text, str) else value).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """Answers to the fields of transformers' ``TrainingArguments``, and to the other arguments of transformers' Trainer.
 
-A field is converted if roomier computes the same with an argument of the Trainer. The other fields belong to another
-object of roomier, have no effect, or are not supported. The table includes names of transformers 4.
+A field is converted if an argument of the Trainer results in the same computation. All other fields belong to another
+object of roomier, have no effect, or are not supported. The table includes the names of fields in transformers 4.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Convert = Callable[[Answers, str, Any], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """A field with an equal argument of the Trainer.
+    """Field with an equivalent argument of the Trainer.
 
     Attributes:
-        convert: function that adds the answer to a value.
-        is_default_used: whether the default value differs from roomier's default, so that an object with all fields
+        convert: function that records the answer to a value.
+        is_default_used: True if the default value differs from roomier's default. An object, which has all fields, then
             requests this value.
     """
 
@@ -34,10 +34,10 @@ class Converted:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A field that belongs to another object of roomier. As an argument of the Trainer, the field is rejected.
+    """Field that belongs to another object of roomier. As an argument of the Trainer, the field is rejected.
 
     Attributes:
-        action: the equivalent.
+        action: action that uses the other object.
     """
 
     action: str
@@ -45,10 +45,10 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A field that does not change the training of roomier.
+    """Field that does not change the training with roomier.
 
     Attributes:
-        reason: why it has no effect.
+        reason: reason why the field has no effect.
     """
 
     reason: str
@@ -56,7 +56,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A field without an equal.
+    """Field without an equivalent.
 
     Attributes:
         action: the nearest alternative.
@@ -89,7 +89,7 @@ def _if_set(convert: Convert, is_set: Callable[[Any], bool] = lambda value: valu
 
 
 def _count(keyword: str, action: str, remark: str = "") -> Convert:
-    """Convert a number of steps or epochs, and reject a fraction."""
+    """Convert a number of steps or epochs, but reject a fraction."""
 
     def convert(answers: Answers, name: str, value: Any) -> None:
         number = float(value) if isinstance(value, Real) else math.nan
@@ -124,7 +124,7 @@ def _schedule_options(answers: Answers, name: str, value: Any) -> None:
 
 def _optimizer(answers: Answers, name: str, value: Any) -> None:
     word = str(getattr(value, "value", value))
-    remark = "unlike transformers' Adafactor, the rate is relative to the size of each weight"
+    remark = "in contrast to transformers' Adafactor, the rate is relative to the size of each weight"
     answers.use(name, word, "optimizer.name", word, remark if word == "adafactor" else "")
 
 
@@ -191,7 +191,9 @@ def _fsdp_config(answers: Answers, name: str, value: Any) -> None:
             _if_true("offload.optimizer_states", "cpu")(answers, f"{name}.{key}", each)
             _if_true("offload.parameters", "cpu")(answers, f"{name}.{key}", each)
         elif word in _OF_UNITS:
-            answers.ignore(f"{name}.{key}", each, "blocks are units, and each rank reads only its shard of the weights")
+            answers.ignore(
+                f"{name}.{key}", each, "blocks are the units, and each rank reads only its shard of the weights"
+            )
         elif each:
             answers.reject(f"{name}.{key}", each, "has no equivalent", "Remove it")
 
@@ -212,14 +214,16 @@ _EVERY_STEP = "Write val_check_interval with check_val_every_n_epoch=None, which
 _CONSOLE = "rank 0 prints the messages of roomier"
 _GROUPS = "roomier selects the process groups and the buckets"
 _LIGER = "Use chunked_loss=True, which computes the loss of a language model without the logits of all tokens"
-_WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}: the warm-up is a number of steps"
-_FIRST_STEP = "the first step uses 1 / warmup_steps of the rate, and transformers uses 0"
+_WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}, in which the warm-up is a number of steps"
+_FIRST_STEP = "the first step uses 1 / warmup_steps of the rate, but in transformers the first rate is 0"
 _RESUME = "a resumed run restores the position in the data and all callbacks"
-_CALL = "call fit, validate, test or predict"
+_CALL = "the methods fit, validate, test and predict replace this field"
 
 FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "output_dir": Converted(_if_set(_as("default_root_dir"))),
-    "num_train_epochs": Converted(_count("max_epochs", "Write max_steps for a part of an epoch"), is_default_used=True),
+    "num_train_epochs": Converted(
+        _count("max_epochs", "Use max_steps to train for a part of an epoch"), is_default_used=True
+    ),
     "gradient_accumulation_steps": Converted(_as("accumulate_grad_batches")),
     "max_grad_norm": Converted(_as("gradient_clip_val", lambda value: value or None), is_default_used=True),
     "lr_scheduler_type": Converted(_schedule, is_default_used=True),
@@ -235,7 +239,9 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "adam_beta1": Converted(_beta(0)),
     "adam_beta2": Converted(_beta(1)),
     "adam_epsilon": Converted(_as("optimizer.eps")),
-    "average_tokens_across_devices": Unsupported("Remove it: the loss is the mean over the tokens of all ranks"),
+    "average_tokens_across_devices": Unsupported(
+        "Remove it, because the loss is the mean over the tokens of all ranks"
+    ),
     "label_smoothing_factor": Unsupported(_OWN_LOSS),
     "bf16": Converted(_if_true("precision", "bf16-mixed")),
     "fp16": Converted(_if_true("precision", "16-mixed")),
@@ -252,15 +258,19 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "use_liger_kernel": Unsupported(_LIGER),
     "liger_kernel_config": Unsupported(_LIGER),
     "use_cache": Elsewhere("Set model.config.use_cache"),
-    "neftune_noise_alpha": Unsupported("Add the noise in a forward hook of the embedding, while the model trains"),
+    "neftune_noise_alpha": Unsupported(
+        "Add the noise in a forward hook of the embedding if the model is in training mode"
+    ),
     "torch_empty_cache_steps": NoEffect("roomier does not empty the cache of the allocator during a run"),
-    "auto_find_batch_size": Converted(_if_true("auto_scale_batch_size", True, "the size is found before the fit")),
+    "auto_find_batch_size": Converted(
+        _if_true("auto_scale_batch_size", True, "the tuner determines the size before the fit")
+    ),
     "logging_strategy": Elsewhere("Write log_every_n_steps, or logger=False"),
     "logging_steps": Converted(_count("log_every_n_steps", "Write a number of steps"), is_default_used=True),
     "logging_first_step": Elsewhere("Write log_every_n_steps=1"),
     "logging_dir": Elsewhere("Write default_root_dir, which contains the logs of each run"),
     "log_on_each_node": NoEffect(_CONSOLE),
-    "logging_nan_inf_filter": NoEffect("a loss that is not finite ends the run"),
+    "logging_nan_inf_filter": NoEffect("by default, a loss that is not finite ends the run"),
     "include_num_input_tokens_seen": Elsewhere("Write callbacks=[Throughput()], which logs tokens per second"),
     "include_tokens_per_second": Elsewhere("Write callbacks=[Throughput()], which logs tokens per second"),
     "log_level": NoEffect(_CONSOLE),
@@ -275,7 +285,7 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "eval_strategy": Converted(_validation, is_default_used=True),
     "evaluation_strategy": Converted(_validation),
     "eval_steps": Elsewhere(_EVERY_STEP),
-    "eval_delay": Elsewhere("Write limit_val_batches=0 in a first fit, and resume it with validation"),
+    "eval_delay": Elsewhere("Use limit_val_batches=0 in a first fit, and resume the run with validation"),
     "per_device_train_batch_size": Elsewhere(_BATCH_SIZE),
     "per_device_eval_batch_size": Elsewhere(_BATCH_SIZE),
     "prediction_loss_only": Elsewhere(_METRICS),
@@ -292,7 +302,7 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "save_total_limit": Elsewhere("Write callbacks=[ModelCheckpoint(save_top_k=...)]"),
     "save_safetensors": NoEffect("checkpoints never contain code; roomier.export writes safetensors"),
     "save_on_each_node": NoEffect("each rank writes its shards to default_root_dir"),
-    "enable_jit_checkpoint": NoEffect("SIGTERM always saves a checkpoint before the run ends"),
+    "enable_jit_checkpoint": NoEffect("after SIGTERM, a run always saves a checkpoint before it ends"),
     "overwrite_output_dir": NoEffect("each run has a new folder"),
     "push_to_hub": Elsewhere(_HUB),
     "hub_token": Elsewhere("Run `hf auth login` or set HF_TOKEN. `roomier export ... --push-to-hub` uses this token"),
@@ -312,7 +322,7 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "use_cpu": Converted(_if_true("accelerator", "cpu")),
     "no_cuda": Converted(_if_true("accelerator", "cpu")),
     "use_mps_device": Converted(_if_true("accelerator", "mps")),
-    "accelerator_config": Unsupported("Use strategy and accumulate_grad_batches. Loaders are divided across the ranks"),
+    "accelerator_config": Unsupported("Use strategy and accumulate_grad_batches. Loaders are sharded across the ranks"),
     "parallelism_config": Unsupported("Use strategy='zero3' or 'hsdp'"),
     "train_sampling_strategy": Elsewhere(f"{_LENGTHS}, or DataLoader(dataset, shuffle=...)"),
     "group_by_length": Elsewhere(_LENGTHS),
@@ -335,7 +345,7 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "do_eval": NoEffect(_CALL),
     "do_predict": NoEffect(_CALL),
     "resume_from_checkpoint": Elsewhere("Pass it to fit: trainer.fit(model, ckpt_path=...)"),
-    "local_rank": NoEffect("torchrun, SLURM and MPI are detected"),
+    "local_rank": NoEffect("roomier detects torchrun, SLURM and MPI"),
     "jit_mode_eval": Unsupported("Export the model with roomier.export"),
     "half_precision_backend": NoEffect("torch.autocast computes in 16 bits"),
     **dict.fromkeys(
@@ -351,10 +361,10 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
         Elsewhere(_LOADER),
     ),
 }
-"""Fields of TrainingArguments, except the fields whose names and values are the same as in roomier's Trainer."""
+"""Fields of TrainingArguments, except the fields that are identical in roomier's Trainer."""
 
 SAME = ("max_steps", "learning_rate")
-"""Fields with the name and the meaning of an argument of roomier's Trainer."""
+"""Fields with the same name and meaning as an argument of roomier's Trainer."""
 
 OF_TRAINER: dict[str, str] = {
     "model": "Pass it to fit: trainer.fit(model, train_dataloaders)",
@@ -370,13 +380,13 @@ OF_TRAINER: dict[str, str] = {
     "optimizers": "Pass optimizer=(a function that receives the parameters), or return them from configure_optimizers",
     "optimizer_cls_and_kwargs": "Write optimizer=lambda parameters: kind(parameters, **keywords)",
 }
-"""Arguments of transformers' Trainer, with their equivalents."""
+"""Mapping from each argument of transformers' Trainer to its equivalent."""
 
 _CLASS_NAMES = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 
 def advice() -> dict[str, str]:
-    """Return the equivalent of each argument that is not accepted as a keyword of the Trainer."""
+    """Return the alternative to each argument that is not accepted as a keyword of the Trainer."""
     fields = {name: each.action for name, each in FIELDS.items() if isinstance(each, (Elsewhere, Unsupported))}
     return {**OF_TRAINER, **fields}
 
@@ -387,7 +397,7 @@ def is_training_arguments(value: object) -> bool:
 
 
 def accepted(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``names`` that are fields with an equal argument or without effect."""
+    """Return the entries of ``names`` that are fields with an equivalent argument or without effect."""
     return {name: value for name, value in names.items() if isinstance(FIELDS.get(name), (Converted, NoEffect))}
 
 
@@ -430,7 +440,7 @@ def _answer(answers: Answers, name: str, value: Any) -> None:
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    is_prepared = field.name in _SET_BY_TRANSFORMERS  # replaced after the object is created
+    is_prepared = field.name in _SET_BY_TRANSFORMERS  # transformers replaces this field after the object is created
     return is_prepared or value is None or bool(value == default)
 
 

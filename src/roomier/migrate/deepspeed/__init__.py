@@ -1,1 +1,1 @@
-"""Configurations of DeepSpeed as arguments of the Trainer."""
+"""Conversion of DeepSpeed configurations to arguments of the Trainer."""

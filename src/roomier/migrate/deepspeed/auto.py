@@ -1,7 +1,7 @@
-"""Values ``"auto"``, which Hugging Face replaces by its training arguments.
+"""Replacement of the values ``"auto"``, which Hugging Face replaces with its training arguments.
 
-An argument of the Trainer determines the value. Without this argument, the value is the default of Hugging Face's
-TrainingArguments.
+An argument of the Trainer determines each value. If the argument is not given, the value is the default of Hugging
+Face's TrainingArguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roomier.migrate.deepspeed.keys import SECTIONS, WITHOUT_EFFECT
 _ABSENT = object()
 
 _DEFAULTS: dict[str, tuple[str, object]] = {
-    # key: (argument that determines the value, default of Hugging Face)
+    # key of the configuration: (argument that determines its value, default of Hugging Face)
     "gradient_accumulation_steps": ("accumulate_grad_batches", _ABSENT),
     "train_batch_size": ("", _ABSENT),
     "train_micro_batch_size_per_gpu": ("", _ABSENT),
@@ -38,7 +38,8 @@ _DEFAULTS: dict[str, tuple[str, object]] = {
 def without_auto(
     config: Mapping[str, Any], answers: Answers, given: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return ``config`` in which the values ``"auto"`` are replaced or removed. Each value has an answer.
+    """Return ``config`` in which the values ``"auto"`` are replaced or removed. An answer is recorded for each of these
+    values.
 
     Args:
         given: arguments of the Trainer that differ from their defaults.
@@ -59,17 +60,17 @@ def without_auto(
             elif default is _ABSENT:
                 answers.ignore(key, "auto", f"the argument {argument} determines it" if argument else _DETERMINED[name])
                 if prefix == "scheduler.params.":
-                    found[name] = None  # the defaults of DeepSpeed do not apply
+                    found[name] = None  # None, so that the defaults of DeepSpeed are not used
             else:
                 found[name] = default
-                answers.notes.append(f"{key}='auto' means {default!r}, as in Hugging Face without this argument")
+                answers.notes.append(f"{key}='auto' means {default!r}, the default of Hugging Face")
     return found
 
 
 _DETERMINED = {
-    "train_batch_size": "the DataLoader and the number of ranks determine it",
-    "train_micro_batch_size_per_gpu": "the DataLoader determines it",
-    "warmup_max_lr": "the learning rate of the optimizer determines it",
-    "total_num_steps": "the number of steps of the run determines it",
-    "torch_adam": "the optimizer is torch's",
+    "train_batch_size": "the DataLoader and the number of ranks determine the size",
+    "train_micro_batch_size_per_gpu": "the DataLoader determines the size",
+    "warmup_max_lr": "the learning rate of the optimizer determines this rate",
+    "total_num_steps": "the number of steps of the run determines this number",
+    "torch_adam": "the optimizer is always torch's",
 }

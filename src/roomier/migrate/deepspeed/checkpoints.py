@@ -1,6 +1,6 @@
-"""Checkpoints of DeepSpeed, which a script of DeepSpeed converts to safetensors files.
+"""Error for checkpoints of DeepSpeed, which a script of DeepSpeed converts to safetensors files.
 
-Their files are pickles with classes of DeepSpeed, so reading them could execute code.
+The files of these checkpoints are pickles with classes of DeepSpeed, so reading the files could execute code.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from roomier.core.errors import CheckpointError
 
-_SCRIPT = "zero_to_fp32.py"  # DeepSpeed and Lightning copy it into each checkpoint
+_SCRIPT = "zero_to_fp32.py"  # DeepSpeed and Lightning copy this script into each checkpoint
 _SHARDS = ("*_model_states.pt", "*_optim_states.pt")
 
 
 def refuse_deepspeed_checkpoint(field: str, path: Path) -> None:
-    """Reject the folder of a DeepSpeed checkpoint, with the command that converts its weights.
+    """Reject the folder of a DeepSpeed checkpoint. The error contains the command that converts its weights.
 
     Raises:
         CheckpointError: ``path`` is a folder that DeepSpeed wrote.
@@ -24,7 +24,7 @@ def refuse_deepspeed_checkpoint(field: str, path: Path) -> None:
     has_shards = any(next(path.glob(f"{folder}{shard}"), None) for folder in ("", "*/") for shard in _SHARDS)
     if (path / "zero").is_dir() and any((path / "zero").glob("*/fp32.pt")):
         problem = "is a universal checkpoint of DeepSpeed"
-        action = f"Convert the checkpoint that it was made from: {_command(Path('CHECKPOINT'))}"
+        action = f"Convert the checkpoint from which it was created: {_command(Path('CHECKPOINT'))}"
     elif has_shards or (path / _SCRIPT).is_file():
         problem = "is a checkpoint of DeepSpeed, whose files can execute code"
         folder = path if (path / _SCRIPT).is_file() or not (path.parent / _SCRIPT).is_file() else path.parent

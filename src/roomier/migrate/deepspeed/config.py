@@ -1,6 +1,7 @@
-"""A DeepSpeed configuration as arguments of the Trainer.
+"""Conversion of a DeepSpeed configuration to arguments of the Trainer.
 
-Each key of the configuration has an answer: an argument of the Trainer, a reason why it has no effect, or an error.
+Each key of the configuration has an answer: an argument of the Trainer, a reason why the key has no effect, or an
+error.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def answers_to_config(
         source: name of the configuration in messages, such as ``"ds_config.json"``.
         num_ranks: number of ranks of the run.
         given: arguments of the Trainer, which replace ``"auto"`` values.
-        fills_clipping: the argument ``gradient_clip_val`` replaces a missing ``gradient_clipping``, as in Lightning.
+        fills_clipping: True if the argument ``gradient_clip_val`` replaces a missing ``gradient_clipping``, as in
+            Lightning.
     """
     answers = Answers(source)
     config = without_auto(config, answers, given)
@@ -58,7 +60,7 @@ def answers_to_config(
 
 
 def _leaves(config: Mapping[str, Any], answers: Answers, prefix: str = "") -> dict[str, Any]:
-    """Return the values of ``config`` by key. Sections that roomier does not have are answered."""
+    """Return the values of ``config`` by key. For sections without an equivalent in roomier, record the answers."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
@@ -86,7 +88,7 @@ def _answer_section(answers: Answers, key: str, value: Any) -> None:
 
 
 def _answer_rest(answers: Answers, key: str, value: Any) -> None:
-    """Answer a key that determines no argument."""
+    """Record the answer to a key that determines no argument."""
     if key in WITHOUT_EFFECT:
         answers.ignore(key, value, WITHOUT_EFFECT[key])
     elif key in REJECTED and value in _OFF:
@@ -102,7 +104,7 @@ def _answer_rest(answers: Answers, key: str, value: Any) -> None:
 
 
 def _answer_batch(answers: Answers, leaves: dict[str, Any], num_ranks: int) -> None:
-    """Answer the sizes of the batch. Two of the three sizes determine the third size."""
+    """Record the answers to the sizes of the batch. Two of the three sizes determine the third size."""
     total = leaves.pop("train_batch_size", None)
     micro = leaves.pop("train_micro_batch_size_per_gpu", None)
     steps = leaves.pop("gradient_accumulation_steps", None)
@@ -132,7 +134,7 @@ def _answer_batch(answers: Answers, leaves: dict[str, Any], num_ranks: int) -> N
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if sizes[name] is not None:
             size = "" if micro is None else f": use batch_size={int(micro)}"
-            answers.ignore(name, sizes[name], f"the DataLoader determines the micro-batch of a rank{size}")
+            answers.ignore(name, sizes[name], f"the DataLoader determines the micro-batch size of a rank{size}")
 
 
 def _flag(answers: Answers, leaves: dict[str, Any], key: str) -> bool | None:
@@ -150,7 +152,7 @@ def _answer_precision(answers: Answers, leaves: dict[str, Any]) -> None:
     for name, mode in modes.items():
         value = _flag(answers, leaves, f"{name}.enabled")
         has_masters = _flag(answers, leaves, "bf16.bf16_master_weights_and_grads") if name == "bf16" else None
-        remark = "weights and updates stay in float32; DeepSpeed also casts the weights"
+        remark = "weights and updates stay in float32, but DeepSpeed also casts the weights"
         if has_masters:
             mode, remark = "bf16-true", "weight_rounding='split' stores the 16 bits that bfloat16 weights lack"
             answers.use("bf16.bf16_master_weights_and_grads", True, "precision", mode)
@@ -204,7 +206,7 @@ def _answer_zero(answers: Answers, leaves: dict[str, Any]) -> None:
     elif ratio is not None and answers.meaning_of("offload.optimizer_states") and ratio < 1:
         answers.use(f"{section}.offload_optimizer.ratio", ratio, "offload.share", ratio)
     elif ratio is not None:
-        answers.ignore(f"{section}.offload_optimizer.ratio", ratio, "all optimizer states have one tier")
+        answers.ignore(f"{section}.offload_optimizer.ratio", ratio, "all optimizer states are stored in the same tier")
 
 
 _TIERS = {"cpu": "cpu", "nvme": "disk", "none": None, None: None}
@@ -216,7 +218,7 @@ def _answer_offload(answers: Answers, leaves: dict[str, Any], setting: str, name
     key = f"zero_optimization.{setting}"
     device = leaves.pop(f"{key}.device", None)
     setting = f"{key}.device"
-    if key in leaves:  # null, or a bool of Lightning
+    if key in leaves:  # null, or a bool that Lightning accepts
         whole = leaves.pop(key)
         device = "cpu" if whole is True else whole or "none"
     for former in _FORMER_OFFLOAD[key.rpartition(".")[2]]:
@@ -245,7 +247,7 @@ def _answer_recomputation(answers: Answers, leaves: dict[str, Any]) -> None:
     section = "activation_checkpointing"
     if leaves.get(section, False) in _OFF:
         leaves.pop(section, None)
-    remark = "each block is recomputed; DeepSpeed recomputes only modules that call its function"
+    remark = "each block is recomputed, but DeepSpeed recomputes only modules that call its function"
     for name in ("partition_activations", "cpu_checkpointing"):
         value = _flag(answers, leaves, f"{section}.{name}")
         if value is False:
@@ -264,7 +266,7 @@ def _answer_clipping(answers: Answers, leaves: dict[str, Any], *, is_optional: b
         else:
             answers.ignore("gradient_clipping", value, "gradients are not clipped by default")
     elif not is_optional:
-        reason = "gradients are not clipped, as in DeepSpeed before 0.19; later versions clip to 1.0"
+        reason = "gradients are not clipped, as in DeepSpeed before 0.19, but later versions clip to 1.0"
         answers.ignore("gradient_clipping", None, reason)
 
 
@@ -276,7 +278,9 @@ def _answer_communication(answers: Answers, leaves: dict[str, Any]) -> None:
         answers.use("communication_data_type", dtype, "strategy.reduce_dtype", meaning)
     elif dtype is not None:
         action = "Use 'bf16', which halves the communication volume, or 'fp32'"
-        answers.reject("communication_data_type", dtype, "sends numbers in which gradients underflow", action)
+        answers.reject(
+            "communication_data_type", dtype, "sends numbers in a format in which gradients underflow", action
+        )
     operation = leaves.pop("gradient_allreduce_op", None)
     if operation == "sum":
         action = "Use 'mean', and multiply the learning rate by the number of ranks"

@@ -1,18 +1,18 @@
 """Keys of a DeepSpeed configuration that determine no argument of the Trainer: keys without effect, and features that
 roomier does not have.
 
-A key is written with dots, as in ``"zero_optimization.stage"``. The names and defaults are those of DeepSpeed 0.19.
+A key is written with dots, as in ``"zero_optimization.stage"``. The names and defaults are from DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
-_COMMUNICATION = "roomier selects the buckets and the overlap of its communication"
-_PREFETCH = "each block is all-gathered when it computes, and the next block is prefetched"
+_COMMUNICATION = "roomier selects the buckets of the communication and its overlap with computation"
+_PREFETCH = "each block is all-gathered when it is computed, and the next block is prefetched"
 _FILES = "any strategy and number of ranks can load a checkpoint, and `roomier export` writes single files"
 _BUFFERS = "the sizes of the blocks determine the transfer buffers"
 _LOGS = "use the arguments logger, log_every_n_steps and profiler"
 _ON_DISK = "the disk tier selects its I/O"
-_SCALE = "the loss scale is torch's GradScaler; it does not change the gradient of a step that is not skipped"
+_SCALE = "torch's GradScaler scales the loss, which does not change the gradient of a step that is not skipped"
 _RECOMPUTE = "each block is recomputed"
 _DTYPES = "precision determines the dtypes; gradients are summed in float32"
 
@@ -38,8 +38,8 @@ _GROUPS: list[tuple[str, str, str]] = [
     (
         "zero_optimization",
         "zero_hpz_partition_size",
-        "weights are sharded across all ranks and have no second replica in each machine; strategy='hsdp' shards "
-        "within a machine",
+        "weights are sharded across all ranks, without a second replica in each machine; strategy='hsdp' shards within "
+        "a machine",
     ),
     (
         "zero_optimization",
@@ -49,7 +49,11 @@ _GROUPS: list[tuple[str, str, str]] = [
         _FILES,
     ),
     ("zero_optimization", "ignore_unused_parameters", "parameters that no rank uses are supported"),
-    ("zero_optimization", "log_trace_cache_warnings enable_sanity_checks", "this is a check of DeepSpeed's code"),
+    (
+        "zero_optimization",
+        "log_trace_cache_warnings enable_sanity_checks",
+        "this key enables a check of DeepSpeed's code",
+    ),
     ("zero_optimization", "save_muon_momentum_buffer_in_memory", "the argument offload places optimizer states"),
     ("zero_optimization", "cpu_offload_use_pin_memory", _BUFFERS),
     ("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory", _BUFFERS),
@@ -88,7 +92,7 @@ _GROUPS: list[tuple[str, str, str]] = [
     ("", "sparse_gradients", "gradients have the layout that backward returns"),
     ("", "managed_gradient_accumulation", "roomier counts the micro-batches"),
     ("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "every optimizer of torch can be sharded"),
-    ("", "dataloader_drop_last", "drop_last of the DataLoader determines it"),
+    ("", "dataloader_drop_last", "drop_last of the DataLoader determines this behavior"),
     ("", "vocabulary_size graph_harvesting use_data_before_expert_parallelism ddp_bf16", "roomier has no such setting"),
     ("", "data_parallel_group global_rank", "the launcher determines the ranks"),
     ("", "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level", _LOGS),
@@ -128,10 +132,10 @@ _GROUPS: list[tuple[str, str, str]] = [
 WITHOUT_EFFECT: dict[str, str] = {
     f"{section}.{key}" if section else key: reason for section, keys, reason in _GROUPS for key in keys.split()
 }
-"""Key -> reason why it has no effect in roomier."""
+"""Mapping from each key without effect to the reason."""
 
 _QUANTIZED = (
-    "sends quantized numbers, which changes the gradients",
+    "sends quantized values, which changes the gradients",
     "Set it to false. {'reduce_dtype': 'bf16'} in the argument strategy halves the communication volume",
 )
 REJECTED: dict[str, tuple[str, str]] = {
@@ -149,17 +153,21 @@ REJECTED: dict[str, tuple[str, str]] = {
     "compile.deepcompile": ("is not implemented", "Set it to false, and use the argument compile"),
     "quantize_weights_in_forward": ("is not implemented", "Remove it"),
 }
-"""Keys that are rejected, unless the value is false, null or 0: problem and action."""
+"""Keys that are rejected, unless the value is false, null or 0, with the problem and the action."""
 
 _REMOVED = "is not part of current versions of DeepSpeed"
 SECTIONS: dict[str, tuple[str, str, str]] = {
-    # section: (key that enables it, problem, action)
+    # section: (key that enables the section, problem, action)
     "amp": ("enabled", "is Apex", "Remove it, and use precision='16-mixed'"),
-    "autotuning": ("enabled", "is not supported", "Remove it. `roomier plan` and auto_scale_batch_size search a plan"),
+    "autotuning": (
+        "enabled",
+        "is not supported",
+        "Remove it. Use `roomier plan` or auto_scale_batch_size, which search for a plan",
+    ),
     "elasticity": (
         "enabled",
         "is not supported",
-        "Remove it. A run resumes with another number of ranks and the same global batch",
+        "Remove it. A run can resume with a different number of ranks and the same global batch",
     ),
     "curriculum_learning": ("enabled", "is not implemented", "Remove it, and order the samples with a sampler"),
     "data_efficiency": ("enabled", "is not implemented", "Remove it, and order the samples with a sampler"),
@@ -176,14 +184,14 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
     "weight_quantization": ("", "changes the model", "Remove it, and quantize the trained model"),
     "zero_optimization.zenflow": (
         "",
-        "is not implemented, because it updates most parameters with old gradients",
+        "is not implemented, because it updates most parameters with outdated gradients",
         "Remove it. offload={'optimizer_states': 'cpu', 'update': 'deferred'} overlaps exact updates",
     ),
 }
-"""Sections that are rejected if they are enabled. An empty key means that the section is enabled if it exists."""
+"""Sections that are rejected if they are enabled. If the key is empty, the section is enabled if it exists."""
 
 NUMBERS = {"sequence_parallel_size": ("is not implemented", "Remove it, and shorten the sequences")}
-"""Keys that are rejected if their value is above 1: problem and action."""
+"""Keys that are rejected if their value is greater than 1, with the problem and the action."""
 
 OF_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -221,4 +229,4 @@ KNOWN = {*HANDLED, *WITHOUT_EFFECT, *REJECTED, *SECTIONS, *NUMBERS}
 """All keys of a configuration, except the keys of ``SECTIONS`` and the parameters of the optimizer and scheduler."""
 
 MARKS = {key.partition(".")[0] for key in KNOWN} - {"optimizer", "compile"}
-"""Keys at the top of a configuration that distinguish it from a Plan."""
+"""Top-level keys that distinguish a configuration from a Plan."""

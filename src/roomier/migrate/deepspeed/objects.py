@@ -1,5 +1,5 @@
-"""Objects and files with a DeepSpeed configuration: Lightning's ``DeepSpeedStrategy``, the former ``DeepSpeedPlugin``,
-Accelerate's ``DeepSpeedPlugin``, dicts, and JSON files."""
+"""Answers to objects and files with a DeepSpeed configuration: dicts, JSON files, Lightning's ``DeepSpeedStrategy`` and
+former ``DeepSpeedPlugin``, and Accelerate's ``DeepSpeedPlugin``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from roomier.plan.text import load_json
 CLASSES = ("DeepSpeedStrategy", "DeepSpeedPlugin")
 
 _OF_LIGHTNING = {
-    "remote_device": "configure_model of the module builds large models part by part",
+    "remote_device": "configure_model of the module creates large models part by part",
     "load_full_weights": "fit(weights=...) reads each shard from a full checkpoint",
-    "exclude_frozen_parameters": "checkpoints contain all parameters; `roomier export` can write adapters alone",
+    "exclude_frozen_parameters": "checkpoints contain all parameters; `roomier export` can write only the adapters",
     "logging_level": "DeepSpeed is not used",
 }
 _LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _OF_ACCELERATE = {
-    "zero3_init_flag": "configure_model of the module builds large models part by part",
-    "transformer_moe_cls_names": "blocks (repeated layers) are the units; model_blocks() of the model selects others",
+    "zero3_init_flag": "configure_model of the module creates large models part by part",
+    "transformer_moe_cls_names": (
+        "the units are the blocks (repeated layers), or the modules that model_blocks() of the model returns"
+    ),
     "is_train_batch_min": "the DataLoader determines the batch",
 }
 
@@ -60,7 +62,7 @@ def is_object(value: object) -> bool:
 
 
 def answers_to_object(value: object, num_ranks: int, given: Mapping[str, Any]) -> Answers:
-    """Return the answers to a strategy or a plugin. Arguments as in :func:`answers_to_config`."""
+    """Return the answers to a strategy or a plugin. For the arguments, see :func:`answers_to_config`."""
     source = type(value).__name__
     config = setting_of(value, "deepspeed_config", "config")
     if config is None:
@@ -77,7 +79,7 @@ def answers_to_object(value: object, num_ranks: int, given: Mapping[str, Any]) -
     defaults = dict(zip(_LOSS_SCALE, (0, 16, 1000, 2, 1), strict=True))
     for name, default in defaults.items():
         if getattr(value, name, default) != default:
-            reason = "the loss scale is torch's GradScaler; it does not change the gradient of a step"
+            reason = "torch's GradScaler scales the loss, which does not change the gradient of a step"
             answers.ignore(name, getattr(value, name), reason)
     if source == "DeepSpeedStrategy":
         answer_environment(answers, value)
@@ -140,7 +142,7 @@ def is_source(value: object, *, of_plan: bool = False) -> bool:
     """Return whether an argument of the Trainer is a DeepSpeed configuration.
 
     Args:
-        of_plan: ``value`` is the argument ``plan``, which also accepts a Plan in a JSON file.
+        of_plan: True if ``value`` is the argument ``plan``, which also accepts a Plan in a JSON file.
     """
     if is_object(value) or is_config(value):
         return True

@@ -1,4 +1,4 @@
-"""The optimizer and the scheduler of a DeepSpeed configuration."""
+"""Answers to the optimizer and the scheduler of a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES = {
 _REJECTED = {
     "lamb": "roomier has no LAMB",
     "onebitlamb": "roomier has no LAMB",
-    "zerooneadam": "roomier has no 0/1 Adam; onebit_adam also compresses the communication",
+    "zerooneadam": "roomier does not have 0/1 Adam; onebit_adam also compresses the communication",
     "muadam": "roomier does not scale learning rates by width",
     "muadamw": "roomier does not scale learning rates by width",
     "musgd": "roomier does not scale learning rates by width",
@@ -33,7 +33,7 @@ _REJECTED = {
 _OWN = "Return the optimizer from configure_optimizers, and remove it from the configuration"
 _WITHOUT_EFFECT = {
     "torch_adam": "the optimizer is torch's",
-    "adam_w_mode": "the type of the optimizer determines it",
+    "adam_w_mode": "the type of the optimizer determines this setting",
     "fp32_optimizer_states": "optimizer states are float32",
     "set_grad_none": "gradients are freed after each step",
     "cuda_aware": "torch's collectives are used",
@@ -49,7 +49,7 @@ _UNSUPPORTED = {
 
 
 def answer_optimizer(answers: Answers, section: Any) -> None:
-    """Answer the section ``optimizer``. A value of None means that the model configures its optimizer."""
+    """Record the answers to the section ``optimizer``. If the section is None, the model configures its optimizer."""
     if not section or not _is_section(answers, "optimizer", section):
         return
     kind = str(section.get("type", "")).lower()
@@ -75,7 +75,7 @@ def answer_optimizer(answers: Answers, section: Any) -> None:
         if name in _UNSUPPORTED:
             answers.reject(setting, value, *_UNSUPPORTED[name])
         elif name == "bias_correction" and value is not True:
-            answers.reject(setting, value, "is not supported, because torch corrects the bias", _OWN)
+            answers.reject(setting, value, "is not supported, because torch's optimizers always correct the bias", _OWN)
         elif name in _WITHOUT_EFFECT or name == "bias_correction":
             answers.ignore(setting, value, _WITHOUT_EFFECT.get(name, "torch corrects the bias"))
         else:
@@ -91,7 +91,7 @@ def _is_section(answers: Answers, name: str, section: Any) -> bool:
 
 
 def _answer_adam(answers: Answers, kind: str, params: dict[str, Any]) -> None:
-    """Answer ``Adam``, which has the weight decay of AdamW unless ``adam_w_mode`` is false, and ``AdamW``."""
+    """Record the answers to ``AdamW``, and to ``Adam``, which is AdamW in DeepSpeed unless ``adam_w_mode`` is false."""
     mode = params.get("adam_w_mode", True)
     is_adamw = kind.lower() == "adamw" or bool(mode)
     name = "adamw" if is_adamw else "adam"
@@ -107,10 +107,11 @@ _MAX_LR = 0.001
 
 
 def answer_scheduler(answers: Answers, section: Any, *, has_optimizer: bool) -> None:
-    """Answer the section ``scheduler``.
+    """Record the answers to the section ``scheduler``.
 
     Args:
-        has_optimizer: whether the configuration contains an optimizer. A scheduler of the Plan requires it.
+        has_optimizer: whether the configuration contains an optimizer. A scheduler of the Plan requires an optimizer of
+            the Plan.
     """
     if not section or not _is_section(answers, "scheduler", section):
         return
@@ -122,7 +123,7 @@ def answer_scheduler(answers: Answers, section: Any, *, has_optimizer: bool) -> 
         answers.reject("scheduler.type", kind, "is not implemented", action)
         return
     if not has_optimizer:
-        problem = "requires an optimizer in the configuration, because roomier creates both"
+        problem = "requires an optimizer in the configuration, because roomier creates both objects"
         answers.reject("scheduler.type", kind, problem, _OWN_SCHEDULER)
         return
     params = dict(section.get("params") or {})
@@ -130,7 +131,7 @@ def answer_scheduler(answers: Answers, section: Any, *, has_optimizer: bool) -> 
     if is_linear or name == "cosine":
         remark = f"the warm-up ends {'two steps' if is_linear else 'one step'} earlier than in DeepSpeed"
     else:
-        remark = "DeepSpeed applies the same rates one step later"
+        remark = "DeepSpeed uses the same rates one step later"
     answers.use("scheduler.type", kind, "lr_schedule", name, remark)
     _answer_warmup(answers, params)
     _answer_peak(answers, kind, params)
@@ -177,16 +178,19 @@ def _answer_warmup(answers: Answers, params: dict[str, Any]) -> None:
 
 
 def _answer_peak(answers: Answers, kind: str, params: dict[str, Any]) -> None:
-    """Answer the highest learning rate of the schedule, which replaces the learning rate of the optimizer."""
+    """Record the answer to the highest learning rate of the schedule, which replaces the learning rate of the
+    optimizer."""
     own = answers.meaning_of("optimizer.lr")
     default = _MAX_LR if kind.lower() == "warmupdecaylr" and own is None else None
     highest = params.pop("warmup_max_lr", default)
     if highest is None or highest == own:
         if highest is not None:
-            answers.ignore("scheduler.params.warmup_max_lr", highest, "it is the learning rate of the optimizer")
+            answers.ignore(
+                "scheduler.params.warmup_max_lr", highest, "it is equal to the learning rate of the optimizer"
+            )
         return
     if own is None:
         answers.use("scheduler.params.warmup_max_lr", highest, "optimizer.lr", highest)
         return
-    problem = f"differs from optimizer.params.lr ({own}), which DeepSpeed then does not use"
+    problem = f"differs from optimizer.params.lr ({own}), which DeepSpeed ignores in this case"
     answers.reject("scheduler.params.warmup_max_lr", highest, problem, f"Set optimizer.params.lr to {highest}")
