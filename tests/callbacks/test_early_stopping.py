@@ -172,7 +172,7 @@ def test_verbose_prints_improvements_and_the_stop(
     stopping = EarlyStopping("val_loss", patience=1, verbose=True)
     make_trainer(stopping, max_epochs=9, logger=False).fit(scripted([3.0, 2.0, 2.5]), batches[:2], batches[:1])
     err = capsys.readouterr().err
-    assert "val_loss = 2 is the new best value; the previous one was 3" in err
+    assert "val_loss = 2 is the new best value; the previous best was 3" in err
     assert "val_loss = 2.5: 1 consecutive checks without an improvement over 2" in err
 
 

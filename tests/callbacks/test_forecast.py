@@ -199,7 +199,7 @@ def test_failed_forecast_does_not_end_the_run(fit: Callable[..., Trainer], capsy
     trainer = fit(callback, module=Peculiar())
     assert trainer.global_step == 4
     assert callback.record is None
-    assert "memory: no forecast" in capsys.readouterr().err
+    assert "memory: there is no forecast" in capsys.readouterr().err
 
 
 def test_error_in_the_tracked_step_stops_the_tracking(fit: Callable[..., Trainer]) -> None:

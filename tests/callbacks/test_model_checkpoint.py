@@ -308,7 +308,7 @@ def test_failed_link_prints_a_notice_and_training_continues(
         ({"mode": "lowest"}, "ModelCheckpoint(mode)='lowest'"),
         ({"save_top_k": -2}, "ModelCheckpoint(save_top_k)=-2"),
         ({"save_top_k": True}, "ModelCheckpoint(save_top_k)=True"),
-        ({"save_top_k": 2}, "must be at most 1 without monitor"),
+        ({"save_top_k": 2}, "must be at most 1 if monitor is not set"),
         ({"save_last": "yes"}, "ModelCheckpoint(save_last)='yes'"),
         ({"save_last": True, "filename": "last"}, "name of the link"),
         ({"every_n_epochs": -1}, "ModelCheckpoint(every_n_epochs)=-1"),

@@ -95,7 +95,7 @@ def test_unknown_sample_indices_are_empty() -> None:
 def test_folder_with_earlier_predictions_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
     quiet(PredictionWriter(tmp_path)).predict(Net(), loader())
-    with pytest.raises(RoomierError, match="already contains 3 files of predictions"):
+    with pytest.raises(RoomierError, match="already contains 3 files with predictions"):
         quiet(PredictionWriter(tmp_path)).predict(Net(), loader())
     quiet(PredictionWriter(tmp_path, overwrite=True)).predict(Net(), loader(4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "predictions-0-000000.pt"]

@@ -220,7 +220,7 @@ def read_distributed(num_batches: int, state: Any = None) -> tuple[list[int], An
 
 def test_a_distributed_sampler_is_used_and_set_epoch_is_called(on_ranks, capsys):
     (first, state), (second, same) = on_ranks(2, read_distributed, 4)
-    assert "DistributedSampler already shards it across ranks" in capsys.readouterr().out
+    assert "DistributedSampler already shards this loader across ranks" in capsys.readouterr().out
     sampler = distributed(1, 2).sampler
     sampler.set_epoch(2)
     assert second == list(sampler)[:8]

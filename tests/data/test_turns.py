@@ -97,7 +97,7 @@ def test_a_shuffling_loader_has_one_order_on_all_ranks():
 
 def test_removed_padding_is_reported(capsys):
     source(padded(5), 0, 2)
-    assert "replaced its DistributedSampler, which repeats samples" in capsys.readouterr().err
+    assert "replaced the DistributedSampler, which repeats samples" in capsys.readouterr().err
 
 
 def turns_of(make: Callable[[int], Any], length: int, limit: float) -> list[tuple[int, bool]]:

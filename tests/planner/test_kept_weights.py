@@ -101,7 +101,7 @@ def test_auto_counts_what_callbacks_will_keep_and_says_what_is_not_there_yet(mak
     averaging, with_note = fitted(make_trainer, later, **keywords)
     assert plain.choice is not None
     assert averaging.choice.chosen.tensor_bytes - plain.choice.chosen.tensor_bytes == 4 * TRAINED
-    note = "The forecast includes the copy of the weights of StochasticWeightAveraging, which does not exist yet."
+    note = "The forecast includes the copy of the weights that StochasticWeightAveraging creates later."
     assert note in with_note.notes
     assert note not in record.notes
 
