@@ -1,15 +1,15 @@
-"""The command that started this process and its working folder, for the other ranks of this machine.
+"""Command that started this process, and its working folder. The other ranks of this machine run the same command.
 
 [Note: folders]
-Relative paths on a command line refer to the folder in which the process was started. A script may change the folder
+Relative paths on a command line refer to the working folder of the process at its start. A script may change the folder
 before it starts the ranks, even before it imports roomier. The other ranks start in the original folder and run the
-same script, so they change the folder in the same way as rank 0. Relative paths then have the same meaning on all
-ranks.
+same script, so they change the folder in the same way as rank 0. As a result, relative paths have the same meaning on
+all ranks.
 
 [Note: Hydra]
-``@hydra.main`` derives the name of an output folder from the current time, and can change into this folder. Each rank
-would get a different folder, so the other ranks are started with the output folder of rank 0. The other ranks do not
-write Hydra's record of the configuration again.
+``@hydra.main`` derives the name of an output folder from the current time, and can change into this folder. Without
+further action, each rank would use a different folder. Therefore, the other ranks are started with the output folder of
+rank 0. Only rank 0 writes Hydra's copy of the configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Command:
     """A command line.
 
     Attributes:
-        words: the interpreter and its arguments.
+        words: path of the interpreter, followed by its arguments.
         folder: folder in which the command runs; None means the current folder.
     """
 
@@ -48,7 +48,7 @@ def command_again(devices: int = 2) -> Command:
         devices: number of ranks on this machine, for the error.
 
     Raises:
-        RoomierError: the command cannot run again.
+        RoomierError: the command cannot be run again.
     """
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
@@ -99,7 +99,10 @@ def _folder_of_script() -> str | None:
     if spec is not None and spec.name != "__main__":
         return _folder_of_module(file.removesuffix(os.path.join(*spec.name.split(".")) + ".py").rstrip(os.sep))
     for word in filter(None, sys.orig_argv[1:]):
-        for path in (word, os.path.join(word, "__main__.py")):  # Python can also run folders and archives
+        for path in (
+            word,
+            os.path.join(word, "__main__.py"),
+        ):  # Python can also run a folder or an archive with a file __main__.py
             if file == path:
                 return None
             if file.endswith(os.sep + path):
@@ -125,7 +128,8 @@ def _folder_of_module(root: str) -> str | None:
 
 
 def _hydra_config() -> Any:
-    """Return Hydra's own configuration if this process runs a function under ``@hydra.main``, otherwise None."""
+    """Return the configuration of Hydra itself if this process runs a function under ``@hydra.main``, otherwise
+    None."""
     module = sys.modules.get("hydra.core.hydra_config")
     return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
 
@@ -143,7 +147,7 @@ def _same_output_folder(hydra: Any) -> list[str]:
 def _with_overrides(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Insert ``overrides`` after the last override in ``words``, because Hydra cannot parse two separate groups of
     overrides."""
-    first = len(words) - len(sys.argv) + 1  # earlier words belong to the interpreter
+    first = len(words) - len(sys.argv) + 1  # the words before the script belong to the interpreter
     places = [place for place in range(first, len(words)) if "=" in words[place] and not words[place].startswith("-")]
     end = places[-1] + 1 if places else len(words)
     return [*words[:end], *overrides, *words[end:]]

@@ -1,7 +1,7 @@
 """Detection of the launcher of this process (torchrun, SLURM, MPI or roomier itself) and of its rank.
 
-All launchers set environment variables. The detected values are exported under the names that torchrun uses
-(:func:`export`), so that roomier and torch read the same variables.
+All launchers set environment variables. :func:`export` writes the detected values under the names that torchrun uses,
+so that roomier and torch read the same variables.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RANK_VARIABLES = (
 )
 """Environment variables of a rank that roomier started."""
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM uses step ids from this value on for batch scripts and interactive shells
-_DEFAULT_PORT = 29500  # default of torch
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Smallest step id that SLURM uses for batch scripts and interactive shells.
+_DEFAULT_PORT = 29500  # The default of torch.
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Settings from a launcher.
+    """Settings that a launcher provides.
 
     Attributes:
         launcher: name of the launcher, for messages.
@@ -71,8 +71,8 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 
 def export(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Write ``launch`` to ``environ`` under the names of torchrun. Existing values of the address and port variables
-    are preserved."""
+    """Write ``launch`` to ``environ`` under the names of torchrun. If the variables of the address and the port exist,
+    their values are preserved."""
     world = launch.world
     environ.update(
         RANK=str(world.rank),
@@ -106,7 +106,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch of a task that ``srun`` started. A batch script or a shell in an allocation is not a task."""
+    """Return the launch of a task that ``srun`` started. A batch script, or a shell in an allocation, is not a task."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
     step = number_in(environ, "SLURM_STEP_ID")

@@ -1,9 +1,10 @@
-"""Exit of ranks after a failure. The failed rank reports its error first, and other ranks exit without further output.
+"""Exit of all ranks after a failure. The failed rank reports its error first, and the other ranks exit without further
+output.
 
-If one rank exits, all other ranks fail in their current collective. Their tracebacks ("connection closed by peer") do
-not show the cause and are often printed last. Therefore, a rank waits for a moment before it prints an error that only
-reports a lost peer. The error is printed only if no other rank reports a failure and the launcher does not end this
-rank.
+If one rank exits, all other ranks fail in their current collective. The tracebacks of these ranks ("connection closed
+by peer") do not show the cause and are often printed last. Therefore, a rank waits for a moment before it prints an
+error that only reports a lost peer. The error is printed only if no other rank reports a failure and the launcher does
+not end this rank.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.distributed.distributed_c10d import Store
 from roomier.core.world import World
 
 PATIENCE_S = 3.0
-_END_S = 5.0  # maximum time between an uncaught exception and the end of the process, including exit handlers
-_EXIT_S = 10.0  # maximum time between the exits of the first and the last rank with code 0 in the same step
+_END_S = 5.0  # Maximum time between an uncaught exception and the end of the process, including exit handlers.
+_EXIT_S = 10.0  # Maximum time between the first and the last exit of a rank with code 0 in the same step.
 _FIRST = "roomier/first_failure"
 _ZERO_HAS_ENDED = "rank 0 has ended"
 _GLOO_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo::")
@@ -41,7 +42,7 @@ class FailureNews:
 
     Attributes:
         has_error: True if an uncaught exception terminates this rank. The cause of the exception can be a lost peer.
-        is_failing: True if an error in this rank terminates it.
+        is_failing: True if this rank terminates because of an error in this rank.
         has_lost_peer: True if this rank terminates because it could not reach another rank.
         where: function that returns the current position in the run, for messages.
         store: store of all ranks, after the rendezvous. The connection to the store is not shared with other threads,
@@ -73,8 +74,8 @@ class FailureNews:
         return int(rank) == self.world.rank or reported != text
 
     def wait_for_peer(self) -> str | None:
-        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe this failure. Return None if no rank
-        failed."""
+        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe this failure. Return None if no other
+        rank failed."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if (ended := self._ended_rank()) is not None:
@@ -101,7 +102,7 @@ class FailureNews:
         return False
 
     def wait_for_exits(self) -> list[int]:
-        """Wait up to ``_EXIT_S`` until the other ranks also call this method.
+        """Wait up to ``_EXIT_S`` seconds until the other ranks also call this method.
 
         Returns:
             The ranks that did not call this method.
@@ -110,7 +111,8 @@ class FailureNews:
         return self._absent(f"roomier/exits/{self._num_exits}", _EXIT_S)
 
     def end_unconnected(self, waited_s: float) -> None:
-        """End this process, because the process group was not created. All waiting ranks call this method."""
+        """End this process, because the process group was not created. Each rank that waits for the process group calls
+        this method."""
         try:
             absent = self._absent("roomier/unconnected", PATIENCE_S)
         except (DistError, RuntimeError):
@@ -119,7 +121,7 @@ class FailureNews:
         sys.stderr.write(f"roomier: {problem}; these ranks have ended or cannot be reached: {absent}\n")
         sys.stderr.flush()
         if self.world.rank == 0:
-            time.sleep(1.0)  # the other ranks read the store
+            time.sleep(1.0)  # time in which the other ranks read the store
         os._exit(1)
 
     def _absent(self, prefix: str, within_s: float) -> list[int]:
@@ -153,7 +155,7 @@ class FailureNews:
         report_to_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
-        if self._before is sys.__excepthook__:  # one write, because ranks share the terminal
+        if self._before is sys.__excepthook__:  # a single write, because ranks share the terminal
             sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
             sys.stderr.flush()
         else:
@@ -170,7 +172,7 @@ def is_of_lost_peer(error: BaseException) -> bool:
 
 
 def end_in_time() -> None:
-    """End the process with exit code 1 after ``_END_S``, even if other threads or exit handlers hang."""
+    """End the process with exit code 1 after ``_END_S`` seconds, even if other threads or exit handlers hang."""
 
     def end() -> None:
         sys.stdout.flush()
@@ -194,7 +196,7 @@ def report_to_torchrun(error: BaseException, trace: TracebackType | None) -> Non
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         try:
-            raise error  # the handler records the traceback of the current exception
+            raise error  # the handler of torchrun records the traceback of the current exception
         except BaseException:
             with suppress(OSError):
                 get_error_handler().record_exception(error)

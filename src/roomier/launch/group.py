@@ -1,4 +1,4 @@
-"""Default process group of all ranks. Ranks are started if necessary, and all ranks are connected."""
+"""Create the default process group: start the other ranks if necessary, and connect all ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ from roomier.launch.network import choose_interface
 from roomier.launch.start import start_ranks
 
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
-"""Environment variable: maximum number of seconds for which the ranks wait for each other at the start (600)."""
+"""Environment variable: maximum number of seconds for which the ranks wait for each other at the start (default:
+600)."""
 
-# This limit is longer than an operation that only rank 0 runs, such as a download or a write of a large file.
+# This limit is longer than any operation that only rank 0 runs, such as a download or a write of a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _news: FailureNews | None = None
 
 
 def should_report(error: BaseException) -> bool:
-    """Return whether this rank must report the error ``error``, which terminates the rank, because no other rank has
-    reported this error."""
+    """Return whether this rank must report ``error``, which terminates the rank. An error is reported only if no other
+    rank has reported an error with the same text."""
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
 
 def failure_is_reported(within_s: float) -> bool:
-    """Wait up to ``within_s`` and return whether a rank reports an error that terminates it."""
+    """Wait up to ``within_s`` seconds, and return whether a rank reports an error that terminates this rank or another
+    rank."""
     return _news is not None and _news.is_reported(within_s)
 
 
@@ -71,7 +73,8 @@ def initialize(world: World, device_type: str) -> None:
 
 
 def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNews, timeout_s: float) -> None:
-    # torch waits for the timeout of a collective, and a shorter timeout would apply to all collectives.
+    # While the ranks connect, torch waits for the timeout of a collective. A shorter timeout would apply to all
+    # collectives.
     timer = threading.Timer(timeout_s, news.end_unconnected, (timeout_s,))
     timer.daemon = True
     timer.start()
@@ -98,7 +101,7 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
     Raises:
         TrainingError: this rank exits with code 0, but other ranks do not exit.
     """
-    if _news is None:  # the user initialized the process group
+    if _news is None:  # the process group was initialized by the user
         yield
         return
     before, _news.where = _news.where, where
@@ -119,8 +122,8 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
 
 def _leave() -> None:
     # If a process group still exists when the interpreter exits, threads of the group can abort the process. These
-    # threads are joined when the last reference to the process group is deleted, and sharded models have references in
-    # cycles.
+    # threads are joined when the last reference to the process group is deleted. Sharded models contain such references
+    # in cycles, which the garbage collector deletes.
     heartbeat.close()
     if dist.is_initialized():
         gc.collect()

@@ -1,12 +1,12 @@
-"""Heartbeat: threads in each rank that detect a hanging rank, without collectives.
+"""Heartbeat: threads in each rank that detect hanging ranks without collectives.
 
 At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
-records of all ranks, and publishes its own record with a verdict. The other ranks read this message. Ranks other than 0
-also have a second thread that judges only rank 0. The second thread is necessary because the store usually stops
-together with rank 0, and calls to the store then block.
+records of all ranks, and publishes its own record with a verdict. The other ranks read the record of rank 0. They also
+have a second thread, which checks only rank 0. The second thread is necessary because the store usually stops together
+with rank 0, and calls to the store then block.
 
-The training thread does no work for the heartbeat. Other threads read its position from its stack and from the counters
-of the run.
+The training thread does no work for the heartbeat. The threads of the heartbeat read its position from its stack and
+from the counters of the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from roomier.launch.late_messages import end_of, names_of, note_of, position_of,
 from roomier.launch.records import Activity, Late, Position, Record, Verdict
 
 _OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
-_MARGIN_S = 5.0  # added to the ticks in which the other ranks read a message of rank 0
+_MARGIN_S = 5.0  # added to the ticks in which the other ranks read a record of rank 0
 _BEFORE_KILL_S = 1.5
 _heartbeat: Heartbeat | None = None
 
@@ -94,7 +94,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Heartbeat:
-    """Publishes the records of this rank and acts on verdicts.
+    """Heartbeat of this process, which publishes the records of this rank and acts on verdicts.
 
     Args:
         world: rank of this process and the number of ranks.
@@ -126,7 +126,7 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
 
     def watch(self, run: WatchedRun | None) -> None:
-        """Watch ``run`` with a new judge. If ``run`` is None, watch no run."""
+        """Watch ``run`` with a new judge. If ``run`` is None, no run is watched."""
         self._judge = None if run is None else Judge(run.limits, _process_state)
         self.run = run
         if run is not None and not self._threads:
@@ -136,7 +136,7 @@ class Heartbeat:
                 thread.start()
 
     def close(self) -> None:
-        """Stop the threads. A thread that is blocked in a call to the store is not joined."""
+        """Stop the threads. A thread that is blocked in a call of the store is not joined."""
         self._stop.set()
         for thread in self._threads:
             thread.join(self._tick_s + _MARGIN_S)
@@ -161,7 +161,7 @@ class Heartbeat:
 
     def _exchange(self) -> None:
         exchange = self._exchange_as_zero if self._world.rank == 0 else self._exchange_with_zero
-        with suppress(DistError, RuntimeError):  # the process that serves the store has ended
+        with suppress(DistError, RuntimeError):  # the process that serves the store may have ended
             store = self._connect()
             try:
                 while not self._stop.is_set() and not (self._zero and self._zero.has_left):
@@ -169,7 +169,7 @@ class Heartbeat:
                     exchange(store)
                     self._stop.wait(self._tick_s)
             finally:
-                self._leave(store)  # this also runs after an error, because a rank without records would appear to hang
+                self._leave(store)  # publish also after an error, because a rank without records would appear to hang
 
     def _exchange_as_zero(self, store: Store) -> None:
         judge = self._judge
@@ -203,7 +203,7 @@ class Heartbeat:
         store.set(_key(0), json.dumps({"record": asdict(self._record), "verdict": verdict}))
 
     def _leave(self, store: Store) -> None:
-        """Publish that this is the last record. If rank 0 serves the store, wait until no rank uses the store."""
+        """Publish the last record of this rank. Then, if rank 0 serves the store, wait until no rank uses the store."""
         self._record = replace(self._record, has_left=True)
         if self._world.rank > 0:
             store.set(_key(self._world.rank), self._record.to_json())
@@ -240,8 +240,7 @@ class Heartbeat:
         return Verdict(self._last_number + 1, ends, end_s, hung)
 
     def _judge_zero(self) -> None:
-        """Judge rank 0 on another rank. Only a silent rank 0 is detected. The verdicts of this thread apply only to
-        this rank."""
+        """Check on another rank whether rank 0 is silent. The verdicts of this thread apply only to this rank."""
         run, judge, beat, is_reported = None, None, 0, False
         while not self._stop.wait(self._tick_s):
             if self.run is not run:
@@ -287,7 +286,9 @@ class Heartbeat:
     def _end(self, late: Sequence[Late], end_s: float, *, is_from_zero: bool) -> None:
         """End this process, and kill the silent ranks of this machine, which cannot end themselves."""
         error, rank = end_of(late, end_s), self._world.rank
-        last = threading.Timer(2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1])  # a full pipe blocks output
+        last = threading.Timer(
+            2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1]
+        )  # required because output to a full pipe blocks
         last.daemon = True
         last.start()
         self._news.is_failing = True

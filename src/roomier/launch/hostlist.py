@@ -39,7 +39,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Split ``text`` at the commas outside of brackets."""
+    """Split ``text`` at commas outside brackets."""
     depth, start = 0, 0
     for index, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")

@@ -1,4 +1,4 @@
-"""Identity of a job, which does not change when a launcher restarts the ranks."""
+"""Identity of a job, which remains the same when a launcher restarts the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
     """Return the names that identify this job to restarted ranks; empty if no launcher restarts the job.
 
     Different runs can have the same run id in torchrun, so the name contains the agent that started this process. The
-    agent outlives the ranks. A job that SLURM requeues keeps its job id and step ids.
+    agent continues to run when the ranks are restarted. A job that SLURM requeues keeps its job id and step ids.
     """
     names = []
     if "TORCHELASTIC_RUN_ID" in environ:

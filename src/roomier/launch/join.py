@@ -1,5 +1,5 @@
-"""Process group of a run. A process joins the process group when its first run begins, and leaves the process group
-when the process ends."""
+"""Functions that join the process group of a run. A process joins when its first run begins, and leaves when the
+process ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roomier.device.resolve import group_backend
 
 
 def join(world: World, device_type: str) -> Ranks:
-    """Return the ranks of ``world`` after the rendezvous. An initialized process group is reused.
+    """Join the process group, and return the ranks of ``world``. An initialized process group is reused.
 
     If no launcher started the other ranks of this machine, this function starts these ranks.
 
@@ -37,7 +37,7 @@ def join(world: World, device_type: str) -> Ranks:
     if device_type != "cpu":
         torch.accelerator.set_device_index(_device_index(world, device_type))
     if not dist.is_initialized():
-        from roomier.launch.group import initialize  # late: a run with one rank does not require this import
+        from roomier.launch.group import initialize  # late: a run with a single rank does not require this import
 
         initialize(world, device_type)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:
@@ -49,7 +49,7 @@ def join(world: World, device_type: str) -> Ranks:
 
 
 def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextManager[None]:
-    """Call :func:`roomier.launch.group.exits_together`. If there is only one rank, it can exit at any time."""
+    """Call :func:`roomier.launch.group.exits_together`. If there is only one rank, this rank can exit at any time."""
     if ranks.is_alone:
         return nullcontext()
     from roomier.launch import group

@@ -1,10 +1,10 @@
-"""Detection of hanging ranks from their records. The judge does not read a clock or the store.
+"""Detection of hanging ranks from their records, without a clock and without the store.
 
 [Note: late ranks]
 A rank is late if it makes no progress while another rank waits for it. There are two cases:
 
-- The rank is silent: it publishes no new records. The process of the rank is stopped, or a native call holds the
-  interpreter lock.
+- The rank is silent: it publishes no new records. In this case, the process of the rank is stopped, or a native call
+  holds the interpreter lock.
 - The rank is behind: it has begun fewer operations in a process group than another rank, and more operations in no
   group. The training thread of this rank must hang outside of a collective, because a rank that waits in a collective
   has already begun this collective.
@@ -26,7 +26,7 @@ TICK_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds in seconds. The duration of the slowest step is added to each time limit.
+    """Time limits in seconds, to which the duration of the slowest step is added.
 
     Attributes:
         end_s: time after which the run ends.
@@ -57,10 +57,10 @@ class _Seen:
 
 
 class Judge:
-    """Finds the late ranks in a sequence of sets of records. See [Note: late ranks].
+    """Judge that finds the late ranks in successive records of all ranks. See [Note: late ranks].
 
     Args:
-        limits: bounds for the waiting time of ranks.
+        limits: limits for the waiting time of ranks.
         process_state: function that returns the state of the process of a silent rank, or None.
 
     Attributes:
@@ -81,8 +81,8 @@ class Judge:
         """Return the ranks that are late now.
 
         Args:
-            now_s: time of a monotonic clock. If more than two ticks have passed since the last call, two ticks are
-                counted. In this case, this process was suspended, and possibly all other processes too.
+            now_s: time of a monotonic clock. If more than two ticks have passed since the last call, only two ticks are
+                counted, because this process was suspended, and other processes may have been suspended too.
             records: last record of each rank.
         """
         if self._last_look_s is not None:
@@ -133,7 +133,7 @@ class Judge:
 
 
 def _find_behind(seen: Iterable[_Seen], now_s: float) -> None:
-    """Record for each rank when it fell behind."""
+    """Record the time at which each rank fell behind."""
     ranks = list(seen)
     least: dict[str, int] = {}
     most: dict[str, int] = {}

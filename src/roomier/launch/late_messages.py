@@ -1,4 +1,5 @@
-"""Messages about late ranks. Each line that contains the number of a rank begins with ``roomier: heartbeat:``."""
+"""Messages about late ranks. Messages about late ranks. Each line that contains the number of a rank begins with
+``roomier: heartbeat:``."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def position_of(rank: int, record: Record, stack: str) -> str:
 def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
     """Return the error that ends the run."""
     action = (
-        f"See the reported stack of {names_of(late)}. If it ends in a collective, the ranks ran different layers. "
+        f"See the reported stack of {names_of(late)}. If the stack ends in a collective, the ranks ran different "
+        "layers. "
         "Resume with ckpt_path='last'. If a rank can take this long, increase hang_timeout, or set hang_timeout=None"
     )
     return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)

@@ -1,7 +1,7 @@
 """Rendezvous: every rank reports to rank 0, and rank 0 answers when all ranks have reported.
 
-The rendezvous of torch cannot report which ranks are missing. Each meeting uses separate keys, because the store can
-still contain keys of earlier ranks if torchrun restarts the ranks.
+The rendezvous of torch cannot report which ranks are missing. Each rendezvous uses separate keys. If torchrun restarts
+the ranks, the store can still contain the keys of the earlier ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def meet(
             no rank has ended.
 
     Returns:
-        A prefix for the keys of this meeting.
+        A prefix for the keys of this rendezvous.
 
     Raises:
         RoomierError: a rank has ended, ranks did not connect within ``timeout_s``, or the launcher gave the ranks
@@ -84,7 +84,7 @@ def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
 
     Args:
         address: an IPv4 address of this machine.
-        port: number of the port. 0 selects a free port.
+        port: number of the port; 0 selects a free port.
 
     Raises:
         OSError: the port is taken.
@@ -96,7 +96,7 @@ def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes this socket, with and without libuv
+        master_listen_fd=listener.detach(),  # the store closes this socket, whether or not it uses libuv
     )
 
 
@@ -108,7 +108,7 @@ def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
 def _call(
     world: World, store: Store, until: float, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None]
 ) -> str:
-    """On rank 0, call the ranks, collect their answers, and publish the answers."""
+    """On rank 0, call the other ranks, collect their answers, and publish all answers."""
     meeting = f"roomier/{uuid.uuid4().hex}"
     store.set(_ROUND, meeting)
     answers: dict[str, str] = {}
@@ -131,7 +131,8 @@ def _call(
 
 
 def _answer(world: World, store: Store, until: float, timeout_s: float) -> str:
-    """On the other ranks, answer calls until rank 0 publishes the answer. A call may belong to an earlier meeting."""
+    """On the other ranks, answer calls until rank 0 publishes the answer of this rank. A call may belong to an earlier
+    rendezvous."""
     mine = json.dumps({"name": uuid.uuid4().hex, "size": world.size, "local_size": world.local_size})
     answered = None
     while True:

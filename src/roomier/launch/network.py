@@ -1,4 +1,4 @@
-"""The network interface that the ranks use."""
+"""Selection of the network interface that the ranks use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ANYWHERE = "192.0.2.1"  # this address is reserved for documentation (RFC 5737)
 
 
 def choose_interface(world: World, address: str, environ: MutableMapping[str, str]) -> None:
-    """Set the network interface of gloo, and also of NCCL if all ranks run on one machine, unless the user has set an
-    interface.
+    """Set the network interface of gloo. If all ranks run on one machine, also set the interface of NCCL. An interface
+    that the user has set is unchanged.
 
     By default, gloo uses the interface to which the host name resolves. If the host name does not resolve, gloo has no
     interface. On many Linux systems, the host name resolves to the loopback interface, over which other nodes are
@@ -34,7 +34,7 @@ def _interface_towards(address: str) -> str | None:
     except OSError:
         return None
     if target.startswith("127.") and address not in ("localhost", target):
-        target = _ANYWHERE  # rank 0 resolves its own host name to the loopback
+        target = _ANYWHERE  # rank 0 may resolve its own host name to the loopback interface
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target, 1))  # this call sends no packet; the system only selects the route

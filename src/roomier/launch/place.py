@@ -18,8 +18,8 @@ _OPTIONS = {
 
 
 def present_launch() -> Launch | None:
-    """Return the launch that started this process as a rank, or None. The launch is exported to the environment
-    variables.
+    """Return the launch that started this process as a rank, or None. The settings of the launch are exported to the
+    environment variables.
 
     Raises:
         RoomierError: the variables of the launcher are inconsistent.
@@ -38,7 +38,8 @@ def present_launch() -> Launch | None:
 def place(devices: int, num_nodes: int, launch: Launch | None) -> World:
     """Return the position of this process among ``devices`` ranks on each of ``num_nodes`` nodes.
 
-    Without a launch, this process is the first rank of its node. ``NODE_RANK`` contains the index of the node.
+    Without a launch, this process is the first rank of its node, and the environment variable ``NODE_RANK`` contains
+    the index of the node.
 
     Raises:
         PlanError: the launcher started a different number of ranks.

@@ -13,11 +13,11 @@ class Activity(StrEnum):
     """Kind of the current activity of a rank. The activity determines how long the other ranks wait for this rank.
 
     Attributes:
-        STEP: a step, or loading the data of a step. A late rank is reported, and then the run ends.
-        LONG: an activity that can take a long time on one rank. A late rank is reported in one line.
-        OUTSIDE: the rank is outside of a run. This activity is treated like ``LONG``, but a silent rank is ignored,
-            because its process may have ended.
-        DEBUGGED: a debugger is attached. A late rank is ignored.
+        STEP: a step, or loading the data of a step. If the rank is late, the rank is reported, and then the run ends.
+        LONG: an activity that can take a long time on one rank. If the rank is late, the rank is reported in one line.
+        OUTSIDE: the rank is not in a run. This activity is treated like ``LONG``, but a silent rank is ignored, because
+            its process may have ended.
+        DEBUGGED: a debugger is attached. If the rank is late, the rank is ignored.
     """
 
     STEP = "step"
@@ -96,8 +96,8 @@ class Late:
         waited_s: seconds for which other ranks have waited for the rank.
         left_s: seconds until the run ends; None if there is no limit.
         is_silent: True if the rank no longer publishes records.
-        process_state: state of the process of a silent rank, in the terms of psutil; None if it is unknown, for example
-            on another machine.
+        process_state: state of the process of a silent rank, as named by psutil; None if the state is unknown, for
+            example on another machine.
     """
 
     rank: int
@@ -114,7 +114,7 @@ class Verdict:
 
     Attributes:
         number: number of the verdict, which increases with each verdict.
-        ends: True if the run ends. Otherwise, all ranks print their positions.
+        ends: True if the run ends; False if all ranks print their positions.
         end_s: ``hang_timeout`` in seconds.
         late: the late ranks.
     """

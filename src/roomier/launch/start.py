@@ -1,7 +1,7 @@
 """Start the other ranks of this machine, with the command of this process and the environment of a rank.
 
-When its first run begins, the process that the user started becomes the first rank of its node. Until then, the other
-ranks run the same script independently, as under torchrun.
+The process that the user started becomes the first rank of its node when its first run begins. The other ranks run the
+same script from the beginning, as with torchrun.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 
 
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
-    """Remove the variables of a rank from ``environ`` if this process only inherited them from a rank.
+    """Remove the variables of a rank from ``environ`` if this process only inherited these variables from a rank.
 
-    If this process is a rank, start to watch the process that started it.
+    If this process is a rank, start to watch the process that started this rank.
 
     Raises:
         SystemExit: the process that started this rank has ended.
@@ -54,7 +54,7 @@ def forget_if_stale(environ: MutableMapping[str, str]) -> None:
 
 
 def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
-    """Start the other ranks of this node, and make this process the first rank of the node.
+    """Start the other ranks of this node. This process becomes the first rank of the node.
 
     Returns:
         The store of the rendezvous (None if ranks also run on other machines), and the started ranks.
@@ -113,7 +113,7 @@ def _given_address(world: World) -> tuple[str, int]:
 
 
 def _share_cores(num_ranks: int) -> int:
-    """Return the number of threads per rank, and set it in this process unless the user has set a number."""
+    """Return the number of threads per rank. Unless the user has set a number, also set this number in this process."""
     num_threads = max(1, _num_cores() // num_ranks)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
         torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))

@@ -1,5 +1,5 @@
-"""Ranks end together, because the process that started the ranks watches them, and the ranks watch the process that
-started them."""
+"""Processes that watch each other, so that all ranks end together: a process watches the ranks that it started, and
+these ranks watch this process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping
 
 _POLL_S = 0.1
-_GRACE_S = 1.0  # time after a failure until the other ranks are killed
-_MAIN_GRACE_S = 4.0  # additional time until the process that started the ranks ends
-_LAST_S = 60.0  # time after a complete run between the end of rank 0 and the end of the other ranks
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that a signal ended at a save point
+_GRACE_S = 1.0  # Time after a failure until the other ranks are killed.
+_MAIN_GRACE_S = 4.0  # Additional time until the process that started the ranks ends.
+_LAST_S = 60.0  # Time between the end of rank 0 and the end of the other ranks after a complete run.
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # Exit codes of a run that a signal ended at a save point.
 
 
 class Children:
@@ -26,9 +26,9 @@ class Children:
         processes: the process of each rank.
 
     Attributes:
-        have_met: True if the process group of all ranks exists. Before the process group exists, a rank that exits
-            counts as failed, even with exit code 0.
-        main_is_failing: function that returns whether an error in this process terminates it.
+        have_met: True if the process group of all ranks exists. Before the process group exists, the exit of a rank is
+            a failure, even with exit code 0.
+        main_is_failing: function that returns whether this process is terminating because of an error in this process.
         main_lost_peer: function that returns whether this process is terminating because it could not reach another
             rank.
         where: function that returns the current position in the run, for messages.
@@ -70,7 +70,8 @@ class Children:
             self._end_badly()
 
     def _end(self) -> None:
-        """Wait until the ranks end, or kill them. This method is called at the exit of this process."""
+        """Wait until the ranks end, and kill ranks that do not end in time. This method is called at the exit of this
+        process."""
         if self.main_is_failing():
             self._wait(_GRACE_S)
             self._kill()
@@ -81,7 +82,7 @@ class Children:
             _say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
             self._kill()
             _exit(1)
-        self._failed = self._failed or self._first_failed()  # the watching thread may not have detected the failure yet
+        self._failed = self._failed or self._first_failed()  # the watching thread may not have detected a failure yet
         if self._failed is not None:
             self._kill()
             self._end_badly()
@@ -95,7 +96,7 @@ class Children:
         return None
 
     def _end_badly(self) -> None:
-        self._is_ending.acquire()  # this lock is never released, so only one thread prints the last line
+        self._is_ending.acquire()  # this lock is never released, so that only one thread prints the last line
         assert self._failed is not None
         if self.main_is_failing():
             _exit(1)
