@@ -175,7 +175,7 @@ def test_output_of_user_code_is_not_mixed_with_json(
         ([*GPT, *TWO[:2], "--strategy", "zero9"], ["strategy='zero9'", "Did you mean"]),
         ([*GPT, *TWO, "--memory_budget", "much"], ["memory_budget='much': is not a number of bytes"]),
         ([*GPT[:4], "--seq_len", "4096", *TWO], ["seq_len=4096: must be at most 1024"]),
-        ([*GPT, "--data", "cli_toy.ToyData"], ["whose batch follows from its configuration"]),
+        ([*GPT, "--data", "cli_toy.ToyData"], ["because its configuration determines the batch"]),
         (["--model", "cli_toy.PlainNetwork", *TWO], ["data=None: is required, because the model has no training data"]),
         ([*TOY, "--seq_len", "8"], ["--seq_len=8", "--input 'x=int64[8,2048]'"]),
         (["--model", "cli_toy.PlainNetwork", "--input", "x=float[", *TWO], ["must be a name, a dtype and sizes"]),

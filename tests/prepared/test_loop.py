@@ -126,7 +126,7 @@ def test_onecycle_ends_with_its_last_step() -> None:
 def test_objects_that_do_not_fit() -> None:
     accelerator = roomier.Accelerator(cpu=True)
     one, other = network(), network()
-    with pytest.raises(roomier.PlanError, match="has no parameters of a prepared model"):
+    with pytest.raises(roomier.PlanError, match="contains no parameters of a prepared model"):
         accelerator.prepare(one, torch.optim.SGD(network().parameters(), lr=1.0))
     both = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=1.0)
     with pytest.raises(roomier.RoomierError, match="has parameters of several models"):

@@ -1,1 +1,1 @@
-"""The ``roomier`` command. torch and jsonargparse are imported only when a verb runs."""
+"""The ``roomier`` command. Modules that import torch or jsonargparse are loaded only when a verb runs."""

@@ -1,4 +1,4 @@
-"""``roomier bench NAME``: run one measurement and print its result."""
+"""``roomier bench CASE``: run one measurement and print its result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from roomier.core.errors import RoomierError, did_you_mean
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Print one table, or with ``--json`` only JSON, to standard output.
+    """Run the measurement. Print one table, or with ``--json`` only JSON, to standard output.
 
-    The JSON is one object. If the result contains ``"lines"``, each line is one object.
+    The JSON output is one object. If the result contains ``"lines"``, the output is one object per line.
 
     Returns:
         The exit code: 1 if the result lists failed parts under ``"failed"``, otherwise 0.

@@ -1,6 +1,7 @@
-"""Imports classes named on the command line or in YAML before jsonargparse does, for simpler error messages.
+"""Import of the classes that the command line or YAML files name, before jsonargparse imports them, for simpler error
+messages.
 
-Exceptions that a module raises at import are passed to the user with their traceback.
+If a module raises an exception at import, the exception is raised unchanged, with its traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CLASS_OPTIONS = ("model", "data", "trainer.callbacks", "trainer.logger")
 
 
 def check_class_paths(arguments: Sequence[str]) -> None:
-    """Import each class that ``arguments`` name.
+    """Import each class that is named in ``arguments``.
 
     Raises:
         RoomierError: the module or the class does not exist.
@@ -49,7 +50,7 @@ def check_class_path(field: str, path: str) -> None:
 
 
 def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
-    """Return the innermost module on ``path`` and the remaining names."""
+    """Return the innermost module on the dotted ``path``, and the remaining names."""
     parts = path.split(".")
     module = None
     for count in range(1, len(parts) + 1):
@@ -58,16 +59,16 @@ def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
             module = import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:
-                raise  # the module exists, but one of its imports does not
+                raise  # the module exists, but one of its imports does not exist
             if module is not None:
                 return module, parts[count - 1 :]
             raise RoomierError(
                 field,
                 path,
                 f"the module {name!r} does not exist",
-                "Run in the folder that contains it, or install its package. The form is package.module.Class",
+                "Run in the folder that contains the module, or install its package. The form is package.module.Class",
             ) from None
-    raise RoomierError(field, path, "is a module", "Pass a class in it, as package.module.Class")
+    raise RoomierError(field, path, "is a module", "Pass a class in this module, as package.module.Class")
 
 
 def _class_paths(node: Any, field: str = "") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Reads and checks the YAML files of ``--config``, and adds their names to errors about their values."""
+"""Read and check the YAML files of ``--config``, and add their names to errors about their values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise RoomierError("config", path, problem, "Write sections, such as trainer: {max_steps: 100}")
     trainer = content.get("trainer")
     if trainer is not None and not isinstance(trainer, (dict, str)):  # a string is the path of a separate file
-        action = "Write its keywords below it, such as trainer: {max_steps: 100}"
+        action = "Write the options of the section as a mapping, such as trainer: {max_steps: 100}"
         raise RoomierError("trainer", trainer, f"must be a mapping, in {path}", action)
     return content
 
@@ -65,7 +65,7 @@ def check_texts(arguments: Sequence[str]) -> None:
 
 
 def naming_file(error: RoomierError, arguments: Sequence[str]) -> RoomierError:
-    """Return ``error`` with the path of the ``--config`` file that contains its value, if there is one."""
+    """Return ``error``. If a ``--config`` file contains the invalid value, the error also names this file."""
     key = error.field.removeprefix("--")
     for field, value in reversed(list(options_in(arguments))):
         if field.replace(f".{_INIT_ARGS}", "") == key:

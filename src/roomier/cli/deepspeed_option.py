@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 def take_deepspeed(config: Namespace, given: set[str]) -> Any:
-    """Remove the DeepSpeed configuration from ``config``, and return it; None without a configuration.
+    """Remove the DeepSpeed configuration from ``config``, and return the configuration; None if there is no
+    configuration.
 
     Args:
         config: the parsed options.
-        given: names of the Trainer options on the command line. The option that contained the configuration is removed.
+        given: names of the Trainer options on the command line. The option that contained the configuration is removed
+            from this set.
 
     Raises:
         RoomierError: two options contain a configuration.
@@ -41,7 +43,7 @@ def take_deepspeed(config: Namespace, given: set[str]) -> Any:
 
 
 def apply_deepspeed(config: Namespace, value: Any, machine: Machine) -> None:
-    """Replace keywords of the Trainer by the settings of a DeepSpeed configuration, and print a table with all keys.
+    """Replace keywords of the Trainer with the settings of a DeepSpeed configuration, and print a table with all keys.
 
     The strategy of the configuration is planned, unless ``--strategy`` selects another strategy.
     """

@@ -1,4 +1,4 @@
-"""Converts errors of jsonargparse to the form of roomier's errors: field, value, problem, action."""
+"""Conversion of jsonargparse's errors to the form of roomier's errors: field, value, problem, action."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KEY = re.compile(r'Parser key "(?P<key>[\w.]+)"')
 
 
 def explain(message: str, parser: ArgumentParser) -> RoomierError:
-    """Convert ``message`` to an error with the option and an action. Unknown messages are included in full."""
+    """Convert ``message`` to an error with the option and an action. The error contains an unknown message in full."""
     found = _IN_FILE.match(message)
     if found is None:
         return _explain(message, parser)
@@ -51,7 +51,7 @@ def explain(message: str, parser: ArgumentParser) -> RoomierError:
 
 
 def in_file(error: RoomierError, path: str, received: object = None) -> RoomierError:
-    """Return ``error`` with the path of the file that contains its value.
+    """Return ``error`` with the path of the file that contains the invalid value.
 
     Args:
         received: the value, if ``error`` does not contain it.
@@ -103,7 +103,7 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
         return RoomierError(found["name"], "...", "is not an option", did_you_mean(f"--{found['name']}", options))
     if found := _MISSING.search(message):
         missing = f"--{found['names'].split(', ')[0]}"
-        return RoomierError(missing, None, "is required", "Pass it, or add it to a --config file")
+        return RoomierError(missing, None, "is required", "Pass this option, or add it to a --config file")
     if found := _NO_IMPORT_PATH.search(message):
         return RoomierError(_key(message), found["value"], "must be the path of a class", "Use package.module.Class")
     if found := _BAD_OPTION.search(message):

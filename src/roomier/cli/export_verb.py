@@ -1,4 +1,4 @@
-"""``roomier export CHECKPOINT --to FORMAT OUT``: exports a checkpoint for other programs."""
+"""``roomier export CHECKPOINT --to FORMAT OUT``: export a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SUFFIXES = {
 }
 _OF_A_MODEL = ("torchscript", "onnx", "torch-export")
 _OF_WEIGHTS = ("safetensors", "hugging-face")
-_INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # names of the argument in the export functions
+_INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # names of the argument --input in the export functions
 _FORMATS_OF = {
     **dict.fromkeys(("max_shard_size", "dtype", "push_to_hub", "private"), _OF_WEIGHTS),
     "prefix": ("safetensors",),
@@ -83,11 +83,11 @@ def _check_options(options: argparse.Namespace, others: Sequence[str]) -> None:
             problem = f"is not supported with --to {to}"
             raise RoomierError(option, value, problem, f"Remove it, or use --to {formats[0]}")
     if options.push_to_hub is not None:
-        check_hub(options.push_to_hub)  # before the export, which can take long
+        check_hub(options.push_to_hub)  # check before the export, which can take a long time
     elif options.private is not None:
         raise RoomierError("--private", True, "requires --push-to-hub", "Remove it, or pass --push-to-hub USER/NAME")
     if others and to not in _OF_A_MODEL:
-        action = f"Remove it. Arguments of the model require --to {_OF_A_MODEL[0]}, see `roomier export --help`"
+        action = f"Remove it. Arguments of the model require --to {_OF_A_MODEL[0]}. See `roomier export --help`"
         raise RoomierError("export", others[0], f"is not supported with --to {to}", action)
 
 
@@ -164,8 +164,14 @@ def _parser(verb: str) -> PlainParser:
         description="Export a checkpoint for other programs: its weights, a Lightning checkpoint, or the model itself.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", type=at_home, help="a checkpoint, or a folder of checkpoints or runs (newest)")
-    parser.add_argument("out", type=at_home, nargs="?", help="a new file or folder; default: next to the checkpoint")
+    parser.add_argument(
+        "checkpoint",
+        type=at_home,
+        help="a checkpoint, or a folder of checkpoints or runs, whose newest checkpoint is exported",
+    )
+    parser.add_argument(
+        "out", type=at_home, nargs="?", help="the file or folder to create; default: next to the checkpoint"
+    )
     parser.add_argument(
         "--to",
         required=True,
@@ -174,15 +180,22 @@ def _parser(verb: str) -> PlainParser:
         "from_pretrained; lightning: a .ckpt file to resume from; torchscript, onnx, torch-export: the model",
     )
     parser.add_argument("--output", type=at_home, help="same as out")
-    weights = parser.add_argument_group("weights: safetensors, hugging-face (these require a few MiB of memory)")
+    weights = parser.add_argument_group(
+        "formats of the weights: safetensors, hugging-face (the export requires a few MiB of memory)"
+    )
     weights.add_argument("--max-shard-size", help="maximum size of one file, such as 5GB (default) or 500MiB")
     weights.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of all floating-point weights")
-    weights.add_argument("--prefix", help="safetensors: only weights with this prefix, without it; '' exports all")
+    weights.add_argument(
+        "--prefix",
+        help="safetensors: export only weights with this prefix, and remove the prefix; '' exports all weights",
+    )
     weights.add_argument(
         "--processor", type=at_home, help="hugging-face: folder of a tokenizer or processor to include"
     )
     weights.add_argument(
-        "--adapters", choices=["merged", "alone"], help="hugging-face: merge into the weights, or a folder for peft"
+        "--adapters",
+        choices=["merged", "alone"],
+        help=("hugging-face: merge the adapters into the weights, or write a folder for peft"),
     )
     weights.add_argument(
         "--push-to-hub", metavar="REPO", help="also upload the folder to the Hugging Face hub, such as user/model"
@@ -196,8 +209,10 @@ def _parser(verb: str) -> PlainParser:
         "--trust-run-folder",
         action="store_true",
         default=None,
-        help="import the class and arguments in config.yaml of the run folder, which runs code chosen by the author of "
-        "the folder",
+        help=(
+            "use the class and arguments in config.yaml of the run folder, which executes code that the author of the "
+            "folder chose"
+        ),
     )
     model.add_argument("--model.NAME", metavar="VALUE", help="arguments of the class; default: stored hyperparameters")
     model.add_argument("--input", help="arguments of forward, such as 'x=float32[8,3]', or a file of torch.save")
@@ -209,5 +224,10 @@ def _bytes(field: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if num_bytes <= 0:
-        raise RoomierError(field, text, "must be a size", "Use 5GB (10**9), 500MiB (2**20) or a number of bytes")
+        raise RoomierError(
+            field,
+            text,
+            "must be a size",
+            "Use a size such as 5GB (5 * 10**9 bytes) or 500MiB (500 * 2**20 bytes), or a number of bytes",
+        )
     return num_bytes

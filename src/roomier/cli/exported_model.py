@@ -1,4 +1,4 @@
-"""Model and inputs of ``roomier export``."""
+"""Functions that create the model and the inputs of ``roomier export``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from roomier.export.plain import fill, plain_model
 _ARGUMENT = "--model."
 _MAX_CONFIG_BYTES = 2**24
 _HIGHEST_NUMBER = 2
-"""Upper bound of integers in generated inputs, which may be token ids or classes. Few models have fewer of them."""
+"""Upper bound of the integers in generated inputs. The integers may be token ids or classes, and few models have fewer
+tokens or classes."""
 
 
 def model_to_export(
@@ -37,7 +38,7 @@ def model_to_export(
         trusts_folder: import the class that the run folder names, and construct it with the stored arguments.
 
     Raises:
-        RoomierError: the class does not exist, is not given, or is named only by an untrusted run folder.
+        RoomierError: the class does not exist, is not given, or is named only in an untrusted run folder.
     """
     arguments = _arguments(others)
     if class_path is not None:
@@ -102,12 +103,12 @@ def _arguments(others: Sequence[str]) -> dict[str, Any]:
             found[name.removeprefix(_ARGUMENT)] = yaml.load(given, Loader=BoundedLoader)
         except yaml.YAMLError as error:
             problem = f"is not YAML: {' '.join(str(error).split())}"
-            raise RoomierError(name, given, problem, "Quote it if it is text") from error
+            raise RoomierError(name, given, problem, "Quote the value if it is text") from error
     return found
 
 
 def _from_config(named: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.Module:
-    from jsonargparse import ArgumentParser  # as in `roomier fit`, because arguments may be objects
+    from jsonargparse import ArgumentParser  # jsonargparse as in `roomier fit`, because arguments may be objects
 
     check_class_path("model", named["class_path"])
     named = {**named, "init_args": {**(named.get("init_args") or {}), **arguments}}

@@ -1,4 +1,4 @@
-"""``roomier hardware``: measures this machine, prints the results, and stores them for planning."""
+"""``roomier hardware``: measure this machine, print the results, and store them for planning."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from roomier.hardware.machine import Machine
     from roomier.hardware.measured import Measured
 
-_SECONDS = 4.0  # duration of the measurements of a single rank
+_SECONDS = 4.0  # Duration of the measurements of a single rank.
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Print one table, or with ``--json`` only one JSON object, to standard output.
+    """Measure this machine. Print one table, or with ``--json`` only one JSON object, to standard output.
 
     Raises:
         RoomierError: an option is invalid, or a measurement failed.
@@ -53,7 +53,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
-    """Return a machine for each number of ranks, and whether the measurements were stored."""
+    """Return a Machine for each number of ranks, and whether the measurements were stored."""
     from roomier.core.log import notice
     from roomier.device.resolve import num_devices, resolve_device
     from roomier.hardware.host import load, num_cores
@@ -113,7 +113,7 @@ def _table(machines: Sequence[Machine]) -> Table:
         ("disk, read (all ranks)", [_rate(each.disk_read.bytes_per_s) for each in machines]),
         ("disk, written (all ranks)", [_rate(each.disk_write.bytes_per_s) for each in machines]),
         (
-            "disk, both at once (all ranks)",
+            "disk, read and written together (all ranks)",
             [_rate(None if each.disk_both is None else each.disk_both.bytes_per_s) for each in machines],
         ),
     ]
@@ -140,10 +140,14 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: machines with all fields")
     parser.add_argument(
-        "--devices", type=int, help="ranks that compute at the same time; default: 1 and 2 on a CPU, all GPUs"
+        "--devices",
+        type=int,
+        help=("number of ranks that compute at the same time; default: 1 and 2 on a CPU, otherwise all GPUs"),
     )
-    parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda, mps, ..., as for the Trainer")
+    parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda, mps, ..., as in the Trainer")
     parser.add_argument("--folder", help="folder whose disk is measured; default: the folder for offloading")
-    parser.add_argument("--quick", action="store_true", help="measure for one second, without disk and communication")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure for only one second, without the disk and the communication"
+    )
     parser.add_argument("--forget", action="store_true", help="remove stored results without a measurement")
     return parser

@@ -1,4 +1,4 @@
-"""``roomier VERB ...``: runs the verb and converts errors to exit codes."""
+"""``roomier VERB ...``: run the verb, and convert errors to exit codes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after ``roomier``; by default the arguments of this process.
 
     Returns:
-        0, or 2 for an invalid request, with one message on standard error.
+        0, or 2 for an invalid request. An invalid request prints one message to standard error.
 
     Raises:
-        SystemExit: a signal terminated a run after its state was saved. The exit code is 128 + the number of the
-            signal.
+        SystemExit: a signal terminated a run after its state was saved. In this case, the exit code is 128 plus the
+            number of the signal.
         Exception: any exception of the user's code, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -88,7 +88,8 @@ def help_text() -> str:
         [
             "usage: roomier VERB [options]",
             "",
-            "Train PyTorch models that do not fit: one Trainer, one strategy flag, planned before it runs.",
+            "Train PyTorch models that do not fit into memory: one Trainer, one strategy flag, and a plan before each "
+            "run.",
             "",
             *lines,
             "",
@@ -107,7 +108,8 @@ def _is_first_report(error: RoomierError) -> bool:
 
 
 def _place_in_user_code(error: RoomierError) -> str:
-    """Return the innermost frame of the traceback outside all libraries, if there is one."""
+    """Return the innermost frame of the traceback that is not in a library, or an empty string if there is no such
+    frame."""
     roomier_folder = str(Path(__file__).parents[1])
     library_folders = (roomier_folder, sys.base_prefix, sys.prefix, "<")
     frames = [

@@ -40,7 +40,8 @@ def _load(text: str) -> Any:
 class VerbParser(ArgumentParser):
     """Parser that finds roomier's callbacks by class name, which requires importing the callbacks.
 
-    Its help omits the list of known classes, because for a model this list contains hundreds of torch classes.
+    The help of the parser omits the list of known classes, because this list contains hundreds of torch classes for a
+    model.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -58,7 +59,9 @@ def trainer_parser(verb: str) -> ArgumentParser:
     parser = VerbParser(
         prog=f"roomier {verb}", description=_DESCRIPTIONS[verb], exit_on_error=False, allow_abbrev=False
     )
-    parser.add_argument("--config", action="config", help="YAML file with these options; later options take precedence")
+    parser.add_argument(
+        "--config", action="config", help="YAML file with options; later options on the command line take precedence"
+    )
     parser.add_argument("--seed_everything", type=int | None, default=None, help="seed of Python, NumPy and torch")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False)
     parser.add_subclass_arguments(
@@ -76,7 +79,7 @@ def trainer_parser(verb: str) -> ArgumentParser:
         help="import path of a DataModule of roomier or Lightning; default: the loaders of the model",
     )
     parser.add_argument(
-        "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last' for the newest"
+        "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last' for the newest checkpoint"
     )
     return parser
 

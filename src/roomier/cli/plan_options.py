@@ -1,4 +1,4 @@
-"""Options of ``roomier plan``: the options of ``fit``, the model and the hardware."""
+"""Options of ``roomier plan``: the options of ``fit``, and options for the model and the hardware."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GPT = "gpt"
 
 
 def plan_parser(gpt: str | None) -> ArgumentParser:
-    """Return the parser, with all keywords of the Trainer and of the given classes.
+    """Return the parser of ``roomier plan``, with all keywords of the Trainer and of the given classes.
 
     Args:
         gpt: value of ``--model`` if it is ``"gpt"`` or the name of a GPT size. The model options are then the fields of
@@ -43,15 +43,27 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     """
     parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
-    parser.add_argument("--seed_everything", type=int | None, default=None, help="accepted in a run's YAML; not used")
-    parser.add_argument("--ckpt_path", type=str | None, default=None, help="accepted in a run's YAML; not used")
-    parser.add_argument("--hardware", type=str | None, default=None, help="such as a100-40gb:8; default: this machine")
+    parser.add_argument(
+        "--seed_everything", type=int | None, default=None, help="accepted in the YAML file of a run, but ignored"
+    )
+    parser.add_argument(
+        "--ckpt_path", type=str | None, default=None, help="accepted in the YAML file of a run, but ignored"
+    )
+    parser.add_argument(
+        "--hardware",
+        type=str | None,
+        default=None,
+        help="hardware to plan for, such as a100-40gb:8; default: this machine",
+    )
     parser.add_argument("--nodes", type=int | None, default=None, help="number of nodes; default: --trainer.num_nodes")
     parser.add_argument(
         "--strategy",
         type=str | None,
         default=None,
-        help="plan only this strategy, like --trainer.strategy; default: compare all, regardless of a YAML file",
+        help=(
+            "plan only this strategy, like --trainer.strategy; default: compare all strategies, regardless of a YAML "
+            "file"
+        ),
     )
     parser.add_argument(
         "--deepspeed",
@@ -60,13 +72,23 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         help="a DeepSpeed configuration, such as ds_config.json: plan its strategy with its settings",
     )
     parser.add_argument(
-        "--memory_budget", type=str | int | None, default=None, help="of each device, such as 38GiB; default: all of it"
+        "--memory_budget",
+        type=str | int | None,
+        default=None,
+        help=("memory of each device to use, such as 38GiB; default: all memory"),
     )
     parser.add_argument("--hf", type=str | None, default=None, help="a Hugging Face config.json, or a folder with one")
-    parser.add_argument("--batch_size", type=int | None, default=None, help="samples of a micro-batch on each device")
-    parser.add_argument("--seq_len", type=int | None, default=None, help="tokens per sequence, with --hf and gpt")
     parser.add_argument(
-        "--input", type=str | None, default=None, help="tensors of a batch: 'x=float32[8,3,224,224]; label=int64[8]'"
+        "--batch_size", type=int | None, default=None, help="number of samples in a micro-batch on each device"
+    )
+    parser.add_argument(
+        "--seq_len", type=int | None, default=None, help="number of tokens per sequence, for --hf and gpt"
+    )
+    parser.add_argument(
+        "--input",
+        type=str | None,
+        default=None,
+        help=("tensors of a batch, such as 'x=float32[8,3,224,224]; label=int64[8]'"),
     )
     parser.add_argument(
         "--calibrated_by",
@@ -75,13 +97,13 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         help="run folder of this model, as for `roomier report`: scale the forecast of activations to its measurement, "
         "and store the measured GPU memory outside tensors for all plans on the same GPU",
     )
-    parser.add_argument("--what_if", action="store_true", help="also show the peak for other batch sizes")
+    parser.add_argument("--what_if", action="store_true", help="also show the peak memory for other batch sizes")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
-    parser.add_argument("--html", type=str | None, default=None, help="write a page that works without network")
+    parser.add_argument("--html", type=str | None, default=None, help="write an HTML page that works without a network")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, instantiate=False)
     if gpt is None:
         parser.add_subclass_arguments(
-            nn.Module, "model", fail_untyped=False, help=f"import path of a module, {_GPT}, or a size of it"
+            nn.Module, "model", fail_untyped=False, help=f"import path of a module, {_GPT}, or a size of this model"
         )
     else:
         parser.add_class_arguments(GPTConfig, "model")
@@ -123,11 +145,11 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
         raise RoomierError("--model", None, problem, action)
     if has_class and config.seq_len is not None:
         action = "Remove it, or pass the shapes of a batch: --input 'x=int64[8,2048]'"
-        problem = "is not supported with a class, whose batch comes from its data"
+        problem = "is not supported with a model class, because its data determines the batch"
         raise RoomierError("--seq_len", config.seq_len, problem, action)
     if not has_class and (config.input is not None or config.get("data") is not None):
         name = "--input" if config.input is not None else "--data"
-        problem = "is not supported with this model, whose batch follows from its configuration"
+        problem = "is not supported with this model, because its configuration determines the batch"
         action = "Remove it. Set the size of the batch with --batch_size and --seq_len"
         raise RoomierError(name, config.input or config.data.class_path, problem, action)
     for name in ("nodes", "batch_size", "seq_len"):
@@ -136,14 +158,13 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
 
 
 def trainer_words(words: Sequence[str]) -> frozenset[str]:
-    """Return the Trainer keywords that ``words`` contains, without the keywords in YAML files."""
+    """Return the Trainer keywords that ``words`` contains. Keywords in YAML files are not included."""
     options = (word.partition("=")[0] for word in words)
     return frozenset(option.split(".")[1] for option in options if option.startswith("--trainer."))
 
 
 def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
-    """Plan only the strategy of ``--trainer.strategy`` if this option was passed on the command line, as for
-    ``--strategy``.
+    """If ``--trainer.strategy`` was passed on the command line, plan only this strategy, as with ``--strategy``.
 
     Args:
         given: result of :func:`trainer_words`.
@@ -156,13 +177,14 @@ def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
     own = config.trainer.strategy
     name = own.get("name") if isinstance(own, dict) else own
     if config.strategy is not None and config.strategy != name:
-        action = "Pass one of the two, or neither to compare all strategies"
+        action = "Pass one of the two options, or neither option to compare all strategies"
         raise RoomierError("--trainer.strategy", name, f"differs from --strategy {config.strategy}", action)
     config.strategy = None if name == "auto" else name
 
 
 def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machine:
-    """Return the machine of ``--hardware`` and ``--nodes``, or by default this machine with the devices of the Trainer.
+    """Return the machine that ``--hardware`` and ``--nodes`` describe, or by default this machine with the devices of
+    the Trainer.
 
     Args:
         given: result of :func:`trainer_words`; these keywords must not contradict ``--hardware``.
@@ -188,8 +210,8 @@ def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machin
 
 
 def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
-    """Return the number of nodes. None if no option sets the number, so that 1 or the value in a machine file
-    applies."""
+    """Return the number of nodes. If no option sets the number, return None, so that the value in the machine file or 1
+    is used."""
     own, asked = config.trainer.num_nodes, config.nodes
     is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
     if asked is not None and "num_nodes" in given and own != asked:
@@ -199,7 +221,8 @@ def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
 
 
 def _num_devices(devices: Any, device: torch.device) -> int:
-    """Return the number of devices of this machine. ``"auto"`` and -1 mean all accelerators, or 1 without them."""
+    """Return the number of devices of this machine. ``"auto"`` and -1 mean all accelerators, or 1 device if there are
+    no accelerators."""
     if isinstance(devices, int) and devices > 0:
         return devices
     return num_devices(device)
@@ -233,10 +256,11 @@ def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
 
 
 def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:
-    """Return the Plan that the Trainer's keywords describe on ``machine``, with all strategies or the selected one.
+    """Return the Plan that the Trainer's keywords describe on ``machine``, with all strategies or the selected
+    strategy.
 
     Args:
-        optimizes_itself: the model configures its optimizer. Otherwise, the default optimizer is AdamW.
+        optimizes_itself: True if the model configures its optimizer. Otherwise, the default optimizer is AdamW.
 
     Raises:
         PlanError: the settings are invalid.

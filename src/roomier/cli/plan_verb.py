@@ -1,4 +1,4 @@
-"""``roomier plan``: forecasts memory and time of each plan on a machine, and selects the fastest plan that fits."""
+"""``roomier plan``: forecast memory and time of each plan on a machine, and select the fastest plan that fits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         given = set(trainer_words(words))
         deepspeed = take_deepspeed(config, given)
         apply_strategy_option(config, given)
-        with contextlib.redirect_stdout(sys.stderr):  # output of the user's code must not mix with the result
+        with contextlib.redirect_stdout(sys.stderr):  # the output of the user's code must not mix with the result
             machine = machine_of_options(config, given)
             if deepspeed is not None:
                 apply_deepspeed(config, deepspeed, machine)
@@ -97,7 +97,8 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
 
 
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
-    """Return ``asked`` with the activations that a run measured, and store the device measurements of the run."""
+    """Return ``asked`` with activations scaled to the measurement of a run, and store the device measurements of the
+    run."""
     from roomier.planner.measured.calibrated import learn_device, learned_of  # late: --help does not load the planner
     from roomier.planner.measured.record import read_record
 
@@ -173,7 +174,7 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
 
 def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
     """Print the strategy of the configuration and whether it fits. All strategies are compared, so the selected
-    strategy can be a different one."""
+    strategy can be a different strategy."""
     own = config.trainer.strategy
     name = own.get("name") if isinstance(own, dict) else own
     if config.strategy is None and name not in (None, "auto", "single"):

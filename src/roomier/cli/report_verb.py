@@ -1,4 +1,4 @@
-"""``roomier report RUN``: compares the forecast of a run with its measurement."""
+"""``roomier report RUN``: compare the forecast of a run with its measurement."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _WORTH_CALIBRATING = 0.02  # relative error of the peak; most forecasts have a s
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Print a table, or with ``--json`` one JSON object, to standard output. With ``--html``, also write a page.
+    """Compare the forecast and the measurement. Print a table, or with ``--json`` one JSON object, to standard output.
+    With ``--html``, also write a page.
 
     Raises:
-        RoomierError: the run does not exist, or it has no forecast with a measurement.
+        RoomierError: the run does not exist, or has no forecast with a measurement.
     """
     options = _parser(verb).parse_args(list(arguments))
     folder = find_run(options.run)
@@ -51,11 +52,11 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def find_run(path: Path) -> Path:
-    """Return ``path`` if it is a run folder. Otherwise, return the newest run in it, and prefer runs that have a
-    forecast.
+    """Return ``path`` if it is a run folder. Otherwise, return the newest run in ``path`` that has a forecast, or the
+    newest run.
 
     Raises:
-        RoomierError: there is no run.
+        RoomierError: ``path`` contains no run.
     """
     from roomier.planner.measured.record import FILE_NAME
     from roomier.train.opening.run_folder import is_run_folder
@@ -70,7 +71,7 @@ def find_run(path: Path) -> Path:
         key=lambda each: int(each.name.rpartition("_")[2]),
     )
     if not runs:
-        problem = "contains no run, neither forecast.json nor a folder version_N"
+        problem = "contains no run, because it has neither forecast.json nor a folder version_N"
         action = "Pass a run folder such as runs/version_0, or the folder of all runs"
         raise RoomierError("run", str(path), problem, action)
     return next((each for each in reversed(runs) if (each / FILE_NAME).is_file()), runs[-1])
@@ -88,7 +89,7 @@ def rates_of(folder: Path) -> dict[str, float]:
             try:
                 values = json.loads(row)
             except ValueError:
-                continue  # the last row of a killed run
+                continue  # the last row of a killed run can be incomplete
             if isinstance(values, dict):
                 found.update({name: values[name] for name in _RATES if isinstance(values.get(name), (int, float))})
     return found
@@ -165,7 +166,12 @@ def _parser(verb: str) -> PlainParser:
         description="Compare the forecast of a run with the measurement of one of its steps.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, help="a run folder, or a folder of runs (newest)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write both to a page that works without network")
+    parser.add_argument("run", type=Path, help="a run folder, or a folder of runs, whose newest run is used")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the forecast and the measurement to an HTML page that works without a network",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")
     return parser

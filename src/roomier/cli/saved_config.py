@@ -1,4 +1,4 @@
-"""Stores the configuration of a run in its folder."""
+"""Callback that stores the configuration of a run in the run folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE_NAME = "config.yaml"
 
 
 class SavedConfig(Callback):
-    """Writes ``config.yaml`` to the run folder. ``roomier fit --config`` repeats the run from this file.
+    """Callback that writes ``config.yaml`` to the run folder. ``roomier fit --config`` repeats the run from this file.
 
     A resumed run uses the same folder. If the settings of the resumed run differ, they are written to
     ``config-step=N.yaml`` instead.

@@ -1,4 +1,4 @@
-"""``roomier fit | validate | test | predict``: runs a Trainer with a model and data from the command line and YAML."""
+"""``roomier fit | validate | test | predict``: run a Trainer with a model and data from the command line and YAML."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ from roomier.planner.workload import Workload
 from roomier.trainer.session import request_of
 
 DEFAULT_BATCH = 8
-_NUM_STEPS = 1000  # length of the run for schedules, which does not affect the cost of a step
+_NUM_STEPS = 1000  # number of steps for schedules, which does not affect the cost of a step
 _INPUT = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<sizes>[\d,\s]*)\]\s*")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A workload that was requested on the command line.
+    """Workload that was requested on the command line.
 
     Attributes:
         name: name of the model.
@@ -101,11 +101,11 @@ def class_request(
 
     Args:
         config: all options, including ``model`` and ``data``.
-        inputs: shapes of a batch, see :func:`batch_of`; None uses a batch of the data.
+        inputs: shapes of a batch (see :func:`batch_of`); None uses a batch of the data.
         stand_in: Trainer that the model and its data can access.
 
     Raises:
-        RoomierError: there is no data, or the data cannot be read.
+        RoomierError: there is no data for a batch, or the data cannot be read.
     """
     module = as_module(_on_meta_if_it_can(parser, config))
     data = None if config.get("data") is None else parser.instantiate(_only(config, "data")).data
@@ -156,7 +156,7 @@ def _made(dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _only(config: Namespace, name: str) -> Namespace:
-    """Return ``config`` with only the class ``name``."""
+    """Return a copy of ``config`` in which only ``name`` of the options ``model`` and ``data`` is set."""
     kept = config.clone()
     for other in ("model", "data"):
         if other != name:
@@ -178,9 +178,14 @@ def _on_meta_if_it_can(parser: ArgumentParser, config: Namespace) -> nn.Module:
             return make()
     except RoomierError:
         raise
-    except Exception as error:  # a constructor can run any code; a real error occurs again without the meta device
+    except (
+        Exception
+    ) as error:  # a constructor can run any code, and an error of the model occurs again without the meta device
         model = make()
-        notice(f"the model was built in memory, because it cannot be built on meta ({type(error).__name__}: {error})")
+        notice(
+            "the model was created in memory, because it cannot be created on the meta device "
+            f"({type(error).__name__}: {error})"
+        )
         return model
 
 

@@ -1,1 +1,1 @@
-"""Custom training loops: the objects of Accelerate over roomier's engine."""
+"""Custom training loops: the objects of Accelerate, implemented with roomier's engine."""

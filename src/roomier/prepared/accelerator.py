@@ -36,7 +36,7 @@ from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tens
 
 
 class UnsupportedMemberError(RoomierError, AttributeError):
-    """A member of ``accelerate.Accelerator`` that roomier does not have. The error contains the equivalent."""
+    """Error for a member of ``accelerate.Accelerator`` that roomier does not have. The error names an alternative."""
 
 
 class Accelerator(Storage):
@@ -44,10 +44,10 @@ class Accelerator(Storage):
 
     In a script for Accelerate, replace the import and add a Plan. The Plan determines the strategy, the precision and
     the memory techniques. The launcher (torchrun, ``accelerate launch``, SLURM or MPI) determines the number of ranks,
-    unless the Plan names it.
+    unless the Plan contains this number.
 
-    Gradients are the mean over the micro-batches of an optimizer step and over the ranks. Each rank reads full batches,
-    and the last batch of an epoch is completed with the first samples of the epoch, as in Accelerate.
+    Gradients are averaged over the micro-batches of an optimizer step and over the ranks. As in Accelerate, each rank
+    reads full batches, and the first samples of an epoch complete its last batch.
 
     Args:
         plan: a Plan, a mapping, or the path of a YAML or JSON file. None uses ``"ddp"`` for several ranks.
@@ -115,21 +115,21 @@ class Accelerator(Storage):
     # Preparation --------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Return ``args`` in the same order, ready for the loop. A single object is returned alone.
+        """Return the prepared ``args`` in the same order. For a single argument, the result is not a tuple.
 
         Models, optimizers, DataLoaders and schedulers are prepared. Other objects are returned unchanged. Pass a model
         together with its optimizers, because sharding replaces the parameters.
 
         Args:
             args: the objects.
-            device_placement: must contain only True or None.
+            device_placement: accepted for compatibility with Accelerate; must contain only True or None.
 
         Raises:
-            PlanError: the strategy does not support the models, or an optimizer belongs to no prepared model.
+            PlanError: the strategy does not support the models, or an optimizer does not belong to a prepared model.
         """
         if device_placement is not None and any(each is False for each in device_placement):
             problem = "contains False, but prepare moves all objects"
-            raise PlanError("device_placement", device_placement, problem, "Leave the object out of prepare")
+            raise PlanError("device_placement", device_placement, problem, "Do not pass the object to prepare")
         models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, PreparedModel)]
         optimizers = [each for each in args if _is_new(each, Optimizer, PreparedOptimizer)]
         self._check_owners(models, optimizers)
@@ -170,7 +170,7 @@ class Accelerator(Storage):
         with_parameters = [each for each in models if any(True for _ in each.parameters())]
         self._check_number_of_models(len(self._engines) + len(with_parameters))
         for model in models:
-            if model not in with_parameters:  # such as a loss function
+            if model not in with_parameters:  # other objects, such as a loss function, are not prepared
                 done[id(model)] = model.to(self.device)
                 continue
             own = [each for each in optimizers if _shares_parameters(each, model)]
@@ -185,10 +185,10 @@ class Accelerator(Storage):
         strategy = self.plan.parallel.strategy
         if number > 1 and self.use_distributed and strategy not in ("single", "ddp"):
             problem = "supports one model per Accelerator"
-            raise PlanError("strategy", strategy, problem, "Use strategy='ddp', or put the models into one nn.Module")
+            raise PlanError("strategy", strategy, problem, "Use strategy='ddp', or combine the models in one nn.Module")
         if number > 1 and self.plan.offload.optimizer_states != "none":
-            problem = "is supported for one model per Accelerator"
-            action = "Put the models into one nn.Module, or use 'none'"
+            problem = "is supported only for one model per Accelerator"
+            action = "Combine the models in one nn.Module, or use 'none'"
             raise PlanError("offload.optimizer_states", self.plan.offload.optimizer_states, problem, action)
 
     def _check_owners(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -196,8 +196,8 @@ class Accelerator(Storage):
         for optimizer in optimizers:
             num_owners = sum(_shares_parameters(optimizer, each) for each in known)
             if num_owners != 1:
-                problem = "has no parameters of a prepared model"
-                action = "Pass the model and its optimizer to one call of prepare"
+                problem = "contains no parameters of a prepared model"
+                action = "Pass the model and its optimizer to the same call of prepare"
                 if num_owners:
                     problem, action = "has parameters of several models", "Create one optimizer for each model"
                 raise PlanError("optimizer", type(optimizer).__name__, problem, action)
@@ -238,10 +238,10 @@ class Accelerator(Storage):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Return the context of one micro-batch.
+        """Return a context for the forward, backward and update of one micro-batch.
 
-        Gradients accumulate until the last micro-batch of an optimizer step, or the last batch of the loader. Before
-        this micro-batch, optimizers and schedulers have no effect.
+        Gradients accumulate until the last micro-batch of an optimizer step, or until the last batch of the loader.
+        Before this micro-batch, the methods of optimizers and schedulers have no effect.
         """
         self._accumulation.advance()
         with ExitStack() as stack:
@@ -284,11 +284,12 @@ class Accelerator(Storage):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last step of an optimizer was skipped, because its gradients were not finite."""
+        """True if the last step of an optimizer was skipped because its gradients were not finite."""
         return any(each.step_was_skipped for each in self._optimizers)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the gradients of ``optimizer`` (default: all) by the loss scale. A second call has no effect."""
+        """Divide the gradients of ``optimizer`` (default: all optimizers) by the loss scale. A second call in the same
+        step has no effect."""
         wanted = self._optimizers if optimizer is None else optimizer
         for each in wanted if isinstance(wanted, (list, tuple)) else [wanted]:
             self._engine_of(each.optimizer).unscale(each.optimizer)
@@ -296,7 +297,7 @@ class Accelerator(Storage):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Scale the gradients of ``parameters`` to at most ``max_norm``.
+        """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``.
 
         Returns:
             The norm before clipping, over all ranks (0-dim).
@@ -347,7 +348,7 @@ class Accelerator(Storage):
     # Metrics ------------------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Return ``tensor`` (nested tensors) concatenated over the ranks along the first dimension.
+        """Return ``tensor`` (nested tensors), concatenated over the ranks along the first dimension.
 
         Raises:
             TrainingError: a tensor has a different shape on another rank.
@@ -355,7 +356,7 @@ class Accelerator(Storage):
         return gathered(tensor, self.ranks, self.device)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return ``input_data`` of all ranks without the samples that complete the last batch of a loader.
+        """Return ``input_data`` of all ranks, without the repeated samples that complete the last batch of a loader.
 
         Args:
             input_data: nested tensors with one row per sample, or a list of objects.
@@ -399,7 +400,8 @@ class Accelerator(Storage):
 
     @property
     def distributed_type(self) -> str:
-        """``"NO"``, ``"MULTI_CPU"``, ``"MULTI_GPU"`` or ``"FSDP"``, which equal the values of ``DistributedType``."""
+        """``"NO"``, ``"MULTI_CPU"``, ``"MULTI_GPU"`` or ``"FSDP"``, which are values of Accelerate's
+        ``DistributedType``."""
         if self.ranks.is_alone:
             return "NO"
         if self.plan.parallel.strategy != "ddp":
@@ -438,7 +440,8 @@ class Accelerator(Storage):
 
 
 def _is_new(value: Any, kind: type, prepared: type) -> bool:
-    return isinstance(value, kind) and type(value) is not prepared  # isinstance reports the kind of the original
+    # isinstance() treats a proxy as an instance of the original class.
+    return isinstance(value, kind) and type(value) is not prepared
 
 
 def _shares_parameters(optimizer: Optimizer, module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ class Accumulation:
         ends_with_loader: whether the last batch of a loader always ends the accumulation.
         is_syncing: whether the current micro-batch is the last micro-batch of an optimizer step.
         index: number of micro-batches since the last optimizer step.
-        loaders: loaders that are being read. The last one is the innermost.
+        loaders: loaders that are being read. The last loader in the list is the innermost loader.
     """
 
     num_steps: int = 1

@@ -1,4 +1,4 @@
-"""Prepared loader: this rank's batches on its device, and whether the last batch is reached."""
+"""Prepared loader, which yields this rank's batches on its device and detects the last batch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _END = object()
 
 @dataclass
 class Order:
-    """Position in the epochs of a loader, which all copies of the loader share.
+    """Position of a loader in its epochs. All copies of the loader share this position.
 
     Attributes:
         epoch: number of epochs that were read.
         start: states of the generators at the start of the running epoch: ``"torch"``, and ``"generator"`` if the
-            loader has one. None between epochs.
-        resumed: value of ``start`` in a checkpoint. The next epoch draws the same order from it.
+            loader has a generator. None between epochs.
+        resumed: value of ``start`` in a checkpoint. The next epoch draws its order from these states.
     """
 
     epoch: int = 0
@@ -41,9 +41,9 @@ class Order:
 
 
 class PreparedLoader:
-    """Batches of this rank, on its device. ``isinstance`` reports the class of the loader.
+    """Loader of this rank's batches on its device. ``isinstance`` treats it as an instance of the loader's class.
 
-    One batch is read ahead, so the loader is at its end when it yields the last batch.
+    One batch is read ahead, so that ``end_of_dataloader`` is already True when the last batch is yielded.
 
     Args:
         loader: loader of this rank's batches.
@@ -158,7 +158,7 @@ class PreparedLoader:
         return len(dataset.dataset if isinstance(dataset, ShardedStream) else dataset)
 
     def num_kept(self, num_rows: int) -> int:
-        """Return how many of ``num_rows`` rows, gathered after the last batch, are not repeated."""
+        """Return how many of the ``num_rows`` rows that were gathered after the last batch are not repeated."""
         for part in (self.loader.batch_sampler, self.loader.sampler, self.loader.dataset):
             count = getattr(part, "num_kept", None)
             if count is not None:
@@ -226,7 +226,7 @@ def prepared_loader(
     if not can_be_rebuilt(loader):
         notice(
             f"{type(loader).__name__} overrides __iter__ or __len__, so each rank reads all batches and uses one in "
-            f"{ranks.world.size}. The last incomplete round is dropped"
+            f"{ranks.world.size}. The last round is dropped if it is incomplete"
         )
         return PreparedLoader(loader, move, accumulation, ranks, share=share)
     if isinstance(loader.dataset, IterableDataset):
@@ -272,7 +272,7 @@ def _with_common_order(batches: Any, ranks: Ranks) -> tuple[Any, torch.Generator
     if not (generator is None or isinstance(generator, torch.Generator)):
         return batches, None
     if generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_())  # every rank draws, as in Accelerate
+        seed = int(torch.empty((), dtype=torch.int64).random_())  # every rank draws a seed, as in Accelerate
         generator = torch.Generator().manual_seed(ranks.from_zero(seed))
     copied = with_generator(sampler, generator)
     if sampler is batches:
@@ -286,5 +286,5 @@ def _check_divisible(loader: DataLoader[Any], ranks: Ranks) -> None:
     size = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
     if size is None or size % ranks.world.size:
         problem = f"requires batches whose size is a multiple of the {ranks.world.size} ranks, but the size is {size}"
-        action = f"Set DataLoader(batch_size={ranks.world.size}) or a multiple of it, or split_batches=False"
+        action = f"Set DataLoader(batch_size={ranks.world.size}) or a multiple of this size, or split_batches=False"
         raise PlanError("split_batches", True, problem, action)

@@ -1,4 +1,4 @@
-"""Prepared model: calls the network through the engine."""
+"""Prepared model, which calls the network through the engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from roomier.engine.optimizer_state import shard_like
 class PreparedModel(nn.Module):
     """Model whose forward runs in the precision and with the strategy of a Plan.
 
-    Attributes of the network that ``nn.Module`` does not have can be read from the prepared model. Calls of its other
-    methods do not use the engine.
+    The attributes and methods of the network that ``nn.Module`` does not have are available on the prepared model.
+    Calls of these methods do not use the engine.
 
     Attributes:
         module: the network.
@@ -38,7 +38,7 @@ class PreparedModel(nn.Module):
         return self.engine.call(args, kwargs)
 
     def train(self, mode: bool = True) -> PreparedModel:
-        """Set the mode of the network, and free parameters that an evaluation unsharded."""
+        """Set the mode of the network, and reshard parameters that an evaluation unsharded."""
         self.engine.settle()
         super().train(mode)
         return self
@@ -53,7 +53,7 @@ class PreparedModel(nn.Module):
             self.engine.reduces = before
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the network, under its own names. Sharded parameters are DTensors."""
+        """Return the state of the network, with the names of the original network. Sharded parameters are DTensors."""
         self.engine.settle()
         return self.module.state_dict(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Prepared optimizers and schedulers, which act only at the end of an accumulation."""
+"""Prepared optimizers and schedulers, which take effect only at the end of an accumulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PreparedOptimizer(OptimizerProxy):
 
     Args:
         optimizer: the optimizer.
-        engine: the engine of its model.
+        engine: the engine of the model whose parameters the optimizer updates.
         accumulation: position of the loop.
     """
 
@@ -51,15 +51,15 @@ class PreparedOptimizer(OptimizerProxy):
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step was skipped because gradients were not finite. The host waits for the device."""
+        """True if the last step was skipped because gradients were not finite. This property waits for the device."""
         return self._num_skipped is not None and bool(self._engine.scaler.num_skipped > self._num_skipped)
 
     def train(self) -> None:
-        """Set an optimizer with separate modes, such as a schedule-free optimizer, to training."""
+        """Set an optimizer with separate modes, such as a schedule-free optimizer, to training mode."""
         self._set_mode("train")
 
     def eval(self) -> None:
-        """Set an optimizer with separate modes, such as a schedule-free optimizer, to evaluation."""
+        """Set an optimizer with separate modes, such as a schedule-free optimizer, to evaluation mode."""
         self._set_mode("eval")
 
     def _set_mode(self, name: str) -> None:
@@ -71,12 +71,12 @@ class PreparedOptimizer(OptimizerProxy):
 class PreparedScheduler:
     """Proxy of ``scheduler`` that steps with the optimizer.
 
-    A scheduler that a script creates counts the batches of all processes. One optimizer step consumes one batch per
-    process, so the scheduler steps once per process, unless ``splits_batches`` is set.
+    A scheduler in a script for Accelerate counts the batches of all processes. An optimizer step consumes one batch per
+    process. Therefore, the scheduler steps once per process in each optimizer step, unless ``splits_batches`` is set.
 
     Args:
         scheduler: the scheduler.
-        optimizers: the prepared optimizers that it can belong to.
+        optimizers: the prepared optimizers, one of which the scheduler uses.
         accumulation: position of the loop.
         num_processes: number of ranks.
         steps_with_optimizer: if False, each call of ``step`` steps the scheduler once.
@@ -111,7 +111,7 @@ class PreparedScheduler:
             return
         if not self._accumulation.is_syncing or any(each.step_was_skipped for each in self._optimizers):
             return
-        num_all = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises after its last step
+        num_all = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises an error after its last step
         for _ in range(self._num_repeats):
             if num_all is None or self.scheduler.last_epoch < num_all:
                 self.scheduler.step(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``roomier.prepare``: an engine for a custom loop, or the prepared objects of an Accelerator."""
+"""``roomier.prepare``, which returns an engine for a custom loop, or the prepared objects of an Accelerator."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ def prepare(
 
     Args:
         module: any ``nn.Module``. The module is moved and converted in place.
-        optimizer: one or several optimizers of the module's parameters. None creates the optimizer that ``plan`` names.
-        objects: DataLoaders, schedulers, and further models and optimizers, in any order.
+        optimizer: one or several optimizers of the module's parameters. If None, the optimizer that ``plan`` names is
+            created.
+        objects: DataLoaders, schedulers, and additional models and optimizers, in any order.
         plan: a Plan, a mapping, or the path of a YAML or JSON file. None is ``Plan()``.
-        max_steps: number of optimizer steps, for a schedule that ``plan`` names. Call ``engine.scheduler.step()`` after
-            each optimizer step.
+        max_steps: number of optimizer steps, for the learning rate schedule that ``plan`` names. Call
+            ``engine.scheduler.step()`` after each optimizer step.
 
     Raises:
-        PlanError: there is no optimizer, both ``optimizer`` and ``plan`` define one, or ``plan`` is invalid.
+        PlanError: neither or both of ``optimizer`` and ``plan`` define an optimizer, or ``plan`` is invalid.
 
     Example:
         >>> engine = roomier.prepare(model, optimizer, plan=roomier.Plan())

@@ -1,4 +1,4 @@
-"""The processes of an Accelerator: their numbers, functions that run on some of them, and collectives."""
+"""Members of an Accelerator for its processes: their numbers, functions that run on some processes, and collectives."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Return a context that rank 0 leaves before the other ranks enter it."""
+        """Return a context that rank 0 leaves before the other ranks enter the context."""
         yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Return a context that the first rank of each machine leaves before the other ranks enter it."""
+        """Return a context that the first rank of each machine leaves before the other ranks enter the context."""
         yield from self._first(self.is_local_main_process)
 
     def _first(self, is_first: bool) -> Iterator[None]:
@@ -124,7 +124,8 @@ class Processes:
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Return whether any rank called :meth:`set_trigger`, and clear the request. Every rank must call it."""
+        """Return whether any rank called :meth:`set_trigger`, and clear the request. Every rank must call this
+        method."""
         found, self._is_triggered = self.ranks.any(self._is_triggered), False
         return found
 
@@ -134,7 +135,7 @@ class Processes:
         Args:
             tensor: tensors of the same shapes on every rank.
             reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which is ``"sum"`` as in Accelerate.
-            scale: has no effect, as in Accelerate on all devices except XLA.
+            scale: this argument has no effect, as in Accelerate on all devices except XLA.
 
         Raises:
             RoomierError: ``reduction`` is unknown.
@@ -154,7 +155,7 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Return a context with the elements of ``inputs`` that belong to this rank.
+        """Return a context whose value is the part of ``inputs`` that belongs to this rank.
 
         Args:
             inputs: a list, tuple or tensor, or a dict of values with the same number of elements.

@@ -53,7 +53,7 @@ def load_loop(
 ) -> None:
     """Restore the result of :func:`save_loop`. Arguments as in :func:`save_loop`.
 
-    Weights and optimizer states are read in place. Each rank reads only its shards.
+    Weights and optimizer states are read directly into the existing tensors. Each rank reads only its shards.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to other models, optimizers or objects.
@@ -87,7 +87,8 @@ def load_loop(
 
 
 def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """Return the unsharded state of ``network``. Sharded tensors are on the CPU of rank 0, and missing on other ranks.
+    """Return the unsharded state of ``network``. Tensors that were sharded are in host memory on rank 0, and are
+    omitted on other ranks.
 
     Every rank must call this function. One sharded tensor at a time is unsharded on the device.
     """
@@ -103,7 +104,7 @@ def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int | str) -> None:
-    """Write safetensors files of limited size, in place of the files of an earlier call.
+    """Write safetensors files of limited size, which replace the files of an earlier call.
 
     Tied weights are written once.
 

@@ -25,11 +25,12 @@ _FIELDS = {
     "accelerator": ("parallel", "accelerator"),
     "compile": ("compile", "enabled"),
 }
-"""Arguments that complete a Plan, and their sections and fields."""
+"""Mapping from each argument that completes a Plan to the section and the field of the Plan."""
 
 
 def plan_of(plan: Plan | Mapping[str, Any] | str | Path | None, keywords: Mapping[str, Any]) -> Plan:
-    """Return the Plan of an Accelerator. The launcher determines the number of ranks, unless ``plan`` names it.
+    """Return the Plan of an Accelerator. The launcher determines the number of ranks, unless ``plan`` contains this
+    number.
 
     Args:
         plan: a Plan, a mapping, the path of a YAML or JSON file, or None.

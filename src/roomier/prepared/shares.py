@@ -1,7 +1,7 @@
-"""Shares of a loader: which samples or batches each rank reads.
+"""Shares of a loader: the samples or batches that each rank reads.
 
-All ranks read the same number of full batches. The last round is completed with the first samples of the epoch, as in
-Accelerate. The number of samples that are not repeated is known when the epoch ends.
+All ranks read the same number of full batches. As in Accelerate, the first samples of the epoch complete the last
+round. The number of samples in this round that are not repeated is known when the epoch ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Round:
-    """Division of a stream of items into rounds, of which each rank reads a part.
+    """Division of a stream of items into rounds. Each rank reads a part of each round.
 
     Args:
         world: rank and number of ranks.
@@ -62,7 +62,7 @@ class ShardedBatches(Sampler[list[Any]]):
     """Batches of indices that this rank reads.
 
     The indices of torch's ``BatchSampler`` are divided into rounds of one batch per rank. The batches of any other
-    sampler remain unchanged, because their samples can belong together. Each rank reads every N-th of these batches.
+    sampler remain unchanged, because their samples can belong together. In this case, each rank reads every N-th batch.
 
     Args:
         batches: sampler of the full batches, for all ranks.
@@ -99,7 +99,7 @@ class ShardedBatches(Sampler[list[Any]]):
         return self._round.count(len(self._batches) * self._batches.batch_size - self._num_missing())
 
     def _num_missing(self) -> int:
-        """Return the number of samples by which the last batch is smaller than the others."""
+        """Return the number of samples by which the last batch is smaller than the other batches."""
         return 0 if self.drop_last else -len(self.sampler) % int(self._batches.batch_size)
 
     def num_kept(self, num_rows: int, num_ranks: int) -> int:
@@ -151,7 +151,8 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class LaterBatches(Sampler[Any]):
-    """The items of ``batches`` after the first ``num_skipped``. The skipped samples are not read."""
+    """Iterable over the items of ``batches`` after the first ``num_skipped`` items. The skipped samples are not
+    read."""
 
     def __init__(self, batches: Any, num_skipped: int) -> None:
         self._batches = batches

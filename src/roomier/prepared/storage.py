@@ -79,7 +79,7 @@ class Storage(Processes):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the unsharded state of ``model``. Every rank must call this method.
 
-        Tensors of a sharded model are on the CPU of rank 0, and missing on other ranks.
+        If the model is sharded, its tensors are in host memory on rank 0, and are omitted on other ranks.
         """
         return full_weights(self.unwrap_model(model), self.ranks)
 
@@ -104,9 +104,9 @@ class Storage(Processes):
 
         Args:
             model: a prepared model.
-            save_directory: folder, which is created.
+            save_directory: folder, which is created if it does not exist.
             max_shard_size: maximum size of one file, as a number of bytes or a text such as ``"5GB"``.
-            safe_serialization: write safetensors files; otherwise one pickle, ``pytorch_model.bin``.
+            safe_serialization: write safetensors files; otherwise, write one pickle file, ``pytorch_model.bin``.
         """
         weights, folder = self.get_state_dict(model), Path(save_directory)
         if self.is_main_process and safe_serialization:
@@ -124,7 +124,7 @@ class Storage(Processes):
         """
         for each in objects:
             if not all(callable(getattr(each, name, None)) for name in ("state_dict", "load_state_dict")):
-                problem = "has no state_dict and load_state_dict"
+                problem = "does not have the methods state_dict and load_state_dict"
                 raise RoomierError("register_for_checkpointing", each, problem, "Define both methods")
         self._registered += objects
 
@@ -203,7 +203,7 @@ class Storage(Processes):
         return list(self._trackers.started)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a started logger. On ranks other than rank 0, return an object that ignores all calls.
+        """Return a started logger. On all ranks except rank 0, return an object that ignores all calls.
 
         Args:
             name: name of the logger.
@@ -222,7 +222,7 @@ class Storage(Processes):
 
         Args:
             values: numbers by name.
-            step: step of the row. None counts the calls.
+            step: step of the logged row. None counts the calls.
             log_kwargs: has no effect.
         """
         if self.is_main_process:

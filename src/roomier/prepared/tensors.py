@@ -42,7 +42,7 @@ def gathered(data: Any, ranks: Ranks, device: torch.device) -> Any:
 
 
 def gathered_objects(data: Any, ranks: Ranks) -> Any:
-    """Return the elements of ``data`` of all ranks in one list. With one rank, return ``data``."""
+    """Return one list with the elements of ``data`` on all ranks. With one rank, return ``data``."""
     if ranks.is_alone:
         return data
     return list(chain.from_iterable(ranks.gather(data, allows_pickle=True)))
@@ -116,7 +116,8 @@ def _size(tensor: Tensor, dim: int) -> int:
 
 
 def part_of_rank(inputs: Any, ranks: Ranks, *, pads: bool) -> Any:
-    """Return the elements of ``inputs`` that belong to this rank. The first ranks receive the additional elements.
+    """Return the elements of ``inputs`` that belong to this rank. If the elements cannot be divided evenly, the first
+    ranks receive one additional element each.
 
     Args:
         inputs: a list, tuple or tensor, or a dict of values with the same number of elements.

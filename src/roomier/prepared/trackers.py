@@ -1,4 +1,4 @@
-"""Trackers of an Accelerator: the loggers of roomier."""
+"""Trackers of an Accelerator, which are loggers of roomier."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NAMES = {"comet_ml": "comet"}
 
 
 class Trackers:
-    """Loggers that rank 0 starts by :meth:`start`.
+    """Loggers that :meth:`start` starts on rank 0.
 
     Args:
         log_with: a name, a logger, or a list of them. None for no logger.
-        folder: folder of the log files; None requires a name of a project.
+        folder: folder of the log files; if None, the name of a project is required.
 
     Raises:
         PlanError: a name is unknown.
@@ -36,7 +36,7 @@ class Trackers:
 
     @property
     def started(self) -> Sequence[Logger]:
-        """The loggers, after they were started on this rank."""
+        """Loggers that were started on this rank."""
         return self._group.loggers
 
     def start(self, project: str, config: Mapping[str, Any] | None) -> None:
@@ -50,7 +50,7 @@ class Trackers:
             self._group.log_hyperparams(config)
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Log numbers. Without ``step``, each call has the next step.
+        """Log numbers. If ``step`` is None, each call uses the next step.
 
         Raises:
             RoomierError: a value is not a number.
@@ -89,7 +89,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        action = "Pass numbers, or pass texts as config of init_trackers"
+        action = "Pass numbers, or pass texts in the argument config of init_trackers"
         raise RoomierError("values", {name: value}, "contains a value that is not a number", action) from error
 
 
