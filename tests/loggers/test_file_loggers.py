@@ -197,4 +197,4 @@ def test_resumed_run_keeps_the_hyperparameters_of_the_first_run(
     assert json.loads((tmp_path / "hparams.json").read_text()) == {"lr": 0.1}
     assert json.loads((tmp_path / "hparams-from-step=40.json").read_text()) == {"lr": 0.5}
     assert not (tmp_path / "hparams-from-step=20.json").exists(), "both hyperparameters are equal"
-    assert capsys.readouterr().err.count("the new ones are in hparams-from-step=40.json") == 1
+    assert capsys.readouterr().err.count("the new values are in hparams-from-step=40.json") == 1

@@ -39,7 +39,7 @@ def test_logger_object_is_not_copied() -> None:
     ("flag", "words"),
     [
         ("tensorbord", ["'tensorbord'", "Did you mean 'tensorboard'?"]),
-        ("neptune", ["closed in March 2026", "wandb", "mlflow"]),
+        ("neptune", ["shut down in March 2026", "wandb", "mlflow"]),
         (["csv", CSVLogger()], ["would write metrics.csv"]),
         (3, ["must be a name or a logger"]),
         (Own, ["must be a name or a logger"]),
@@ -58,7 +58,7 @@ def test_same_logger_in_two_folders(tmp_path: Path) -> None:
 
 
 def test_neptune_logger_object_is_rejected() -> None:
-    with pytest.raises(PlanError, match="closed in March 2026"):
+    with pytest.raises(PlanError, match="shut down in March 2026"):
         NeptuneLogger(project="a/b")
 
 

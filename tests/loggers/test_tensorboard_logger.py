@@ -78,7 +78,7 @@ def test_writer_is_available_from_the_start_of_a_run(tmp_path: Path, capsys: pyt
     logger = TensorBoardLogger()
     logger.experiment.add_scalar("loss", 1.0, 1)
     logger.experiment.add_text("note", "x")
-    reason = "opens with a fit that keeps files: calls of its experiment are ignored, such as add_scalar()"
+    reason = "opens its file in a fit that writes files: calls of its experiment are ignored, such as add_scalar()"
     assert capsys.readouterr().err.count(reason) == 1
     logger.start(tmp_path)
     assert Path(logger.experiment.log_dir) == tmp_path
@@ -112,7 +112,7 @@ def test_log_graph(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.start(tmp_path)
     logger.log_graph(torch.nn.Linear(3, 2), torch.zeros(4, 3))
-    with pytest.raises(RoomierError, match="is required, because the graph is traced on it"):
+    with pytest.raises(RoomierError, match="is required, because the graph is traced on this input"):
         logger.log_graph(torch.nn.Linear(3, 2))
     logger.finalize("success")
     assert b"Linear" in read(tmp_path).Graph().SerializeToString()

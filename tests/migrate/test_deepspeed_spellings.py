@@ -528,7 +528,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stag": 3}}, "'zero_optimization.stage'"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, "must be 'cpu', 'nvme' or 'none'"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "'reduce_dtype': 'bf16'"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "sends quantized numbers"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "sends quantized values"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "'base': 'int8'"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "'update': 'deferred'"),
     ({"train_micro_batch_size_pr_gpu": 2, "fp16": {"enabled": False}}, "Did you mean 'train_micro_batch_size_per_gpu'"),

@@ -192,7 +192,7 @@ OTHERS = [
     Spelling({"plugins": Made("half", lambda: precision.HalfPrecision("bf16-true"))}, {"precision.mode": "bf16-true"}),
     Spelling({"plugins": Made("half16", lambda: precision.HalfPrecision("16-true"))}, error="Use precision='16-mixed'"),
     Spelling({"plugins": _plugin(TorchSyncBatchNorm)}, error="convert_sync_batchnorm"),
-    Spelling({"plugins": [3]}, error="Use the argument that replaces it"),
+    Spelling({"plugins": [3]}, error="Use the argument that replaces the plugin"),
     # accelerators
     Spelling({"accelerator": accelerators.CPUAccelerator()}, {"parallel.accelerator": "cpu"}),
     Spelling({"accelerator": accelerators.CUDAAccelerator()}, {"parallel.accelerator": "cuda"}),

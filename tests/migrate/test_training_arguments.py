@@ -32,7 +32,7 @@ ROWS = [
     Spelling({"max_grad_norm": 1.0}, {"batch.gradient_clip_val": 1.0}),
     Spelling({"max_grad_norm": 0.0}),
     Spelling({"num_train_epochs": 3.0}, options={"max_epochs": 3}),
-    Spelling({"num_train_epochs": 0.5}, error="Write max_steps"),
+    Spelling({"num_train_epochs": 0.5}, error="Use max_steps"),
     Spelling({"logging_steps": 10}, options={"log_every_n_steps": 10}),
     Spelling({"logging_steps": 0.1}, error="Write a number of steps"),
     Spelling({"optim": "adamw_torch", "learning_rate": 1e-3}, {**OF_ADAMW, "optimizer.lr": 1e-3}),
@@ -51,7 +51,7 @@ ROWS = [
     Spelling(
         {"optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 10},
         {"optimizer.name": "sgd", "optimizer.schedule": "cosine", "optimizer.warmup_steps": 10},
-        remarks=("transformers uses 0",),
+        remarks=("in transformers the first rate is 0",),
     ),
     Spelling({"optim": "sgd", "lr_scheduler_type": "polynomial"}, error="is not a schedule of roomier"),
     Spelling({"lr_scheduler_type": "linear", "warmup_ratio": 0.1}, error="the warm-up is a number of steps"),

@@ -1,1 +1,1 @@
-"""Exports of checkpoints and models to files for other programs."""
+"""Export of checkpoints and models to files for other programs."""

@@ -1,4 +1,4 @@
-"""Exports adapters to a folder that the package peft can load."""
+"""Export of adapters to a folder that the package peft can load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
     ``adapter_model.safetensors`` and ``adapter_config.json``.
 
     Args:
-        network: model with adapters; its names must equal the names in the model that peft adapts.
+        network: model with adapters. The names of its weights must be equal to the names in the model that peft adapts.
         output: new folder.
 
     Returns:
@@ -43,7 +43,9 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
         raise RoomierError("network", type(network).__name__, "has no adapters", action)
     if any(hasattr(each.lora_A, "placements") for each in layers.values()):
         problem = "must not be sharded"
-        raise RoomierError("network", type(network).__name__, problem, "Load its checkpoint into a new model")
+        raise RoomierError(
+            "network", type(network).__name__, problem, "Load the checkpoint of this model into a new model"
+        )
     parts = {name: _as_in_peft(each.lora_A, each.lora_B, is_in_out=each.is_in_out) for name, each in layers.items()}
     trained = fully_trained_modules(network)
     full = {
@@ -62,13 +64,12 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
 def export_adapter_of(
     path: str | Path, output: Path, adapter: AdapterPlan, *, prefix: str = "", dtype: str | None = None
 ) -> int:
-    """Write the adapters in the checkpoint ``path`` as :func:`export_adapter` does, without loading the rest of the
-    model.
+    """Write the adapters in the checkpoint ``path``, as :func:`export_adapter` does, without loading the other weights.
 
     Args:
         output: new folder.
         adapter: adapter settings of the Plan of the trained run.
-        prefix: prefix, within the module, of the model that peft adapts.
+        prefix: prefix of the names of the model that peft adapts, within the module.
         dtype: dtype of the written tensors; None preserves the stored dtypes.
 
     Returns:
@@ -89,7 +90,8 @@ def export_adapter_of(
         whole = stored.whole(key)
         return whole.to(dtype_in_file(whole.dtype, dtype))
 
-    # The rank is less than both dimensions of a weight, so it identifies weights that are stored as (in, out).
+    # The rank is less than both dimensions of a weight, so the shape of lora_A shows whether the weight is stored as
+    # (in, out).
     in_out = {name: stored.specs[f"{name}.lora_A"].shape[0] != rank for name in names}
     parts = {
         name.removeprefix(prefix): _as_in_peft(read(f"{name}.lora_A"), read(f"{name}.lora_B"), is_in_out=in_out[name])

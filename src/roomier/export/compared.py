@@ -1,4 +1,4 @@
-"""Compares the outputs of an exported model with the outputs of the original model."""
+"""Comparison of the outputs of an exported model with the outputs of the original model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from roomier.core.torch_private import iter_leaves
 from roomier.export.examples import Example
 
 MAX_DIFFERENCE = 1e-4
-"""Maximum difference of an output, relative to its largest value, or to 1 if this value is smaller. Kernels sum in
-different orders."""
+"""Maximum difference of an output, relative to its largest value, or to 1 if its largest value is less than 1. Outputs
+differ slightly, because kernels sum in different orders."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Compared:
 
     Attributes:
         max_difference: largest difference of an output, relative to the largest value of this output, or to 1 if this
-            value is smaller.
+            value is less than 1.
         num_calls: number of compared inputs.
         batch_sizes: batch size of each input.
     """
@@ -48,11 +48,11 @@ def check_same(
     to: str,
     hints: Sequence[str] = (),
 ) -> Compared:
-    """Compare both models with ``example``, with different values, and with a different batch size.
+    """Compare the outputs of both models for ``example``, for different values, and for a different batch size.
 
     Args:
         exported: function that calls the exported model and returns its output tensors in order.
-        fixed_shapes: do not change the batch size.
+        fixed_shapes: True if the batch size must not change.
         max_difference: largest difference in any output, relative to the largest value of that output.
         to: name of the format, for messages.
         hints: messages of the exporter, which are added to the error.
@@ -77,7 +77,7 @@ def check_same(
             raise _differs(model, to, f"fails {where}: {_first_line(error)}", hints) from error
         difference = _difference(expected, found)
         if not difference <= max_difference:
-            differs = f"differs from the model by {difference:.1e} of the largest value (allowed: {max_difference:.0e})"
+            differs = f"differs from the model by {difference:.1e} of the largest value (maximum: {max_difference:.0e})"
             raise _differs(model, to, f"{differs} with {'other values than ' * bool(number)}the example", hints)
         worst = max(worst, difference)
         sizes.append(each.batch_size or 1)

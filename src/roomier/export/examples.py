@@ -1,4 +1,4 @@
-"""Inputs of a model for an export, and additional inputs to compare the result with the model."""
+"""Inputs of a model for an export, and additional inputs for the comparison of the exported model with the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Example:
     """Arguments of one call of ``forward``.
 
     Attributes:
-        args: positional arguments: tensors, or lists, tuples and dicts of them.
+        args: positional arguments: tensors, or lists, tuples and dicts of tensors.
         kwargs: keyword arguments.
     """
 
@@ -47,7 +47,7 @@ class Example:
     def batch_size(self) -> int | None:
         """First dimension of the first tensor that is not a scalar.
 
-        The first dimension of every other tensor with this size is also the batch dimension.
+        The first dimension of every other tensor is also the batch dimension if its size is equal.
         """
         return next((each.shape[0] for each in self.tensors() if each.dim()), None)
 
@@ -71,7 +71,8 @@ class Example:
         return found
 
     def others(self) -> list[Example]:
-        """Return an example with different values, and an example that also has a different batch size."""
+        """Return two examples: one example with different values, and one example that also has a different batch
+        size."""
         changed = self.mapped(_other_values)
         return [changed, changed.repeated(3)]
 
@@ -101,7 +102,7 @@ def example_of(model: nn.Module, sample: Any, field: str) -> Example:
 
 
 def _check_call(model: nn.Module, example: Example, field: str) -> None:
-    # This check runs here, because the error of an exporter would not refer to the arguments.
+    # The model is called before the export, because the error of an exporter would not refer to the arguments.
     try:
         example.call(model)
     except Exception as error:
@@ -119,7 +120,8 @@ def _copied(each: Any) -> Any:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    # Token ids must stay in range. Branches on numbers depend most often on the sign.
+    # Token ids must stay in range, so integers are only moved. Branches on numbers depend most often on the sign, so
+    # the signs are changed.
     moved = tensor.roll(1, dims=-1) if tensor.dim() else tensor.clone()
     if not tensor.is_floating_point():
         return moved

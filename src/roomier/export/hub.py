@@ -25,7 +25,7 @@ def push_to_hub(
         folder: folder that :func:`roomier.export.hugging_face.export_hugging_face` or
             :func:`roomier.export.safetensors.export_safetensors` wrote.
         repo_id: name of the repository, such as ``"user/model"``.
-        private: visibility of a new repository; None for the default of the account.
+        private: True to create a private repository; None for the default of the account.
         revision: branch, which must exist; None for the main branch.
         message: message of the commit; None for the default of ``huggingface_hub``.
         token: access token; None for the token of ``hf auth login`` or of the environment variable ``HF_TOKEN``.
@@ -57,10 +57,10 @@ def push_to_hub(
 
 
 def check_hub(repo_id: str) -> Any:
-    """Check that ``huggingface_hub`` is installed and that ``repo_id`` is a valid name, and return the package.
+    """Return the package ``huggingface_hub``, after checking that it is installed and that ``repo_id`` is a valid name.
 
     Raises:
-        RoomierError: one of the two conditions is not met.
+        RoomierError: the package is not installed, or ``repo_id`` is invalid.
     """
     try:
         import huggingface_hub

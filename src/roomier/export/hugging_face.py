@@ -42,10 +42,10 @@ def export_hugging_face(
     """Write the Hugging Face model in the checkpoint ``path`` to the folder ``output``, atomically.
 
     The folder contains the files that ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` for
-    generative models, and the weights under their names on the hub. (``roomier.export.safetensors`` writes the weights
-    under their names in memory.) Tensors are read, converted and written one by one, so the export supports models of
-    any size and checkpoints of any number of ranks. If the model fuses tensors in memory, one group of these tensors is
-    in memory at a time.
+    generative models, and the weights under their names on the hub. (``roomier.export.safetensors`` uses their names in
+    memory.) Tensors are read, converted and written one after another, so the export supports models of any size and
+    checkpoints of any number of ranks. If the model fuses tensors in memory, one group of these tensors is in memory at
+    a time.
 
     Args:
         path: checkpoint folder.
@@ -107,7 +107,7 @@ def _tensors(stored: MergedTensors, found: Mapping[str, Any], dtype: str | None)
 
 @dataclass
 class _Group:
-    """Tensors of files that one conversion creates. The tensors remain in memory from the first read to the last
+    """Tensors that one conversion creates for the files. The tensors remain in memory from the first read to the last
     read."""
 
     stored: MergedTensors
@@ -130,7 +130,7 @@ class _Group:
 
 
 def _without_memory(config: Mapping[str, Any]) -> Any:
-    """Return the model of ``config`` on ``meta``, which provides the names of its weights in files.
+    """Return the model of ``config`` on the meta device. The model determines the names of its weights in files.
 
     Returns None if transformers does not have the class of the model.
     """
@@ -154,7 +154,7 @@ def _without_memory(config: Mapping[str, Any]) -> Any:
 
 
 def _main_dtype(tensors: list[ToWrite]) -> str:
-    """Return the dtype of most floating-point elements, in which ``from_pretrained`` creates the model."""
+    """Return the dtype of most floating-point elements. ``from_pretrained`` creates the model in this dtype."""
     num_elements: dict[torch.dtype, int] = {}
     for each in tensors:
         if each.dtype.is_floating_point:
@@ -167,7 +167,7 @@ def _processor_files(processor: Any) -> list[Path]:
         return []
     if not isinstance(processor, (str, Path)) or not Path(processor).is_dir():
         action = "Pass the folder of a tokenizer or processor, or the object itself"
-        raise RoomierError("processor", processor, "must be a folder or have save_pretrained", action)
+        raise RoomierError("processor", processor, "must be a folder or have a method save_pretrained", action)
     files = [each for each in sorted(Path(processor).iterdir()) if each.is_file() and _belongs(each.name)]
     if not files:
         action = "Pass the folder that its save_pretrained wrote"

@@ -1,4 +1,4 @@
-"""Exports a checkpoint to a file for Lightning's ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)``."""
+"""Export of a checkpoint to a file for Lightning's ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
     """Write the checkpoint ``path`` to the file ``output``, atomically.
 
     The file contains weights, hyperparameters and progress. If the module configured its optimizers, the file also
-    contains the states of optimizers, schedulers, loss scale and callbacks. The full content is in CPU memory during
-    the export.
+    contains the states of optimizers, schedulers, loss scale and callbacks. During the export, the full content is in
+    host memory.
 
     The following states are omitted, and a notice explains why:
 
@@ -65,7 +65,7 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
     with replacing_file(target) as aside:
         try:
             torch.save(content, aside)
-        except RuntimeError as error:  # the only error of torch's writer
+        except RuntimeError as error:  # torch's writer raises only this error
             problem = f"cannot be written ({' '.join(str(error).split())})"
             raise CheckpointError("output", str(target), problem, "Free some space, or use another folder") from error
     return target
@@ -106,7 +106,7 @@ def _of_datamodule(path: str | Path, described: Mapping[str, Any]) -> dict[str, 
 
 
 def _can_resume(path: str | Path, described: Mapping[str, Any]) -> bool:
-    """Return True if Lightning can use the training states. Otherwise, print a notice."""
+    """Return True if Lightning can resume from the training states. Otherwise, print a notice."""
     why = None
     if "optimizers" not in described:
         why = "the checkpoint was saved with weights only"

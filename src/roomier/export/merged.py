@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint with adapters merged into them."""
+"""Reader of the weights of a checkpoint, with adapters merged into the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MergedTensors:
 
     Args:
         path: checkpoint folder.
-        section: section of the checkpoint, see :class:`StoredTensors`.
+        section: section of the checkpoint; see :class:`StoredTensors`.
         adapter: adapter settings of the Plan of the trained run.
 
     Attributes:
@@ -49,7 +49,7 @@ class MergedTensors:
             return
         if adapter.lora_rank is None:
             problem = "has adapters, but its plan does not contain their scale"
-            action = "Load it into the model with its adapters, call merge_lora, and save the result"
+            action = "Load the checkpoint into the model with its adapters, call merge_lora, and save the result"
             raise RoomierError("checkpoint", str(path), problem, action)
         self.specs = self._specs_of_plain_model()
         shared = sorted(self._adapted & {*self.tied_to, *self.tied_to.values()})
@@ -58,7 +58,7 @@ class MergedTensors:
             raise RoomierError("checkpoint", shared[0], problem, "Train with adapters on other layers")
 
     def chunks(self, key: str) -> Iterator[Tensor]:
-        """Yield the elements of a tensor in chunks. A weight with an adapter is fully in memory."""
+        """Yield the elements of a tensor in chunks. A weight with an adapter is assembled in memory."""
         if key not in self._adapted:
             yield from self._stored.chunks(key)
             return
@@ -90,7 +90,7 @@ class MergedTensors:
         return specs
 
     def _is_in_out(self, prefix: str) -> bool:
-        # The rank is less than both dimensions of the weight, so it identifies the layout.
+        # The rank is less than both dimensions of the weight, so the shape of the adapter shows the layout.
         a = self._stored.specs[f"{prefix}lora_A"]
         return bool(a.shape[0] != self._adapter.lora_rank)
 

@@ -1,5 +1,5 @@
-"""Exports a model to ONNX with torch's dynamo exporter, and compares its outputs in onnxruntime with the outputs of the
-model."""
+"""Export of a model to ONNX with torch's dynamo exporter. The outputs in onnxruntime are compared with the outputs of
+the model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from roomier.export.ready import quietly, ready_for_export
 from roomier.export.torch_export import graph_of
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST_BYTES = 3 * 2**29  # maximum size of weights in one file, because protobuf is limited to 2 GiB
-_CUSTOM_EXPORT = ("dynamo", "dynamic_axes")  # options that bypass torch.export
+_LARGEST_BYTES = 3 * 2**29  # Maximum size of weights in one file, because protobuf is limited to 2 GiB.
+_CUSTOM_EXPORT = ("dynamo", "dynamic_axes")  # Options that bypass torch.export.
 
 
 def export_onnx(
@@ -39,11 +39,11 @@ def export_onnx(
 
     Weights of more than 1.5 GiB are written to ``<output>.data``. The batch size is dynamic. onnxruntime runs the
     exported model on the CPU with the example, with different values and with a different batch size. The outputs must
-    equal the outputs of the model.
+    be equal to the outputs of the model, up to ``max_difference``.
 
     Args:
-        output: new file, or a buffer; None only checks the export.
-        sample: arguments of forward, see :func:`roomier.export.examples.example_of`.
+        output: new file, or a buffer. If None, the export is only checked.
+        sample: arguments of forward; see :func:`roomier.export.examples.example_of`.
         max_difference: maximum difference of an output, relative to its largest value.
         may_exist: replace an existing file.
         options: arguments of ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all sizes), ``input_names``,
@@ -53,8 +53,8 @@ def export_onnx(
         torch's ``ONNXProgram``; None with ``dynamo=False``.
 
     Raises:
-        RoomierError: a package is missing, the model has no single graph for all inputs, an operation is not supported
-            by ONNX, or the outputs differ.
+        RoomierError: a package is missing, the model cannot be exported as one graph for all inputs, ONNX does not
+            support an operation, or the outputs differ.
     """
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if lacking:
@@ -92,7 +92,7 @@ def _write(model: nn.Module, example: Example, target: Path, options: dict[str, 
         program = graph_of(model, example, shapes, "onnx")
         with quietly():
             return torch.onnx.export(program, (), str(target), **common)
-    except (RoomierError, OSError):  # replacing_file reports errors of the disk
+    except (RoomierError, OSError):  # replacing_file converts errors of the disk
         raise
     except Exception as error:
         text = " ".join(str(error.__cause__ or error).split())[:300]

@@ -16,7 +16,7 @@ from roomier.core.errors import CheckpointError, RoomierError
 
 
 def new_file(output: str | Path) -> Path:
-    """Return the absolute path of ``output`` if it does not exist.
+    """Return the absolute path of ``output``, which must not exist.
 
     Raises:
         RoomierError: ``output`` already exists.
@@ -29,7 +29,7 @@ def new_file(output: str | Path) -> Path:
 
 @contextmanager
 def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[Path]:
-    """Yield a path to write to, in a temporary folder and with the name of ``output``.
+    """Yield a path in a temporary folder, to which the caller writes. The path has the name of ``output``.
 
     At the end of the block, all files of the temporary folder are moved to the folder of ``output``. The file
     ``output`` itself is moved last.
@@ -88,7 +88,7 @@ class _FailsLate(io.RawIOBase):
 def for_torch(path: Path) -> Iterator[Any]:
     """Open the new file ``path`` for torch's writer, and raise write errors at the end of the block.
 
-    torch's writer terminates the process if a write raises. The errors are therefore raised only after the writer has
+    torch's writer terminates the process if a write raises. Therefore, errors are raised only after the writer has
     finished.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prepares a model for an export and restores the model after the export."""
+"""Preparation of a model for an export, and restoration of the model after the export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
     """
     if any(hasattr(each, "placements") for each in model.parameters()):
         problem = "must not be sharded"
-        action = "Export its checkpoint with `roomier export CHECKPOINT --to ...`, or load it into a new model"
+        action = (
+            "Export the checkpoint with `roomier export CHECKPOINT --to ...`, or load the checkpoint into a new model"
+        )
         raise RoomierError(f"to {to}", type(model).__name__, problem, action)
     if inspect.getattr_static(type(model), "forward", None) in (nn.Module.forward, Module.forward):
         action = "Define forward(self, ...), which the exported model runs"

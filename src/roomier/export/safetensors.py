@@ -1,9 +1,9 @@
-"""Exports weights in the layout of the Hugging Face hub: safetensors files, and an index if there are several files.
+"""Export of weights in the layout of the Hugging Face hub: safetensors files, and an index if there are several files.
 
 [Note: memory of an export]
 The header of a safetensors file contains all names and shapes, which are known in advance. Therefore, each tensor can
-be read from the files of the ranks, converted and written in chunks of 4 MiB for a model of any size. Only a tensor
-that was not sharded by rows, or that has an adapter, is assembled in memory first.
+be read from the files of the ranks, converted and written in chunks of 4 MiB, for a model of any size. Only a tensor
+that was sharded along a dimension other than its rows, or that has an adapter, is first assembled in memory.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def export_safetensors(
 ) -> Exported:
     """Write the weights of the checkpoint ``path`` to the folder ``output``, atomically.
 
-    A single file is ``model.safetensors``. Several files are ``model-00001-of-0000N.safetensors`` with
-    ``model.safetensors.index.json``. If weights are tied, only the first of these weights is written, as Hugging Face
-    expects. The names of the other tied weights are in the metadata of the file, from which
+    A single file has the name ``model.safetensors``. Several files have the names ``model-00001-of-0000N.safetensors``,
+    with the index ``model.safetensors.index.json``. If weights are tied, only the first of these weights is written, as
+    in Hugging Face's files. The names of the other tied weights are in the metadata of the file, from which
     ``safetensors.torch.load_model`` reads them. The ``config.json`` of a Hugging Face model is included. Adapters are
     merged into their weights, which have the names of the plain model.
 
@@ -102,7 +102,10 @@ def export_safetensors(
         if config is not None and prefix == found_prefix:
             write_json(folder / _CONFIG, _with_dtype(config, dtype))
         else:
-            notice(f"no {_CONFIG}, because the checkpoint has no config of a Hugging Face model under {prefix!r}")
+            notice(
+                f"{_CONFIG} was not written, because the checkpoint has no config of a Hugging Face model under "
+                f"{prefix!r}"
+            )
     return Exported(target, files, num_bytes)
 
 
@@ -138,8 +141,8 @@ def new_folder(output: str | Path, dtype: str | None) -> Path:
 
 
 def names_in_files(stored: MergedTensors, prefix: str) -> dict[str, str]:
-    """Return the name in the files for each key in the checkpoint. If tensors are tied, only the first of these tensors
-    is included."""
+    """Return a mapping from each key in the checkpoint to its name in the files. If tensors are tied, only the first of
+    these tensors is included."""
     under = [key for key in stored.specs if key.startswith(prefix)]
     if not under:
         nearest = did_you_mean(prefix, {key.partition(".")[0] + "." for key in stored.specs})

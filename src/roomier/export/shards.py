@@ -1,4 +1,4 @@
-"""Writes safetensors files of limited size, with an index for several files, as on the Hugging Face hub."""
+"""Write safetensors files of limited size, with an index if there are several files, as on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class ToWrite:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file, in bytes."""
+        """Size of the tensor in the file, in bytes."""
         return num_bytes_of(self.dtype, self.shape)
 
 
 def write_tensors(folder: Path, tensors: Sequence[ToWrite], max_shard_bytes: int) -> tuple[str, ...]:
-    """Write ``tensors`` to ``folder``, in files of at most ``max_shard_bytes`` unless a single tensor is larger.
+    """Write ``tensors`` to ``folder``, in files of at most ``max_shard_bytes``, unless a single tensor is larger.
 
     Returns:
         The names of the files.

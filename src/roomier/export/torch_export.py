@@ -1,4 +1,4 @@
-"""Exports the graph of a model with ``torch.export``, with a dynamic batch size."""
+"""Export of the graph of a model with ``torch.export``, with a dynamic batch size."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ def export_torch(
 ) -> Compared:
     """Write ``model`` to the file ``output`` (``.pt2``) for ``torch.export.load``, atomically.
 
-    The exported model is compared with the model on the example, on different values, and on a different batch size.
+    The outputs of the exported model are compared with the outputs of the model for the example, for different values,
+    and for a different batch size.
 
     Args:
         output: new file.
-        sample: arguments of forward, see :func:`roomier.export.examples.example_of`.
+        sample: arguments of forward; see :func:`roomier.export.examples.example_of`.
         dynamic_shapes: argument of ``torch.export.export``; None makes the batch size dynamic, ``{}`` fixes all sizes.
         max_difference: maximum difference of an output, relative to its largest value.
 
     Raises:
-        RoomierError: the model has no single graph for all inputs, the outputs differ, or ``output`` already exists.
+        RoomierError: the model cannot be exported as one graph for all inputs, the outputs differ, or ``output``
+        already exists.
     """
     with ready_for_export(model, "torch-export") as plain, replacing_file(output) as target:
         example = example_of(plain, sample, "sample").with_batch()
@@ -69,7 +71,7 @@ def graph_of(model: nn.Module, example: Example, dynamic_shapes: Any, to: str) -
     """Return the result of ``torch.export.export`` for ``model``.
 
     Raises:
-        RoomierError: the model has no single graph for all inputs.
+        RoomierError: the model cannot be exported as one graph for all inputs.
     """
     shapes = dynamic_shapes
     if dynamic_shapes is None:

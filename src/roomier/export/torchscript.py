@@ -1,4 +1,4 @@
-"""Exports a model to TorchScript, which runs without Python."""
+"""Export of a model to TorchScript, which runs without Python."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def export_torchscript(
     Args:
         output: new file; None writes no file.
         method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for one
-            input and compares the result with the model on different values and a different batch size.
-        example_inputs: arguments of forward. The arguments are optional with ``"script"``. If they are given, the
+            input, and compares the result with the model for different values and a different batch size.
+        example_inputs: arguments of forward. These arguments are optional with ``"script"``. If they are given, the
             result is also compared with the model.
         max_difference: maximum difference of an output, relative to its largest value.
         may_exist: replace an existing file.
@@ -69,14 +69,12 @@ def export_torchscript(
                 hints=_branches(caught),
             )
             for each in _branches(caught):
-                notice(f"to torchscript: {each}; the outputs for other values are equal")
+                notice(f"to torchscript: {each}; the outputs for different values are equal")
         if output is not None:
             with replacing_file(output, may_exist=may_exist) as target, quietly(), for_torch(target) as file:
                 torch.jit.save(made, file)
     if any(issubclass(each.category, DeprecationWarning) and "torch.jit" in str(each.message) for each in caught):
-        notice(
-            "TorchScript is deprecated in torch. Its successors are torch.export and ONNX, which roomier also supports"
-        )
+        notice("TorchScript is deprecated in torch. roomier also supports its successors, torch.export and ONNX")
     script: torch.jit.ScriptModule = made
     return script
 
@@ -98,11 +96,11 @@ def _seen_by_torchscript(part: nn.Module) -> Iterator[None]:
 
     TorchScript reads the types of attributes from the class, but does not support the strings that ``from __future__
     import annotations`` creates, so the annotations are replaced by types. TorchScript also reads every property. Some
-    properties access the Trainer, so the Trainer is replaced by an empty object.
+    properties access the Trainer, so the Trainer is replaced with an empty object.
     """
     shown: dict[str, Any] = {}
     if any(isinstance(each, str) for each in _annotations(part)):
-        shown["__annotations__"] = {"training": bool, **_resolved(type(part))}  # an empty dict would be ignored
+        shown["__annotations__"] = {"training": bool, **_resolved(type(part))}  # TorchScript would ignore an empty dict
     if isinstance(part, Module) or lightning_base(type(part), Module) is not None:
         shown["_trainer"] = object()
     before = {name: vars(part)[name] for name in shown if name in vars(part)}
@@ -122,7 +120,7 @@ def _annotations(part: nn.Module) -> list[Any]:
 def _resolved(cls: type) -> dict[str, Any]:
     try:
         hints = get_type_hints(cls)
-    except Exception:  # names that are imported only for type checkers
+    except Exception:  # annotations can contain names that are imported only for type checkers
         return {}
     plain = (bool, int, float, str, torch.Tensor)
     return {
@@ -145,5 +143,5 @@ def _refused(model: nn.Module, method: str, error: Exception) -> RoomierError:
     problem = f"cannot be {'scripted' if method == 'script' else 'traced'} ({type(error).__name__}: {text})"
     action = "Pass method='trace' with example_inputs, which records the operations for one input, or export to onnx"
     if method == "trace":
-        action = "Return tensors, or tuples, lists and dicts of them, from forward, or pass method='script'"
+        action = "Return only tensors, or tuples, lists and dicts of tensors, from forward, or pass method='script'"
     return RoomierError("to torchscript", type(model).__name__, problem, action)

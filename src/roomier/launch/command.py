@@ -99,10 +99,8 @@ def _folder_of_script() -> str | None:
     if spec is not None and spec.name != "__main__":
         return _folder_of_module(file.removesuffix(os.path.join(*spec.name.split(".")) + ".py").rstrip(os.sep))
     for word in filter(None, sys.orig_argv[1:]):
-        for path in (
-            word,
-            os.path.join(word, "__main__.py"),
-        ):  # Python can also run a folder or an archive with a file __main__.py
+        # Python can also run a folder or an archive that contains __main__.py.
+        for path in (word, os.path.join(word, "__main__.py")):
             if file == path:
                 return None
             if file.endswith(os.sep + path):

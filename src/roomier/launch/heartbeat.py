@@ -286,9 +286,8 @@ class Heartbeat:
     def _end(self, late: Sequence[Late], end_s: float, *, is_from_zero: bool) -> None:
         """End this process, and kill the silent ranks of this machine, which cannot end themselves."""
         error, rank = end_of(late, end_s), self._world.rank
-        last = threading.Timer(
-            2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1]
-        )  # required because output to a full pipe blocks
+        # The timer is required because output to a full pipe blocks.
+        last = threading.Timer(2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1])
         last.daemon = True
         last.start()
         self._news.is_failing = True

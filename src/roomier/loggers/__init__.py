@@ -1,4 +1,5 @@
-"""Loggers of metrics: ``metrics.jsonl`` and ``metrics.csv`` in every run, and experiment trackers."""
+"""Loggers of metrics: the files ``metrics.jsonl`` and ``metrics.csv``, which every run writes by default, and
+experiment trackers."""
 
 from roomier.api.logger import Logger
 from roomier.loggers.by_name import loggers_from_flag

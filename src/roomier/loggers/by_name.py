@@ -1,4 +1,4 @@
-"""Creates the loggers of a run from ``Trainer(logger=...)``."""
+"""Creation of the loggers of a run from ``Trainer(logger=...)``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _BY_NAME: dict[str, Callable[[], Logger]] = {
 def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_dev_run: bool = False) -> list[Any]:
     """Return the loggers for ``True``, ``False``, a name, a logger, or several names and loggers.
 
-    - ``True`` is ``[JSONLLogger(), CSVLogger()]``.
-    - ``False``, ``None`` and an empty list mean no logger.
-    - Other values also add the two loggers of ``True``, unless the value includes at least one of these two.
-      ``"tensorboard"`` selects TensorBoard and both file loggers, ``["tensorboard", "csv"]`` selects exactly these two
-      loggers, and ``"csv"`` selects one file logger.
+    - ``True`` selects ``[JSONLLogger(), CSVLogger()]``.
+    - ``False``, ``None`` and an empty list select no logger.
+    - Any other value also selects the two loggers of ``True``, unless the value includes at least one of these two
+      loggers. ``"tensorboard"`` selects TensorBoard and both file loggers, ``["tensorboard", "csv"]`` selects exactly
+      these two loggers, and ``"csv"`` selects one file logger.
 
     Loggers written for Lightning are used unchanged.
 

@@ -1,4 +1,4 @@
-"""CometLogger: logs to an experiment of Comet."""
+"""CometLogger: logger that writes to an experiment of Comet."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _MODES = (None, "get_or_create", "get", "create")
 class CometLogger(ServiceLogger):
     """Logs to Comet. The arguments are the same as in Lightning.
 
-    Comet's automatic logging of torch is disabled. After a fit, the experiment stays open until the process ends or
+    Comet's automatic logging of torch is disabled. After a fit, the experiment remains open until the process ends or
     ``logger.experiment.end()`` is called.
 
     Args:
         api_key: API key; None uses the value of ``comet login`` or ``COMET_API_KEY``.
         workspace: workspace of the project; None uses the default workspace.
-        project: name of the project; None uses ``COMET_PROJECT_NAME``, otherwise ``"lightning_logs"``.
+        project: name of the project; None uses the environment variable ``COMET_PROJECT_NAME`` if it is set, otherwise
+            ``"lightning_logs"``.
         experiment_key: key of an experiment to resume or to create.
         mode: ``"get_or_create"`` (default), ``"get"`` or ``"create"``.
-        online: if False, write only archives for a later ``comet upload``, without network access. The archives are in
-            ``offline_directory`` or the run folder.
+        online: if False, write only archives for a later ``comet upload``, without network access. The archives are
+            written to ``offline_directory``, or to the run folder by default.
         prefix: prefix of each metric's name, separated by ``-``.
         kwargs: arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
 
@@ -59,8 +60,8 @@ class CometLogger(ServiceLogger):
             raise RoomierError("offline", kwargs["offline"], "was replaced by online", "Use online=False")
         if mode not in _MODES:
             raise RoomierError("mode", mode, "is unknown", "Use 'get_or_create', 'get' or 'create'")
-        # comet_ml reads both environment variables at import. Otherwise, comet_ml replaces functions of torch and
-        # requests news from its server.
+        # comet_ml reads both environment variables at import. Without these settings, comet_ml replaces functions of
+        # torch and requests news from its server.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         if online is False:
             os.environ.setdefault("COMET_DISABLE_ANNOUNCEMENT", "1")

@@ -1,4 +1,4 @@
-"""CSVLogger: writes ``metrics.csv``, a table for spreadsheets and pandas."""
+"""CSVLogger: logger that writes ``metrics.csv``, a table for spreadsheets and pandas."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from roomier.api.logger import STEP_COLUMN
 from roomier.core.log import notice
 from roomier.loggers.files import FileLogger, replacing
 
-_FORMULA = ("=", "+", "-", "@")  # spreadsheets evaluate cells that start with one of these
+_FORMULA = ("=", "+", "-", "@")  # spreadsheets evaluate cells that start with one of these characters
 
 
 class CSVLogger(FileLogger):
-    """Appends rows to ``<run folder>/metrics.csv`` with ``step``, ``time`` and one column per metric.
+    """Logger that appends rows to ``<run folder>/metrics.csv``, with columns for ``step``, ``time`` and each metric.
 
-    - ``step`` counts optimizer steps. ``time`` is the wall clock in seconds since 1970 (UTC).
+    - ``step`` counts optimizer steps. ``time`` is the wall-clock time in seconds since 1970 (UTC).
     - A metric named ``step`` or ``time`` has the column ``metric/step`` or ``metric/time``.
     - If a name starts with ``=``, ``+``, ``-`` or ``@``, its column starts with ``'``, so that spreadsheets do not
-      interpret it as a formula.
-    - The cell of a metric that was not logged in a row is empty. Non-finite numbers are ``nan``, ``inf`` and ``-inf``.
+      interpret the name as a formula.
+    - The cell of a metric that was not logged in a row is empty. Non-finite numbers are written as ``nan``, ``inf`` and
+      ``-inf``.
     - Columns appear in the order in which the metrics were first logged. If a new column appears, the file is rewritten
       atomically.
 
@@ -32,7 +33,7 @@ class CSVLogger(FileLogger):
         name: see :class:`roomier.loggers.files.FileLogger`.
         version: see :class:`roomier.loggers.files.FileLogger`.
         prefix: see :class:`roomier.loggers.files.FileLogger`.
-        flush_logs_every_n_steps: accepted for compatibility with Lightning; not used, because each row is written
+        flush_logs_every_n_steps: accepted for compatibility with Lightning, but ignored, because each row is written
             immediately.
 
     Example:

@@ -37,8 +37,8 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
     """Write ``hparams.json``. Values that JSON cannot represent are written as their ``repr``.
 
     A resumed run preserves the hyperparameter file of the first run, because the resumed run does not use all new
-    values. For example, the learning rate comes from the checkpoint. If the values differ, they are written to
-    ``hparams-from-step=N.json`` and a notice is printed.
+    values. For example, the learning rate comes from the checkpoint. If the new values differ, they are written to
+    ``hparams-from-step=N.json``, and a notice is printed.
     """
     text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
@@ -46,15 +46,18 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
         if path.read_text(encoding="utf-8") == text:
             return
         path = run_dir / f"hparams-from-step={resumed_step}.json"
-        if path.is_file() and path.read_text(encoding="utf-8") == text:  # another logger of this run wrote this file
+        if path.is_file() and path.read_text(encoding="utf-8") == text:  # written by another logger of this run
             return
-        notice(f"the hyperparameters differ from the first run; hparams.json is kept, the new ones are in {path.name}")
+        notice(
+            "the hyperparameters differ from the first run; hparams.json is unchanged, and the new values are in "
+            f"{path.name}"
+        )
     with replacing(path) as file:
         file.write(text)
 
 
 def _with_names(value: Any) -> Any:
-    """Return ``value`` after converting dict keys that JSON cannot represent to strings."""
+    """Return ``value`` with dict keys that JSON cannot represent converted to strings."""
     if isinstance(value, dict):
         return {
             key if key is None or isinstance(key, (str, int, float)) else str(key): _with_names(item)
@@ -69,8 +72,8 @@ class FileLogger(GuardedLogger):
     Args:
         save_dir: write to ``<save_dir>/<name>/<version>``, like Lightning's loggers; None writes to the run folder.
         name: folder within ``save_dir``.
-        version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses its previous
-            folder.
+        version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses the folder of
+            the saved run.
         prefix: prefix of each metric's name, separated by ``-``.
     """
 

@@ -1,5 +1,5 @@
-"""Support for loggers written for Lightning. Loggers written for Lightning are recognized by their methods, and
-Lightning is not imported."""
+"""Support for loggers that were written for Lightning. They are recognized by their methods, without importing
+Lightning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from roomier.api.logger import Logger
 
 _METHODS = ("log_metrics", "log_hyperparams", "finalize")
-_STATUSES = {"interrupted": "failed"}  # Lightning's values, which tracking services accept
+_STATUSES = {"interrupted": "failed"}  # Lightning's value, which tracking services accept
 
 
 def is_logger(obj: object) -> bool:
@@ -20,8 +20,8 @@ def is_logger(obj: object) -> bool:
 
 
 class ForeignLogger(Logger):
-    """Adapter that calls the Lightning logger ``inner`` in the same way as Lightning. ``trainer.logger`` returns
-    ``inner``.
+    """Adapter that calls the Lightning logger ``inner`` in the same way as Lightning's Trainer. ``trainer.logger``
+    returns ``inner``.
 
     ``inner`` manages its own folders and versions. After a resume, ``inner`` contains the rows of repeated steps
     twice.

@@ -1,4 +1,4 @@
-"""LoggerGroup: calls several loggers and disables a logger that fails."""
+"""LoggerGroup: group of loggers, which disables a logger that fails."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from roomier.loggers.guarded import mute
 
 
 class LoggerGroup:
-    """Passes each call to all loggers in order. A failing logger does not end the run.
+    """Group that passes each call to all its loggers in order. A failing logger does not end the run.
 
-    If a logger raises, its error is printed to standard error. The logger is then no longer called, except for
+    If a logger raises an error, the error is printed to standard error. The logger is then no longer called, except for
     ``finalize``, which releases its resources.
 
     Args:
-        loggers: loggers of roomier, or loggers written for Lightning, see
+        loggers: loggers of roomier, or loggers written for Lightning; see
             :class:`roomier.loggers.foreign.ForeignLogger`.
 
     Attributes:
-        loggers: the loggers; those written for Lightning are wrapped.
+        loggers: the loggers. Loggers written for Lightning are wrapped.
 
     Example:
         >>> group = LoggerGroup([JSONLLogger(), CSVLogger()])
@@ -53,7 +53,7 @@ class LoggerGroup:
         self._each("start", lambda logger: logger.start(run_dir, resumed_step))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log one row of metrics with all loggers. Each logger receives a copy."""
+        """Log one row of metrics with all loggers. Each logger receives a separate copy."""
         self._each("log_metrics", lambda logger: logger.log_metrics(dict(metrics), step))
 
     def log_evaluated_batch(self, metrics: Mapping[str, float], index: int, step: int) -> None:
@@ -62,8 +62,8 @@ class LoggerGroup:
         Args:
             metrics: values by column.
             index: index of the batch, which is the step of the row.
-            step: number of completed optimizer steps. Loggers of roomier receive it in the column ``trainer/step``,
-                because a resumed run removes later rows.
+            step: number of completed optimizer steps. Loggers of roomier receive this number in the column
+                ``trainer/step``, because a resumed run removes later rows.
         """
 
         def log(logger: Logger) -> None:
@@ -73,7 +73,7 @@ class LoggerGroup:
         self._each("log_metrics", log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the hyperparameters with all loggers. Each logger receives a copy."""
+        """Log the hyperparameters with all loggers. Each logger receives a separate copy."""
         self._each("log_hyperparams", lambda logger: logger.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
@@ -94,7 +94,7 @@ class LoggerGroup:
 
 
 def choosing_their_folders(loggers: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the loggers written for Lightning. They also log evaluations without a run folder."""
+    """Return the loggers written for Lightning. These loggers also log evaluations that have no run folder."""
     return tuple(each for each in loggers if not isinstance(each, Logger))
 
 

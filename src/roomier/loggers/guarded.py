@@ -16,7 +16,7 @@ from roomier.core.metric_names import check_metric_name
 class GuardedLogger(Logger):
     """Base class of loggers that modules and callbacks may also call directly, on any rank.
 
-    Calls have no effect on ranks other than the first, and after the logger has failed.
+    Calls have no effect on ranks other than the first rank, or after the logger has failed.
 
     Args:
         prefix: prefix of each metric's name, separated by ``-``.
@@ -30,7 +30,7 @@ class GuardedLogger(Logger):
         """Write one row.
 
         Args:
-            metrics: numbers and 0-dim tensors. Reading a tensor on a device synchronizes with the device.
+            metrics: numbers and 0-dim tensors. To read a tensor on a device, the host synchronizes with the device.
             step: step of the row; None uses the step of the previous row.
 
         Raises:

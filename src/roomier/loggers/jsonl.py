@@ -1,4 +1,5 @@
-"""JSONLLogger: writes ``metrics.jsonl``, which contains one JSON object per row and can be read during the run."""
+"""JSONLLogger: logger that writes ``metrics.jsonl``, which contains one JSON object per row and can be read during the
+run."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from roomier.loggers.files import FileLogger, replacing
 
 
 class JSONLLogger(FileLogger):
-    """Appends ``{"step": 50, "time": 1767225600.123, "train_loss": 2.5}`` to ``<run folder>/metrics.jsonl``.
+    """Logger that appends rows such as ``{"step": 50, "time": 1767225600.123, "train_loss": 2.5}`` to
+    ``<run folder>/metrics.jsonl``.
 
-    - ``step`` counts optimizer steps. ``time`` is the wall clock in seconds since 1970 (UTC).
+    - ``step`` counts optimizer steps. ``time`` is the wall-clock time in seconds since 1970 (UTC).
     - A metric named ``step`` or ``time`` is written as ``metric/step`` or ``metric/time``.
     - JSON does not support non-finite numbers. Non-finite numbers are written as the strings ``"NaN"``, ``"Infinity"``
       and ``"-Infinity"`` (as in Protocol Buffers), which ``float()`` and JavaScript's ``Number()`` parse.
-    - Each row is passed to the operating system before ``log_metrics`` returns, so a killed run loses no row.
+    - Each row is passed to the operating system before ``log_metrics`` returns, so no row is lost if the run is killed.
 
     Args:
         save_dir: see :class:`roomier.loggers.files.FileLogger`.

@@ -1,4 +1,4 @@
-"""MLFlowLogger: logs to a run of MLflow."""
+"""MLFlowLogger: logger that writes to a run of MLflow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from roomier.loggers.service import ServiceLogger, missing_package, refuse_log_m
 
 _STATUSES = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_A_NAME = re.compile(r"[^\w/.: -]")
-_MAX_CHARACTERS = 500  # maximum length of a parameter in every store
-_MAX_PARAMS = 100  # maximum number per request
+_MAX_CHARACTERS = 500  # Maximum length of a parameter that every store accepts.
+_MAX_PARAMS = 100  # Maximum number of parameters per request.
 
 
 class MLFlowLogger(ServiceLogger):
@@ -24,8 +24,8 @@ class MLFlowLogger(ServiceLogger):
     Args:
         experiment_name: name of the experiment that contains the run.
         run_name: name of a new run.
-        tracking_uri: URI of a server, or ``file:<folder>``; None uses ``MLFLOW_TRACKING_URI``, otherwise
-            ``file:<save_dir>``.
+        tracking_uri: URI of a server, or ``file:<folder>``; None uses the environment variable ``MLFLOW_TRACKING_URI``
+            if it is set, otherwise ``file:<save_dir>``.
         tags: tags of a new run.
         save_dir: folder of the runs if no server is given.
         log_model: must be False, because checkpoints are not uploaded.
@@ -78,13 +78,13 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run. Reading it opens the run."""
+        """Id of the run. An access to this property opens the run."""
         _ = self.experiment
         return self._id
 
     @property
     def experiment_id(self) -> str | None:
-        """Id of the MLflow experiment. Reading it opens the run."""
+        """Id of the MLflow experiment. An access to this property opens the run."""
         _ = self.experiment
         return self._experiment_id
 
@@ -123,7 +123,8 @@ class MLFlowLogger(ServiceLogger):
         changed = sorted(name for name, text in texts.items() if known.get(name, text) != text)
         if changed:
             notice(
-                f"logger 'mlflow' keeps the hyperparameters of the first run; ignored new values: {', '.join(changed)}"
+                "logger 'mlflow' keeps the hyperparameters of the first run and ignores the new values: "
+                f"{', '.join(changed)}"
             )
         new = [self._entities.Param(name, text) for name, text in texts.items() if name not in known]
         for first in range(0, len(new), _MAX_PARAMS):

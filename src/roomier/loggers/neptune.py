@@ -1,4 +1,4 @@
-"""NeptuneLogger: raises an error, because the Neptune service was shut down."""
+"""NeptuneLogger: placeholder that raises an error, because the Neptune service was shut down."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ACTION = "Use one of: comet, csv, jsonl, mlflow, tensorboard, trackio, wandb"
 
 def service_closed() -> PlanError:
     """Return the error that lists the available loggers."""
-    return PlanError("logger", "neptune", "the service was closed in March 2026", _ACTION)
+    return PlanError("logger", "neptune", "the service was shut down in March 2026", _ACTION)
 
 
 class NeptuneLogger:
-    """Placeholder for a Neptune logger. The Neptune service was shut down.
+    """Placeholder for a logger of Neptune. The Neptune service was shut down.
 
     Raises:
         PlanError: always raised, with a list of the available loggers.

@@ -53,7 +53,8 @@ class OwnFolder:
     version: int | str | None
 
     def find(self, run_dir: Path | None) -> Path:
-        """Return the folder for the run in ``run_dir``. A resumed run uses its previous folder."""
+        """Return the folder of the logger for the run in ``run_dir``. A resumed run uses the folder of the saved
+        run."""
         if self.version is None:
             known = None if run_dir is None else read_id(run_dir, self._key)
             version = known or _next_version(self._parent)
@@ -65,7 +66,7 @@ class OwnFolder:
         return folder
 
     def keep(self, run_dir: Path, folder: Path) -> None:
-        """Store ``folder`` in ``run_dir``, so that a resumed run finds it."""
+        """Store the name of ``folder`` in ``run_dir`` for a resumed run."""
         write_id(run_dir, self._key, folder.name)
 
     @property

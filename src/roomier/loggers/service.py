@@ -13,11 +13,11 @@ from roomier.loggers.run_ids import read_id, write_id
 
 
 class ServiceLogger(GuardedLogger):
-    """Base class of loggers whose runs have an id.
+    """Base class of loggers that write to a run of a service. Such a run has an id.
 
     The first rank opens a run when a fit starts or when ``experiment`` is first read. The id is stored in the run
-    folder, so a resumed run continues the same run of the service. The service then contains the rows of repeated steps
-    twice, because services do not delete rows.
+    folder, so a resumed run continues the same run of the service. In this case, the service contains the rows of
+    repeated steps twice, because services do not delete rows.
 
     Args:
         project: project that contains the run.
@@ -82,7 +82,7 @@ class ServiceLogger(GuardedLogger):
         """
 
     def _close(self, status: str) -> None:
-        """End the open run, if any."""
+        """End the run if it is open."""
         self._experiment = None
 
 

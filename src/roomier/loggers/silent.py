@@ -1,4 +1,4 @@
-"""SilentLogger: the ``self.logger`` of a module in a run that writes no files."""
+"""SilentLogger: the value of ``self.logger`` of a module in a run that writes no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: writes an event file for ``tensorboard --logdir``."""
+"""TensorBoardLogger: logger that writes an event file for ``tensorboard --logdir``."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(GuardedLogger):
-    """Writes scalars, and hyperparameters for the table of runs in TensorBoard.
+    """Logger that writes scalars, and hyperparameters for the table of runs in TensorBoard.
 
     Args:
         save_dir: write to ``<save_dir>/<name>/<version>``, like Lightning's logger; None writes to the run folder.
         name: folder within ``save_dir``.
-        version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses its previous
-            folder.
+        version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses the folder of
+            the saved run.
         prefix: prefix of each metric's name, separated by ``-``.
-        sub_dir: folder within that folder.
-        default_hp_metric: accepted for compatibility with Lightning; not used.
+        sub_dir: folder within the folder that ``save_dir``, ``name`` and ``version`` determine.
+        default_hp_metric: accepted for compatibility with Lightning, but ignored.
         log_graph: must be False. Call :meth:`log_graph` instead.
         kwargs: arguments of ``SummaryWriter``, such as ``flush_secs``.
 
     Attributes:
-        experiment: the ``SummaryWriter``, for example for images and histograms. The writer is available after a fit
-            starts, and earlier if ``save_dir`` is set. On ranks other than the first, the methods of the writer have no
-            effect.
+        experiment: the ``SummaryWriter``, for example for images and histograms. The writer is available when a fit has
+            started, or earlier if ``save_dir`` is set. On ranks other than the first rank, the methods of the writer
+            have no effect.
 
     Raises:
         RoomierError: the package ``tensorboard`` is not installed, or ``log_graph`` is set.
@@ -57,8 +57,8 @@ class TensorBoardLogger(GuardedLogger):
         log_graph: bool = False,
         **kwargs: Any,
     ) -> None:
-        # This import is inside the function, so that a missing package raises before the run starts and runs without
-        # this logger do not wait for the import.
+        # This import is in the constructor, so that a missing package raises an error before the run starts, and runs
+        # without this logger do not wait for the import.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -89,14 +89,14 @@ class TensorBoardLogger(GuardedLogger):
             if self._folder is None and self._place is not None:
                 self._folder = self._place.find(None)
             if self._folder is None:
-                return cast("SummaryWriter", Nothing("logger 'tensorboard' opens with a fit that keeps files"))
+                return cast("SummaryWriter", Nothing("logger 'tensorboard' opens its file in a fit that writes files"))
             self._open(self._folder)
         assert self._writer is not None
         return self._writer
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open a new event file. Points after ``resumed_step`` in older files are marked as hidden."""
-        if self._writer is not None and self._place is not None:  # opened before the run, so the writer belongs to it
+        """Open a new event file. TensorBoard then hides points after ``resumed_step`` in older files."""
+        if self._writer is not None and self._place is not None:  # the user opened the writer before this run
             self._place.keep(run_dir, cast("Path", self._folder))
             return
         self.finalize("success")  # the logger may have been used after the previous run
@@ -134,12 +134,14 @@ class TensorBoardLogger(GuardedLogger):
         """Write the graph of ``model``, traced on ``input_array`` or on its ``example_input_array``.
 
         Raises:
-            RoomierError: there is no input.
+            RoomierError: neither ``input_array`` nor ``example_input_array`` is given.
         """
         if input_array is None:
             input_array = getattr(model, "example_input_array", None)
         if input_array is None:
-            raise RoomierError("input_array", None, "is required, because the graph is traced on it", "Pass a batch")
+            raise RoomierError(
+                "input_array", None, "is required, because the graph is traced on this input", "Pass a batch"
+            )
         self._guard("log_graph", lambda: self.experiment.add_graph(model, input_array))
 
     def save(self) -> None:
@@ -153,10 +155,12 @@ class TensorBoardLogger(GuardedLogger):
 
 
 def _wait_for_later_name(folder: Path) -> None:
-    """Wait until a new event file sorts after the existing files, which takes at most one second.
+    """Wait until the name of a new event file sorts after the names of the existing files, which takes at most one
+    second.
 
-    TensorBoard reads the files of a folder in the order of their names. A file name contains the second of its creation
-    and then a counter without leading zeros, so two files from the same second can be read in the wrong order.
+    TensorBoard reads the files of a folder in the order of their names. A file name contains the second of its
+    creation, followed by a counter without leading zeros. Therefore, two files from the same second can be read in the
+    wrong order.
     """
     parts = [file.name.split(".")[3] for file in folder.glob("events.out.tfevents.*")]
     wait = max((int(each) for each in parts if each.isdecimal()), default=0) + 1 - time.time()

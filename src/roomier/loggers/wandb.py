@@ -1,4 +1,4 @@
-"""WandbLogger: logs to a run of Weights & Biases."""
+"""WandbLogger: logger that writes to a run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _STEP = "trainer/global_step"
 
 
 class WandbLogger(ServiceLogger):
-    """Logs to Weights & Biases, with ``trainer/global_step`` as the x-axis. The arguments are the same as in Lightning.
+    """Logger that writes to a run of Weights & Biases, with ``trainer/global_step`` as the x-axis. The arguments are
+    the same as in Lightning.
 
-    After a fit, the run stays open, for example for ``wandb.log`` or ``logger.experiment``. The run ends when the
+    After a fit, the run remains open, for example for ``wandb.log`` or ``logger.experiment``. The run ends when the
     process ends, when ``wandb.finish()`` is called, or when another WandbLogger opens a run.
 
     Args:
@@ -29,9 +30,10 @@ class WandbLogger(ServiceLogger):
         dir: same as ``save_dir``.
         id: same as ``version``.
         anonymous: must be None, because wandb removed this argument.
-        project: name of the project; None uses ``WANDB_PROJECT``, otherwise ``"lightning_logs"``.
+        project: name of the project; None uses the environment variable ``WANDB_PROJECT`` if it is set, otherwise
+            ``"lightning_logs"``.
         log_model: must be False, because checkpoints are not uploaded.
-        experiment: a run returned by ``wandb.init``.
+        experiment: the run that ``wandb.init`` returned.
         prefix: prefix of each metric's name, separated by ``-``.
         kwargs: arguments of ``wandb.init``: ``entity``, ``group``, ``tags``, ...
 
@@ -62,9 +64,9 @@ class WandbLogger(ServiceLogger):
     ) -> None:
         refuse_log_model(log_model)
         if anonymous is not None:
-            raise RoomierError("anonymous", anonymous, "is not supported by wandb anymore", "Remove it")
+            raise RoomierError("anonymous", anonymous, "is no longer supported by wandb", "Remove it")
         if offline or kwargs.get("mode") == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads this at import
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads this variable at import
         try:
             import wandb
         except ImportError as error:
@@ -100,7 +102,7 @@ class WandbLogger(ServiceLogger):
         owner = None if running is None else _owners.get(running.id)
         if running is not None and running.id != run_id and owner is not None:
             if owner._is_in_run:
-                options["reinit"] = "create_new"  # in addition to the active run
+                options["reinit"] = "create_new"  # open a run in addition to the active run
             else:
                 running.finish()
             running = None
@@ -129,7 +131,7 @@ class WandbLogger(ServiceLogger):
         super()._close(status)
 
 
-_owners: dict[str, WandbLogger] = {}  # loggers, with the id of the run that each logger opened as the key
+_owners: dict[str, WandbLogger] = {}  # mapping from the id of each open run to the logger that opened the run
 
 
 def _plain(value: Any) -> Any:

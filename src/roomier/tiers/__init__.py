@@ -1,1 +1,1 @@
-"""Tiers below the device: host memory and disk, which store records of bytes."""
+"""Tiers of memory below the device: host memory and disk, which store records of bytes."""

@@ -1,16 +1,17 @@
-"""Host memory of the tiers: aligned for direct I/O, and pinned for copies to and from an accelerator.
+"""Host memory of the tiers, which is aligned for direct I/O, and pinned for copies to and from an accelerator.
 
 [Note: sizes of pinned allocations]
 torch rounds each pinned allocation up to a power of two. One allocation for all records could therefore have almost
-twice the size of the records. :func:`record_memory` divides the records among allocations with sizes of powers of two.
+twice the size of the records. :func:`record_memory` divides the records among allocations whose sizes are powers of
+two.
 
 [Note: memory in forked processes]
 Direct I/O into private memory corrupts data if the process forks during the transfer (Linux, ``open(2)``). Memory that
 is not pinned is therefore not copied to forked processes (``MADV_DONTFORK``).
 
 [Note: memory of tiers]
-Some tensors share the memory of a buffer or of a mapped file, such as parameters that exchanged their memory with a
-buffer. Code that measures memory counts a buffer once and does not count mapped files, which are in the page cache.
+Some tensors, such as parameters that exchanged their memory with a buffer, share the memory of a buffer or of a mapped
+file. Code that measures memory counts a buffer once and does not count mapped files, which are in the page cache.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_mapped: dict[int, tuple[int, bool]] = {}  # by address: number of bytes, and whether the memory is a file
+_mapped: dict[int, tuple[int, bool]] = {}  # address -> number of bytes, and whether the memory is a file
 
-ALIGNMENT_BYTES = 4096  # a multiple of the block sizes of disks
+ALIGNMENT_BYTES = 4096  # A multiple of the block sizes of disks.
 
 
 def padded(num_bytes: int) -> int:
@@ -35,13 +36,13 @@ def padded(num_bytes: int) -> int:
 
 
 def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor:
-    """Return ``num_bytes`` of aligned host memory (uint8) with undefined content. Unused pages use no memory, except if
-    the memory is pinned.
+    """Return ``num_bytes`` of aligned host memory (uint8) with undefined content. Pages that are not used occupy no
+    memory, unless the memory is pinned.
 
     Args:
         num_bytes: number of bytes.
         pinned: allocate pinned memory.
-        is_shared: whether other storages will share the memory, see [Note: memory of tiers].
+        is_shared: whether other storages will share the memory; see [Note: memory of tiers].
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -61,18 +62,19 @@ def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor
     if is_shared:
         register(mapping, is_file=False)
     storage = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # an operation, from which trackers count the memory
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # an operation, so that trackers count this memory
 
 
 def register(mapping: mmap.mmap, *, is_file: bool) -> None:
-    """Add a mapping to the memory of tiers until it is destroyed. See [Note: memory of tiers]."""
+    """Record a mapping as memory of a tier until the mapping is destroyed. See [Note: memory of tiers]."""
     address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     _mapped[address] = (len(mapping), is_file)
     weakref.finalize(mapping, _mapped.pop, address, None)
 
 
 def memory_of_a_tier(address: int) -> tuple[int, int] | None:
-    """Return the start and the bytes of the memory of a tier that contains ``address``. A mapped file has 0 bytes.
+    """Return the start and the number of bytes of the memory of a tier that contains ``address``. For a mapped file,
+    the number is 0.
 
     The result is None if ``address`` is not in memory of a tier.
     """
@@ -85,7 +87,7 @@ def memory_of_a_tier(address: int) -> tuple[int, int] | None:
 def _advise(mapping: mmap.mmap, advice: int) -> None:
     try:
         mapping.madvise(advice)
-    except OSError:  # a kernel without huge pages
+    except OSError:  # the kernel may not support huge pages
         assert advice != getattr(mmap, "MADV_DONTFORK", None)
 
 
@@ -111,17 +113,17 @@ def allocated_bytes(sizes: Sequence[int], pinned: bool) -> int:
 
 
 def buffer_sizes(sizes: Sequence[int], num_buffers: int) -> list[int]:
-    """Return the sizes of the buffers of a ring in which large records share the first buffer.
+    """Return the sizes of the buffers of a ring. Large records share the first buffer.
 
     A record is large if it has more than twice the size of the median record. An embedding is often several times as
-    large as a block, and a ring of equal buffers would have room for several embeddings.
+    large as a block. In a ring of equal buffers, each buffer would have the size of the embedding.
 
     Args:
         sizes: size of each record in bytes.
         num_buffers: number of buffers.
 
     Returns:
-        the size of each buffer in bytes.
+        The size of each buffer in bytes.
     """
     in_order = sorted(map(padded, sizes))
     if not in_order:
@@ -132,15 +134,17 @@ def buffer_sizes(sizes: Sequence[int], num_buffers: int) -> list[int]:
 
 
 def _slabs(starts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the slabs with the smallest total size: size in bytes and number of records of each slab.
+    """Return the slabs (allocations) with the smallest total size: the size in bytes and the number of records of each
+    slab.
 
     See [Note: sizes of pinned allocations].
 
     Args:
-        starts: first byte of each record, and the end of the last record.
+        starts: position of the first byte of each record, and the end of the last record.
     """
     num_records = len(starts) - 1
-    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (num_records + 1)  # total bytes from a record on; its slab
+    # For each record: the total bytes of this record and all later records, and the slab of the record.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (num_records + 1)
     for first in reversed(range(num_records)):
         options: list[tuple[int, int, int]] = []
         slab_bytes = ALIGNMENT_BYTES

@@ -1,9 +1,10 @@
-"""Reads and writes of aligned buffers at given positions of a file, past the page cache if the file system allows it.
+"""Functions that read and write aligned buffers at given positions of a file. They bypass the page cache if the file
+system supports direct I/O.
 
 [Note: direct I/O]
-With ``O_DIRECT``, the disk reads and writes the buffers themselves. The kernel does not copy the data and does not
-retain it in its page cache, which would otherwise replace useful pages. Positions, sizes and addresses must be
-multiples of the block size. File systems that do not support ``O_DIRECT`` reject the flag or the first transfer.
+With ``O_DIRECT``, the disk reads and writes the buffers directly. The kernel neither copies the data nor retains the
+data in its page cache, in which the data would replace useful pages. Positions, sizes and addresses must be multiples
+of the block size. File systems that do not support ``O_DIRECT`` reject the flag or the first transfer.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from roomier.tiers.buffers import ALIGNMENT_BYTES, allocate, padded
 
-CHUNK_BYTES = 2**22  # larger chunks are not faster, and smaller chunks need more of the processor
+CHUNK_BYTES = 2**22  # Larger chunks are not faster, and smaller chunks require more processor time.
 
 
 class TruncatedError(OSError):
-    """The file is shorter than its reserved size."""
+    """Error for a file that is shorter than its reserved size."""
 
 
 def set_direct(file: int) -> bool:
@@ -31,7 +32,7 @@ def set_direct(file: int) -> bool:
     """
     if not hasattr(os, "O_DIRECT"):
         return False
-    import fcntl  # late: does not exist on Windows
+    import fcntl  # late: this module does not exist on Windows
 
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     block = allocate(ALIGNMENT_BYTES, pinned=False).zero_()
@@ -50,7 +51,7 @@ def set_direct(file: int) -> bool:
 def read(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
     """Fill ``buffer`` (uint8) with the content of the file from ``position``.
 
-    Memory that is not aligned is read through an aligned chunk.
+    If ``buffer`` is not aligned, the content is read through an aligned chunk.
 
     Args:
         position: aligned position in the file.
@@ -70,7 +71,8 @@ def read(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
 
 
 def write(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
-    """Write ``buffer`` to the file, padded to a multiple of the alignment. Arguments and errors as in :func:`read`."""
+    """Write ``buffer`` to the file, padded to a multiple of the alignment. For the arguments and errors, see
+    :func:`read`."""
     if _is_aligned(buffer):
         _transfer(os.pwritev, file, buffer, position, reserved_bytes)
         return
@@ -100,7 +102,8 @@ def _transfer(call: Callable[..., int], file: int, buffer: Tensor, position: int
     view = buffer.numpy().data
     done = 0
     while done < len(view):
-        # A write after the file was truncated extends the file with zeros, so a read cannot detect it.
+        # A write after the file was truncated extends the file with zeros, so a read cannot detect that the file was
+        # truncated.
         size = os.fstat(file).st_size
         moved = call(file, [view[done : done + CHUNK_BYTES]], position + done) if size >= reserved_bytes else 0
         if moved == 0:

@@ -1,11 +1,11 @@
 """Tier on disk: records in a file, and a ring of buffers in host memory.
 
 [Note: ring of buffers]
-Each buffer is free, is coming (its read is queued, running or complete, and the caller has not taken the record), is
-held by the caller, or is leaving (its write is queued or running). Free buffers are filled with the expected records in
-their order. A record that the caller holds is not read, because the caller can still write it. If the caller takes an
-unexpected record while no buffer is free or leaving, the buffer of the last expected record is used, and this record
-is read again later.
+Each buffer has one of four states. It is free; or coming: its read is queued, running or complete, and the caller has
+not taken the record; or held by the caller; or leaving: its write is queued or running. Free buffers are filled with
+the expected records in their order. A record that the caller holds is not read, because the caller can still write the
+record. If the caller takes an unexpected record while no buffer is free or leaving, the buffer of the last expected
+record is used, and this record is read again later.
 
 If large records share one buffer, this buffer is also used for smaller records while no large record requires it. At
 most one large record is in a buffer.
@@ -35,11 +35,11 @@ class _Slot:
 
     Attributes:
         memory: memory of the buffer.
-        record: record of the buffer, while it is coming or held.
-        buffer: part of the memory that the caller holds.
+        record: record of the buffer, while the buffer is coming or held.
+        buffer: part of the memory that the caller holds; None if the buffer is not held.
         read: last read into the buffer.
-        read_bytes: number of bytes from the start of the record that the reads return.
-        wait: function that returns when the earlier content is no longer needed.
+        read_bytes: number of bytes that are read from the start of the record.
+        wait: function that returns when the earlier content of the buffer is no longer needed.
     """
 
     memory: Tensor
@@ -59,9 +59,10 @@ class DiskTier:
         num_buffers: number of buffers.
         pinned: allocate pinned memory, for copies to and from an accelerator.
         num_ahead: maximum number of expected records that are in buffers before they are taken; by default
-            ``num_buffers``. A smaller number keeps buffers free for :meth:`blank`.
-        shares_large: whether large records share one buffer, see :func:`roomier.tiers.buffers.buffer_sizes`. Then the
-            caller holds at most one large record at a time. Otherwise, each buffer has the size of the largest record.
+            ``num_buffers``. A smaller number leaves buffers free for :meth:`blank`.
+        shares_large: whether large records share one buffer; see :func:`roomier.tiers.buffers.buffer_sizes`. In this
+            case, the caller must hold at most one large record at a time. Otherwise, each buffer has the size of the
+            largest record.
         closes_scratch: whether :meth:`close` closes ``scratch``, because no other tier uses it.
 
     The attributes are described in :class:`roomier.tiers.tier.Tier`.
@@ -97,14 +98,14 @@ class DiskTier:
         self.bytes_read = self.bytes_written = 0
         self._slots = [_Slot(each) for each in memory]
         self._free = list(self._slots)
-        self._expected: deque[tuple[int, int]] = deque()  # records and numbers of bytes whose reads have not started
-        self._coming: dict[int, _Slot] = {}  # in the order in which the records are expected
-        self._held: dict[int, _Slot] = {}  # by id of the tensor
-        self._writes: dict[int, Job] = {}  # last write of each record that is not complete
+        self._expected: deque[tuple[int, int]] = deque()  # Records whose reads have not started, with numbers of bytes.
+        self._coming: dict[int, _Slot] = {}  # In the order in which the records are expected.
+        self._held: dict[int, _Slot] = {}  # Slots by the id of the buffer that the caller holds.
+        self._writes: dict[int, Job] = {}  # The last incomplete write of each record.
         self._mapping: tuple[Tensor, mmap.mmap] | None = (
-            None  # one mapping of all records, because each uses a descriptor
+            None  # one mapping of all records, because each mapping uses a file descriptor
         )
-        self._claims: list[int] = []  # sizes of the buffers that calls wait for
+        self._claims: list[int] = []  # sizes of the buffers for which calls wait
         self._is_open = True
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
@@ -200,7 +201,7 @@ class DiskTier:
             self._release(slot)
 
     def settle(self) -> None:
-        """Wait until all writes are complete, and forget expectations."""
+        """Wait until all writes are complete, and clear the list of expected records."""
         self.expect([])
         self._scratch.wait_for(lambda: not self._writes)
 
@@ -215,7 +216,7 @@ class DiskTier:
         return self._mapping[0][first : first + self._sizes[record]]
 
     def close(self) -> None:
-        """Free the buffers, without waiting for writes. :meth:`Scratch.close` removes the records.
+        """Free the buffers without waiting for writes. :meth:`Scratch.close` removes the records.
 
         Mapped records remain valid, because the mapping keeps the content of a removed file.
         """
@@ -231,14 +232,15 @@ class DiskTier:
             self._scratch.close()
 
     def _begin(self) -> None:
-        """Prepare a method call. Unmap the mapped records, and raise the error of an earlier transfer, if any."""
+        """Prepare a method call: unmap the mapped records, and raise the error of an earlier transfer if a transfer has
+        failed."""
         assert self._is_open, "the tier is closed"
         self._unmap()
         self._scratch.check()
 
     def _unmap(self) -> None:
         if self._mapping is not None:
-            self._mapping[1].flush()  # direct reads return the written bytes
+            self._mapping[1].flush()  # after this call, direct reads return the written bytes
             self._mapping = None
 
     def _claim(self, record: int) -> _Slot:
@@ -268,7 +270,7 @@ class DiskTier:
         slot.buffer = buffer = slot.memory[: self._sizes[record]]
         self._held[id(buffer)] = slot
         coming = self._coming.pop(record, None)
-        if coming is not None:  # the caller is going to replace the content that was read
+        if coming is not None:  # the caller will replace the content that was read
             self._expected.appendleft((record, coming.read_bytes))
             self._discard(coming)
         return buffer
@@ -319,7 +321,7 @@ class DiskTier:
             self._scratch.wait_for(lambda: job.is_done)
 
     def _forget(self, record: int) -> None:
-        """Remove the first expectation of ``record``."""
+        """Remove ``record`` from the expected records, at its first position."""
         found = next((each for each in self._expected if each[0] == record), None)
         if found is not None:
             self._expected.remove(found)
@@ -333,7 +335,7 @@ class DiskTier:
         return True
 
     def _discard(self, slot: _Slot) -> None:
-        """Free the buffer of ``slot``, if necessary after its read has ended."""
+        """Free the buffer of ``slot``, immediately or when its read has ended."""
         job, slot.read = slot.read, None
         if job is None or job.is_done:
             self._release(slot)
@@ -348,7 +350,8 @@ class DiskTier:
 
 
 def _smallest(slots: Sequence[_Slot], num_bytes: int) -> _Slot | None:
-    """Return the smallest of ``slots`` with room for ``num_bytes``. Among equal buffers, return the first."""
+    """Return the slot with the smallest buffer that has room for ``num_bytes``. Among equal buffers, the first slot is
+    returned."""
     return min(
         (each for each in slots if len(each.memory) >= num_bytes), key=lambda each: len(each.memory), default=None
     )

@@ -1,4 +1,5 @@
-"""Folders for offloading: choice of the folder, its file system, its free space, and files of crashed runs."""
+"""Folders for offloading: selection of the folder, its file system, its free space, and removal of the files of crashed
+runs."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _NETWORK = {
 def offload_folder(folder: str | Path | None) -> Path:
     """Return the absolute path of the folder for offloading, and print a notice if the folder is unsuitable.
 
-    The default is the folder for temporary files. If this folder is in memory, the default is ``roomier/offload`` in
-    the user's cache folder, which is created.
+    The default is the folder for temporary files. If the folder for temporary files is in memory, the default is
+    ``roomier/offload`` in the user's cache folder. This folder is created if it does not exist.
 
     Raises:
         TierError: the folder does not exist, is not a folder, or is not writable.
@@ -50,7 +51,7 @@ def offload_folder(folder: str | Path | None) -> Path:
 
 
 def default_folder() -> Path:
-    """Return the folder for offloading if none is given, see :func:`offload_folder`.
+    """Return the default folder for offloading; see :func:`offload_folder`.
 
     Raises:
         TierError: the folder cannot be created.
@@ -70,7 +71,7 @@ def default_folder() -> Path:
 def _report_kind(folder: Path) -> None:
     kind = file_system_of(folder)
     if kind in _IN_MEMORY:
-        notice(f"{folder} is in host memory ({kind}), so offloading to it frees no host memory")
+        notice(f"{folder} is in host memory ({kind}), so offloading to this folder does not free host memory")
     elif kind is not None and (kind in _NETWORK or kind.startswith("fuse.")):
         notice(f"{folder} is on a network file system ({kind}), which can be slow; use a folder on a local disk")
 
@@ -92,7 +93,7 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | N
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that a user without privileges can still store in the file system of ``folder``."""
+    """Return the number of bytes that a user without privileges can still store in the file system of ``folder``."""
     system = os.statvfs(folder)
     return system.f_bavail * system.f_frsize
 
@@ -102,7 +103,7 @@ def remove_abandoned(folder: Path) -> None:
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # removed at this moment, or a file of a different user
+        except OSError:  # the file was removed at this moment, or belongs to a different user
             continue
         try:
             if not lock(file):
@@ -114,11 +115,12 @@ def remove_abandoned(folder: Path) -> None:
         finally:
             os.close(file)
         if num_bytes > 0:  # an empty file can belong to a run that is starting, which then creates a different file
-            notice(f"removed {path} ({num_bytes / 2**30:.1f} GiB), which a run that crashed has left", every_rank=True)
+            notice(f"removed {path} ({num_bytes / 2**30:.1f} GiB), the file of a run that crashed", every_rank=True)
 
 
 def lock(file: int) -> bool:
-    """Lock an open file until this process closes it or ends. Return False if a different process locks the file."""
+    """Lock an open file until this process closes the file or ends. Return False if a different process locks the
+    file."""
     if sys.platform == "win32":
         raise TierError(FIELD, None, "is not supported on Windows", "Use offload to 'cpu'")
     try:

@@ -32,7 +32,7 @@ class HostTier:
         """This method is a no-op, because all records are in memory."""
 
     def is_ready(self, record: int) -> bool:
-        """Return True unless a copy to the record is not complete."""
+        """Return True if all copies to the record are complete."""
         return record not in self._waits
 
     def take(self, record: int, num_bytes: int | None = None) -> Tensor:
@@ -69,7 +69,7 @@ class HostTier:
         return self._records[record]
 
     def close(self) -> None:
-        """Free the memory, after all copies to and from the records."""
+        """Wait for all copies to and from the records, and free the memory."""
         self.settle()
         self._records, self._owner = [], {}
 

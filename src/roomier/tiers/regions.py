@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from roomier.tiers.buffers import padded
 from roomier.tiers.scratch import Scratch
 
-GROWTH_BYTES = 2**26  # smallest extension of the file
+GROWTH_BYTES = 2**26  # Minimum number of bytes by which the file grows.
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class Region:
     _released: deque[tuple[int, int]]
 
     def __del__(self) -> None:
-        self._released.append((self.position, self.num_bytes))  # runs in any thread, so it takes no lock
+        self._released.append((self.position, self.num_bytes))  # can run in any thread, so this method takes no lock
 
 
 class Regions:
-    """Allocator of regions. A region is the first free part of the file that is large enough. If no part is large
+    """Allocator of regions. Each region is the first free part of the file that is large enough. If no part is large
     enough, the file grows.
 
     Args:

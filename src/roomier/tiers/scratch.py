@@ -23,7 +23,7 @@ from roomier.tiers.transfers import Transfers
 
 
 class Scratch:
-    """A locked file with disk space that is reserved before use, and two threads that read and write the file.
+    """Locked file, and two threads that read and write the file. Disk space is reserved before use.
 
     Several tiers can use one file. Different runs and ranks never use the same file, because the file has a random name
     and is locked. The file is removed by :meth:`close` or when the process ends. If the process is killed, the next run
@@ -62,8 +62,8 @@ class Scratch:
         self.transfers = Transfers(self._read, self._write)
         self._process = os.getpid()
         self._is_open = True
-        # The interpreter stops daemon threads without warning. A thread that is stopped in an operation of torch ends
-        # the process with SIGABRT.
+        # When the interpreter exits, it stops daemon threads. If a thread is stopped in an operation of torch, the
+        # process ends with SIGABRT.
         atexit.register(self.close)
 
     def reserve(self, num_bytes: int) -> int:
@@ -122,7 +122,7 @@ class Scratch:
             TierError: the file was truncated.
         """
         size = os.fstat(self._file).st_size
-        if size < self.reserved_bytes:  # access to the tensor would end the process
+        if size < self.reserved_bytes:  # an access to the tensor would end the process
             raise self._failed(direct_io.TruncatedError(f"the file was truncated to {size} bytes"))
         before = position % mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(self._file, before + num_bytes, offset=position - before)
@@ -130,8 +130,8 @@ class Scratch:
         return torch.frombuffer(mapping, dtype=torch.uint8)[before:], mapping
 
     def empty_cache(self) -> None:
-        """Wait until all written data is on the disk, and remove it from the page cache. Direct I/O does not use this
-        cache."""
+        """Wait until all written data is on the disk, and remove the data from the page cache. Direct I/O does not use
+        the page cache."""
         os.fsync(self._file)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -144,7 +144,7 @@ class Scratch:
         atexit.unregister(self.close)
         self.transfers.close()
         os.close(self._file)
-        if os.getpid() == self._process:  # not in a forked process
+        if os.getpid() == self._process:  # a forked process does not have these threads
             self.path.unlink(missing_ok=True)
 
     def _read(self, buffer: Tensor, position: int) -> None:

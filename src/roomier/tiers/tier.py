@@ -1,10 +1,10 @@
-"""Protocol of a tier: memory below the device that stores records of bytes.
+"""Protocol of a tier, which stores records of bytes outside the device.
 
 [Note: records and buffers]
 A tier stores records, whose sizes are fixed when the tier is created. Code never accesses a record directly: the tier
-reads a record into a *buffer* in host memory, and writes a buffer to a record. Reads and writes run while the caller
-continues. A tier in host memory needs no separate buffers, because the buffer of a record is the record itself. A tier
-on disk has a fixed number of buffers (its ring), so the host memory that it uses is known before the run.
+reads a record into a *buffer* in host memory, and writes a buffer to a record. Reads and writes run in the background.
+A tier in host memory needs no separate buffers, because the buffer of a record is the record itself. A tier on disk has
+a fixed number of buffers (its ring), so its host memory is known before the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Tier(Protocol):
     """Storage of records. Records are numbered from 0. All methods are called by one thread.
 
     Attributes:
-        num_buffers: number of buffers that can be in use at the same time. The caller holds at most this number.
+        num_buffers: number of buffers that can be in use at the same time. The caller can hold at most this number of
+            buffers.
         uses_threads: whether other threads read and write the buffers.
         host_bytes: host memory that the tier allocated, in bytes.
         disk_bytes: size of the records on disk, in bytes.
@@ -36,8 +37,9 @@ class Tier(Protocol):
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
         """Start to read ``records``, in this order, as buffers become free. This call replaces earlier expectations.
 
-        A record whose write has not completed is read after its write. A record whose buffer the caller holds is read
-        after the buffer was returned. If a record appears several times, it is read again after each :meth:`take`.
+        If the write of a record is not complete, the record is read after its write. If the caller holds the buffer of
+        a record, the record is read after the caller returns the buffer. If a record appears several times, the record
+        is read again after each :meth:`take`.
 
         Args:
             records: numbers of the records.
@@ -50,14 +52,15 @@ class Tier(Protocol):
         ...
 
     def take(self, record: int, num_bytes: int | None = None) -> Tensor:
-        """Return a buffer (uint8, on the host) with the content of ``record``. This method waits for the read.
+        """Return a buffer (uint8, on the host) with the content of ``record``. This method waits until the read is
+        complete.
 
         The buffer belongs to the caller until it is passed to :meth:`put` or :meth:`drop`.
 
         Args:
             record: number of the record.
-            num_bytes: number of bytes to read from the start of the record. None reads the full record. The bytes
-                that are not read are undefined. The buffer always has the size of the record.
+            num_bytes: number of bytes to read from the start of the record. None reads the full record. The buffer
+                always has the size of the record, and bytes that are not read are undefined.
 
         Raises:
             TierError: the record cannot be read.
@@ -73,8 +76,8 @@ class Tier(Protocol):
 
         Both records have the same size.
 
-        On disk, the result is ``buffer`` itself with its content. In host memory, the result is the memory of
-        ``record`` with its earlier content.
+        For a tier on disk, the result is ``buffer`` itself with its content. For a tier in host memory, the result is
+        the memory of ``record`` with its earlier content.
         """
         ...
 
@@ -86,7 +89,7 @@ class Tier(Protocol):
             buffer: the tensor that :meth:`take`, :meth:`blank` or :meth:`switch` returned for ``record``. Views of
                 the tensor are rejected.
             wait: function that returns when the content of the buffer is complete, such as ``synchronize`` of an event
-                that follows a copy from the device. It can be called by a different thread, at most once.
+                that follows a copy from the device. The function can be called by a different thread, at most once.
 
         Raises:
             TierError: an earlier write failed.
@@ -94,11 +97,11 @@ class Tier(Protocol):
         ...
 
     def drop(self, buffer: Tensor, wait: Callable[[], object] | None = None) -> None:
-        """Take ``buffer`` back without writing it. Arguments as in :meth:`put`."""
+        """Take ``buffer`` back without writing its content. For the arguments, see :meth:`put`."""
         ...
 
     def settle(self) -> None:
-        """Wait until all writes are complete, and forget expectations.
+        """Wait until all writes are complete, and clear the list of expected records.
 
         Raises:
             TierError: a write failed.
@@ -109,7 +112,7 @@ class Tier(Protocol):
         """Return the content of ``record`` as a tensor (uint8, on the host) that shares the memory of the record.
 
         Writes to the tensor change the record. Call :meth:`settle` first. The tensor is valid until the next call of a
-        different method. The result is not a copy in host memory, so that checkpoints can read and write records of any
+        different method. The content is not copied to host memory, so checkpoints can read and write records of any
         size.
         """
         ...

@@ -1,9 +1,9 @@
-"""Threads that read and write a file while the caller continues.
+"""Threads that read and write a file in the background.
 
 [Note: one reader and one writer]
-One thread reads and one thread writes. More threads lower the total bandwidth of a disk, because large direct
-transfers already use it fully. The writer completes its jobs in order. A read follows an earlier write of the same
-bytes because its job names the job of the write.
+One thread reads and one thread writes. More threads would lower the total bandwidth of a disk, because large direct
+transfers already use the full bandwidth. The writer completes its jobs in order. If the same bytes were written before
+a read, the job of the read names the job of the write and waits for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Job:
         wait: function to call before the transfer; for example a function that waits for an event of a device.
         after: job that must be complete before this transfer.
         finish: function to call after the transfer, in the thread of the transfer.
-        then: function that is called with the lock when the job is complete.
-        is_done: True if the job is complete. Its buffer and functions are then released.
+        then: function that is called when the job is complete, while the lock of ``changed`` is held.
+        is_done: True if the job is complete. A completed job releases its buffer and functions.
     """
 
     buffer: Tensor
@@ -47,14 +47,14 @@ class Job:
 
 
 class Transfers:
-    """A reader thread and a writer thread. See [Note: one reader and one writer].
+    """Reader thread and writer thread. See [Note: one reader and one writer].
 
     Args:
         read, write: functions that move the bytes between a buffer and a position of the file.
 
     Attributes:
-        changed: condition that protects the state of all jobs. It is notified when a job is complete.
-        error: first error of a job. After an error, further jobs end without a transfer.
+        changed: condition that protects the state of all jobs. The condition is notified when a job is complete.
+        error: first error of a job. After an error, later jobs end without a transfer.
     """
 
     def __init__(self, read: Callable[[Tensor, int], None], write: Callable[[Tensor, int], None]) -> None:
@@ -72,7 +72,7 @@ class Transfers:
             thread.start()
 
     def read(self, job: Job, first: bool = False) -> None:
-        """Add a job of the reader after, or if ``first`` before, its other jobs."""
+        """Add a job of the reader after its other jobs, or before them if ``first`` is True."""
         self._add(self._reads, job, first)
 
     def write(self, job: Job) -> None:
@@ -90,7 +90,7 @@ class Transfers:
             self.changed.notify_all()
 
     def cancel(self, job: Job) -> bool:
-        """Remove a job that has not started. Return whether it was removed."""
+        """Remove a job if it has not started. Return whether the job was removed."""
         with self.changed:
             for jobs in (self._reads, self._writes):
                 if job in jobs:
@@ -117,7 +117,7 @@ class Transfers:
                     transfer(job.buffer, job.position)
                     if job.finish is not None:
                         job.finish()
-            except BaseException as error:  # raised in the thread of the caller
+            except BaseException as error:  # the error is raised in the thread of the caller
                 self.error = self.error or error
             with self.changed:
                 job.is_done = True
