@@ -168,7 +168,7 @@ def test_onnx_file_returns_the_outputs_of_the_module_for_any_batch_size(tmp_path
 
 
 def test_onnx_file_with_different_outputs_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(RoomierError, match=r"differs from the model by .* \(allowed: -1e\+00\)"):
+    with pytest.raises(RoomierError, match=r"differs from the model by .* \(maximum: -1e\+00\)"):
         Net().to_onnx(tmp_path / "x.onnx", X, max_difference=-1.0)
     with pytest.raises(RoomierError, match=r"to onnx.*in forward.*method='script'"):
         Branching().to_onnx(tmp_path / "x.onnx", X)

@@ -138,7 +138,7 @@ def test_invalid_requests_are_rejected_and_write_nothing(make_trainer: MakeTrain
         (path, {"adapters": "both"}, "is unknown"),
         (path, {"dtype": "int4"}, "is unknown"),
         (path, {"processor": tmp_path / "empty"}, "contains no file of a tokenizer"),
-        (path, {"processor": 3}, "must be a folder or have save_pretrained"),
+        (path, {"processor": 3}, "must be a folder or have a method save_pretrained"),
     ):
         with pytest.raises(RoomierError, match=words):
             export_hugging_face(source, tmp_path / "out", **arguments)

@@ -52,7 +52,7 @@ def test_changed_hyperparameters_are_reported_and_ignored(tmp_path: Path, capsys
     logger.log_hyperparams({"lr": 0.5, "new": 1})
     params = logger.experiment.get_run(logger.run_id).data.params
     assert (params["lr"], params["model/depth"], params["new"], len(params)) == ("0.1", "2", "1", 124)
-    assert "first run; ignored new values: lr" in capsys.readouterr().err
+    assert "first run and ignores the new values: lr" in capsys.readouterr().err
     assert not logger.is_muted
 
 

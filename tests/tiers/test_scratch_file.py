@@ -304,7 +304,7 @@ def test_default_folder_is_not_in_memory(
     kinds[tmp_path] = "ext4"
     assert folders.offload_folder(None) == tmp_path
     for kind, words in {
-        "tmpfs": "frees no host memory",
+        "tmpfs": "does not free host memory",
         "nfs4": "network file system",
         "fuse.sshfs": "network",
     }.items():
