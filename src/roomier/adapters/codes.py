@@ -1,10 +1,10 @@
 """Weights quantized to 8 or 4 bits: one code per number, one scale per block of 64 numbers.
 
 - ``"int8"``: 255 evenly spaced levels between minus and plus the largest magnitude of the block.
-- ``"nf4"``: the 16 levels of NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E), which normally
-  distributed numbers use about equally often. Two codes are stored in one byte.
+- ``"nf4"``: the 16 levels of NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E). Normally
+  distributed numbers use these levels about equally often. Two codes are stored in one byte.
 
-Scales are float32, so a number uses 1.0625 or 0.5625 bytes.
+Scales are float32, so a number occupies 1.0625 bytes in int8, or 0.5625 bytes in nf4.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
         code_format: ``"int8"`` or ``"nf4"``.
 
     Returns:
-        The codes are int8 with one code per number, or uint8 with two codes per byte (the first one in the high bits).
+        The codes are int8 with one code per number, or uint8 with two codes per byte (the first code in the high bits).
         The last block is padded. The scales are float32 bit patterns stored as int32, so that converting the dtype of a
         module does not change them.
     """

@@ -24,7 +24,7 @@ def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan 
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:
         return None
-    layer = next(iter(layers.values()))  # rank and scale are the same for all adapters
+    layer = next(iter(layers.values()))  # all adapters have the same rank and scale
     in_blocks = adaptable_in_blocks(network, blocks)
     formats = {each.weight_format for each in layers.values() if isinstance(each, InFewBits)}
     return AdapterPlan(
@@ -43,7 +43,7 @@ def fully_trained_modules(network: nn.Module) -> dict[str, nn.Module]:
     for name, module in network.named_modules():
         parameters = dict(module.named_parameters())
         is_trained = bool(parameters) and all(each.requires_grad for each in parameters.values())
-        # Adapters can be the only parameters of a quantized layer.
+        # A quantized layer can have no parameters except its adapter.
         has_no_adapter = not any(map(is_adapter, parameters))
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if name and is_trained and has_no_adapter and not is_inside:
@@ -63,8 +63,8 @@ def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
 def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
     """Return ``plan`` with the adapters and the quantization that ``network`` retains from an earlier run.
 
-    The result is the same before and after the adapters of ``plan`` are added. The table of the run shows these
-    settings, and they are required to load a checkpoint.
+    The result is the same before and after the adapters of ``plan`` are added. These settings are required to load a
+    checkpoint, and the table of the run contains them.
 
     Raises:
         PlanError: the settings are not supported with the other settings of ``plan``.
@@ -77,7 +77,7 @@ def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -
     try:
         return replace(plan, adapter=found)
     except PlanError as error:
-        problem = f"the model has it from an earlier run, but it {error.problem}"
+        problem = f"the model has this setting from an earlier run, but it {error.problem}"
         action = f"{error.action}, or call merge_lora(model) first ({_IMPORT})"
         raise PlanError(error.field, error.received, problem, action) from error
 
@@ -106,14 +106,15 @@ def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.
     if plan.adapter.lora_rank is not None:
         if base != plan.adapter.frozen_base:
             notice(
-                f"the model has frozen weights in {base} from an earlier run, which stay quantized (lora base: {base})"
+                f"the model has frozen weights in {base} from an earlier run, which remain quantized (lora base: "
+                f"{base})"
             )
         if named.lora_targets != plan.adapter.lora_targets:
             targets = target_layers(network, blocks, plan.adapter.lora_targets)
             others = [name for name in adapted_layers(network) if name not in targets]
             notice(
-                f"{len(others)} layers that lora targets does not include have adapters from an earlier run, which "
-                f"stay and continue to train (the first: {others[0]})"
+                f"{len(others)} layers that lora.targets does not include have adapters from an earlier run. These "
+                f"adapters remain and are trained (first layer: {others[0]})"
             )
         return
     num_layers = sum(isinstance(each, Adapted) for each in network.modules())

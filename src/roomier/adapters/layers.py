@@ -2,9 +2,9 @@
 
 [Note: layers change their class in place]
 A layer is adapted by changing its class to a class that has the old class as a base, as ``fully_shard`` does.
-Therefore, its place in the model, its names in the state dict, its hooks and all references to it stay valid, and
-``isinstance(layer, nn.Linear)`` is still true. ``[Adapted, InFewBits, nn.Linear]`` is the order in which the forwards
-call each other.
+Therefore, the place of the layer in the model, its names in the state dict, its hooks and all references to the layer
+remain valid, and ``isinstance(layer, nn.Linear)`` is still true. In a quantized layer, the forwards call each other in
+the order ``[Adapted, InFewBits, nn.Linear]``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_adaptable(layer: nn.Module) -> bool:
 
 def is_transposed(layer: nn.Module) -> bool:
     """Return True if the weight is stored with shape ``(in, out)``, as in ``Conv1D``, instead of ``(out, in)``."""
-    found = sys.modules.get("transformers.pytorch_utils")  # imported if such a layer exists
+    found = sys.modules.get("transformers.pytorch_utils")  # if such a layer exists, transformers is already imported
     return found is not None and isinstance(layer, found.Conv1D)
 
 
@@ -54,7 +54,7 @@ class Adapted(nn.Module):
         is_in_out: True if the weight of the layer has shape ``(in, out)``.
     """
 
-    lora_A: nn.Parameter  # noqa: N815  the name in all readers of adapters
+    lora_A: nn.Parameter  # noqa: N815  all programs that read adapters use this name
     lora_B: nn.Parameter  # noqa: N815
     lora_scale: float
     lora_dropout: float
@@ -65,13 +65,13 @@ class Adapted(nn.Module):
         output: Tensor = super().forward(x)
         a, b = (self.lora_A, self.lora_B) if self.is_in_out else (self.lora_A.T, self.lora_B.T)
         if not torch.is_autocast_enabled(x.device.type):
-            x = x.to(a.dtype)  # the adapters of 16-bit weights are float32
+            x = x.to(a.dtype)  # adapters of 16-bit weights are float32
         if self.lora_dropout and self.training:
             x = F.dropout(x, self.lora_dropout)
         return output + (x @ a * self.lora_scale @ b).to(output.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the layer by its original class and its mixins, because its own class is not importable."""
+        """Pickle the layer by its original class and its mixins, because its current class cannot be imported."""
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         made_by, _, *rest = reduced
         if made_by is not copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ class InFewBits(nn.Module):
 
     Attributes:
         weight_codes: buffer of codes from :func:`roomier.adapters.codes.encode`.
-        weight_scales: buffer of scales from the same function.
+        weight_scales: buffer of scales from the same function as the codes.
         weight_format: format of the codes.
         weight_shape: shape of the weight.
         weight_dtype: dtype of the weight.
@@ -107,7 +107,7 @@ class InFewBits(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Decoded weight, without a gradient. It is decoded on each access."""
+        """Decoded weight, without a gradient. The weight is decoded on each access."""
         return self.decoded(self.weight_dtype)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
@@ -157,7 +157,7 @@ def plain_class(layer: nn.Module) -> Any:
 
 
 def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
-    """Convert ``layer`` to an :class:`Adapted` layer in place. Its output does not change.
+    """Convert ``layer`` to an :class:`Adapted` layer in place. The output of the layer does not change.
 
     ``A`` is sampled on the CPU from the distribution that ``nn.Linear`` uses for weights, as in published
     implementations. The paper specifies a normal distribution without its standard deviation. ``B`` is zero. If the

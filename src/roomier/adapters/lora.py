@@ -53,7 +53,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     for name, each in network.named_parameters():
         each.requires_grad_(is_adapter(name) or each in trained)
         if not each.requires_grad:
-            each.grad = None  # from an earlier fit; no optimizer would free this gradient
+            each.grad = None  # a gradient from an earlier fit, which no optimizer would free
     for layer in targets.values():
         if isinstance(layer, Adapted):
             layer.lora_dropout = plan.lora_dropout
@@ -76,7 +76,7 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
             continue
         if isinstance(layer, InFewBits):
             if layer.weight_format != plan.frozen_base:
-                problem = f"differs from {name}, which has its weight in {layer.weight_format} from an earlier run"
+                problem = f"differs from {name}, whose weight is in {layer.weight_format} from an earlier run"
                 action = f"Use {layer.weight_format!r}, or build a new model"
                 raise RoomierError("lora.base", plan.frozen_base, problem, action)
             continue
@@ -111,7 +111,7 @@ def merge_lora(network: nn.Module) -> nn.Module:
     for name, layer in layers:
         if not isinstance(layer, InFewBits) and num_owners[_parameter_of(layer)] > 1:
             problem = "has adapters, but another layer has the same weight, which would also change"
-            raise RoomierError("network", name, problem, "Give it a separate weight before training")
+            raise RoomierError("network", name, problem, "Use separate weights before training")
     for _, layer in layers:
         remove_adapter(layer)
     unwatch_saves(network)
@@ -131,7 +131,7 @@ def adapter_state(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _trained(network: nn.Module, names: str, targets: dict[str, nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters of the modules that are trained in full."""
+    """Return the parameters of the modules that are trained without an adapter."""
     found: set[nn.Parameter] = set()
     for pattern in filter(None, (each.strip() for each in names.split(","))):
         matching = {name: each for name, each in network.named_modules() if name and matches(name, pattern)}
@@ -143,7 +143,7 @@ def _trained(network: nn.Module, names: str, targets: dict[str, nn.Module]) -> s
             )
         adapted = next((name for name, each in targets.items() if set(each.parameters()) & parameters), None)
         if adapted is not None:
-            problem = f"includes {adapted}, which gets an adapter, so its weights are frozen"
+            problem = f"includes {adapted}, which receives an adapter, so its weights are frozen"
             raise RoomierError("lora.trained", pattern, problem, "Remove it from lora.trained or from lora.targets")
         _notice_tied(network, pattern, matching)
         found |= parameters
@@ -159,7 +159,7 @@ def _notice_tied(network: nn.Module, pattern: str, matching: dict[str, nn.Module
 
 
 def adaptable_in_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers that get adapters by default, with their names as keys, in the order of the network."""
+    """Return the layers that receive adapters by default, with their names as keys, in the order of the network."""
     in_blocks = {part for block in blocks for part in block.modules()}
     return {name: each for name, each in _adaptable(network).items() if each in in_blocks}
 
@@ -215,7 +215,7 @@ def _why_none(network: nn.Module, pattern: str) -> str:
     if not others:
         return "must be the end of the name of a layer"
     if named[others[0]] in _read_by_others(network):
-        return f"matches {others[0]}, which is not called, because its attention module reads its weight"
+        return f"matches {others[0]}, which is never called, because the attention module reads its weight directly"
     return f"matches {others[0]} of type {type(named[others[0]]).__name__}, which is not a linear layer"
 
 
@@ -255,7 +255,7 @@ def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
             raise RoomierError("lora", {"rank": rank, "alpha": scale * rank}, problem, action)
         return
     if not isinstance(layer.weight, nn.Parameter):
-        problem = "has a weight that is not a parameter, but computed from parameters (weight norm, spectral norm)"
+        problem = "has a weight that is not a parameter, but is computed from parameters (weight norm, spectral norm)"
         action = "Remove it from lora.targets, or remove the parametrization first (torch.nn.utils.parametrize)"
         raise RoomierError(_FIELD, name, problem, action)
     weight = _parameter_of(layer)

@@ -1,4 +1,4 @@
-"""Rejection of Hugging Face's ``save_pretrained`` for a model with adapters, because the files that it writes cannot be
+"""Rejection of Hugging Face's ``save_pretrained`` for a model with adapters, because the written files could not be
 loaded.
 
 ``from_pretrained`` ignores names that its model does not have, such as ``lora_A``, and initializes missing weights,
@@ -21,7 +21,7 @@ _NAME = "save_pretrained"
 class SavesPlainModels:
     """Substitute for ``model.save_pretrained`` while the model has adapters.
 
-    The substitute is an object instead of a closure, so that a copied or unpickled model has its own substitute.
+    The substitute is an object instead of a closure, so that a copied or unpickled model has a separate substitute.
 
     Args:
         model: Hugging Face model.

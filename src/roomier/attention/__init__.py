@@ -1,1 +1,1 @@
-"""Selection of the attention kernel, and reporting of the kernel that ran."""
+"""Selection of the attention kernel, and report of the kernels that ran."""

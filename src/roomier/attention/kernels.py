@@ -1,7 +1,7 @@
 """Selection of the kernel of ``scaled_dot_product_attention``.
 
 [Note: kernel selection]
-torch uses the fastest kernel that supports a call. If a kernel is selected, only this kernel is allowed. If the
+torch uses the fastest kernel that supports a call. If the user selects a kernel, only this kernel is allowed. If the
 selected kernel does not support a call (for example, flash attention with a mask on a GPU), torch raises an error and
 issues warnings that state the reason. roomier converts the error and the warnings to one error that contains the reason
 and the alternatives. A kernel that is not available on the device is rejected when the run is built.
@@ -28,16 +28,16 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # other devices have all kernels
-_NEEDS_16_BITS = ("flash", "cudnn")  # on CUDA; flash attention on the CPU also supports float32
+_OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # all kernels are available on other devices
+_NEEDS_16_BITS = ("flash", "cudnn")  # applies to CUDA; flash attention on the CPU also supports float32
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
-_SOURCE_OF_REASONS = "sdp_utils"  # torch's warnings that contain reasons come from files with this name
+_SOURCE_OF_REASONS = "sdp_utils"  # the warnings of torch that contain the reasons are raised in files with this name
 
 
 def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: torch.dtype | None) -> MakeContext:
-    """Return a function that creates the context in which attention uses the kernel of ``plan``.
+    """Return a function that creates a context in which attention uses the kernel of ``plan``.
 
-    Forward passes and backward passes that recompute activations run in this context.
+    Forward passes, and backward passes that recompute activations, run in this context.
 
     Args:
         plan: selected kernel.
@@ -74,7 +74,7 @@ def _check_exists(kernel: str, device: torch.device, compute_dtype: torch.dtype 
 
 
 class _Only:
-    """Function that creates the context in which only ``kernel`` can compute attention."""
+    """Function that creates a context in which only ``kernel`` can compute attention."""
 
     def __init__(self, kernel: str) -> None:
         self._kernel = kernel
@@ -93,7 +93,8 @@ class _Only:
                 if any(each in str(error) for each in _NO_KERNEL):
                     self._refuse(reasons, error)
                 raise
-        self._has_run = torch.is_grad_enabled()  # an evaluation does not use dropout, so training can still fail
+        # False after an evaluation, because training can use dropout and can therefore still fail.
+        self._has_run = torch.is_grad_enabled()
 
     def _refuse(self, reasons: list[str], error: RuntimeError) -> Never:
         why = "; ".join(dict.fromkeys(reasons)) or "torch reports no reason"

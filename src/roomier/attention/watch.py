@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roomier.core import torch_private
 
-# Operators to which torch dispatches scaled_dot_product_attention, with the name of the kernel.
+# Operators to which torch dispatches scaled_dot_product_attention, with the names of the kernels.
 _OPERATORS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -22,7 +22,7 @@ _OPERATORS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": "the device's own",
     "flex_attention": "flex",
 }
-_SOFTMAX_OF_MATH = "aten::_safe_softmax"  # the math kernel is not an operator, but it has a specific softmax
+_SOFTMAX_OF_MATH = "aten::_safe_softmax"  # the math kernel is not an operator, but it calls a specific softmax
 _SOFTMAX = "aten::_softmax"
 
 
@@ -59,13 +59,14 @@ class AttentionReport:
             sizes = "scores " if kernel in ("math", "by hand") else ""
             line = f"attention: {kernel}, {count} calls a forward, {sizes}{list(shape)}, {str(dtype)[6:]}"
             if kernel == "by hand":
-                line += "; a Hugging Face model built with attn_implementation='sdpa' uses a kernel"
+                line += "; a Hugging Face model created with attn_implementation='sdpa' uses a kernel"
             lines.append(line)
         return lines
 
 
 class AttentionWatch:
-    """Context that records the attention of one forward pass, and passes the report to ``tell`` when the context exits.
+    """Context that records the attention calls of one forward pass, and passes the report to ``tell`` at the end of the
+    context.
 
     Operations are slower in this context, so it is used for only one forward pass.
 
@@ -102,5 +103,5 @@ class AttentionWatch:
 
 
 def _are_scores(tensor: Tensor, dim: int) -> bool:
-    """Return True if the softmax of ``tensor`` over ``dim`` has the form of attention scores."""
+    """Return True if the shape of ``tensor`` and ``dim`` are typical of a softmax over attention scores."""
     return tensor.ndim == 4 and dim % 4 == 3 and tensor.shape[-1] > 1

@@ -1,9 +1,10 @@
-"""Capabilities of a device: the features that code may use on it.
+"""Capabilities of a device: the features that code may use on the device.
 
 [Note: capabilities are tried]
-Code must not depend on the name of a device, because torch supports devices that roomier does not know. Each
-capability is found by using the feature once on one element, because drivers implement torch's interfaces
-partially. The result is stored for the process. The CPU is the host: it needs no streams and no pinned memory.
+Code must not depend on the name of a device, because torch supports devices that roomier does not know. Drivers
+implement torch's interfaces only partially. Therefore, each capability is determined by using the feature once on one
+element. The result is stored for the process. The CPU requires neither streams nor pinned memory, because it is the
+host.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Capabilities:
 
     Attributes:
         has_streams: kernels and copies can run on several streams, which events order and time.
-        has_pinned_memory: host memory can be pinned, so copies of it run while the host continues.
+        has_pinned_memory: host memory can be pinned, so copies from pinned memory run while the host continues.
         has_memory_statistics: the allocator reports current and peak bytes.
         has_memory_info: the driver reports the free and the total memory.
         fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) with fused kernels.
@@ -56,7 +57,7 @@ class Capabilities:
 
     @property
     def copies_asynchronously(self) -> bool:
-        """True if copies between host and device can run while both continue."""
+        """True if copies between host and device can run while the host and the device continue."""
         return self.has_streams and self.has_pinned_memory
 
 
@@ -82,7 +83,7 @@ def _tried(device_type: str) -> Capabilities:
         return _NONE  # such as meta
     device = torch.device(device_type)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a driver can warn about a feature that it replaces
+        warnings.simplefilter("ignore")  # a driver can warn about a feature that it emulates
         return Capabilities(
             has_streams=_works(lambda: _use_streams(device)),
             has_pinned_memory=_works(lambda: torch.empty(1, pin_memory=True).is_pinned()),
@@ -98,7 +99,7 @@ def _works(use: Callable[[], Any]) -> bool:
     try:
         return use() is not False
     except torch.OutOfMemoryError:
-        raise  # the result would be wrong for the rest of the process
+        raise  # otherwise, a wrong result would be stored for the rest of the process
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError):
         return False
 
@@ -129,14 +130,14 @@ def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype is torch.bfloat16 and hasattr(module, "is_bf16_supported") and not module.is_bf16_supported():
         return False
     amp_dtypes = getattr(module, "get_amp_supported_dtype", lambda: _DTYPES_OF_MODES.values())()
-    if dtype is not torch.float64 and dtype not in amp_dtypes:  # torch would disable autocast with a warning
+    if dtype is not torch.float64 and dtype not in amp_dtypes:  # otherwise, torch would disable autocast with a warning
         return False
     torch.ones(1, dtype=dtype, device=device).add_(1)
     return True
 
 
 def usable_device(accelerator: str, mode: str) -> torch.device:
-    """Return the device for ``accelerator``, and report the slower paths that a run on it takes.
+    """Return the device for ``accelerator``, and report the slower paths that a run on this device uses.
 
     Args:
         mode: precision mode of the run.

@@ -15,7 +15,7 @@ from roomier.device.capability import capabilities_of
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that tensors occupy now."""
+    """Return the number of bytes that tensors currently occupy."""
     return torch.accelerator.memory_allocated(device)
 
 
@@ -25,7 +25,7 @@ def peak_allocated_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that the allocator has taken from the device."""
+    """Return the number of bytes that the allocator has reserved on the device."""
     return torch.accelerator.memory_reserved(device)
 
 
@@ -40,12 +40,14 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and the total memory of ``device``, including all processes; None if its driver reports none."""
+    """Return the free and the total memory of ``device`` over all processes; None if the driver does not report
+    them."""
     return torch.accelerator.get_memory_info(device) if capabilities_of(device).has_memory_info else None
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process can still allocate, including cached memory; None if they are not known."""
+    """Return the number of bytes that this process can still allocate, including cached memory; None if this number is
+    unknown."""
     info = free_and_total_bytes(device)
     if info is None or not capabilities_of(device).has_memory_statistics:
         return None
@@ -74,7 +76,7 @@ def release_cached(device: torch.device) -> None:
 
 
 def statistics(device: torch.device) -> Mapping[str, Any]:
-    """Return all statistics of the allocator; an empty mapping if the allocator reports none."""
+    """Return all statistics of the allocator; an empty mapping if the allocator reports no statistics."""
     if not capabilities_of(device).has_memory_statistics:
         return {}
     module: Any = torch.get_device_module(device)

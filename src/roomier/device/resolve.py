@@ -1,7 +1,8 @@
 """Resolve the name of an accelerator to a device.
 
 torch supports one accelerator in a process: the accelerator for which torch was compiled, or the device that a package
-registered (``PrivateUse1``). ``torch.accelerator`` refers to it, so this file contains no names of devices.
+registered (``PrivateUse1``). ``torch.accelerator`` refers to this accelerator, so this file contains no names of
+devices.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def resolve_device(accelerator: str) -> torch.device:
 
 
 def accelerator_type() -> str | None:
-    """Return the device type of the accelerator of this machine, such as ``"cuda"``. None if there is none."""
+    """Return the device type of the accelerator of this machine, such as ``"cuda"``; None if the machine has no
+    accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
@@ -56,8 +58,8 @@ def device_name(device: torch.device) -> str | None:
 def group_backend(device_type: str) -> str | None:
     """Return the backends of a process group for tensors on the CPU and on ``device_type``.
 
-    ``"gloo"`` for the CPU, otherwise for example ``"cpu:gloo,cuda:nccl"``. None if torch has no collectives for the
-    device.
+    The result is ``"gloo"`` for the CPU, and for example ``"cpu:gloo,cuda:nccl"`` for a GPU. The result is None if
+    torch has no collectives for the device.
     """
     if device_type == "cpu":
         return "gloo"
@@ -83,7 +85,7 @@ def _load_package(device_type: str) -> None:
     name = package.replace("-", "_")
     try:
         import_module(name)
-    except Exception as error:  # a driver that is missing raises various errors
+    except Exception as error:  # a missing driver can raise various errors
         action = f"Use one of: {_available()}"
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             problem = f"requires the package {package}, which is not installed"

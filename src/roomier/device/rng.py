@@ -1,4 +1,4 @@
-"""Seed, save and restore all random number generators that a training step can use."""
+"""Functions that seed, save and restore all random number generators that a training step can use."""
 
 import os
 import random
@@ -39,12 +39,13 @@ _STATES = fields(
         ),
         "torch": _GENERATOR,
     },
-    others=either(_GENERATOR, mapping_of(_GENERATOR, keys=_device_index)),  # one tensor: mps in earlier versions
+    # A single tensor: the state of mps in earlier versions.
+    others=either(_GENERATOR, mapping_of(_GENERATOR, keys=_device_index)),
 )
 
 
 def rng_form(value: Any, place: str) -> None:
-    """Accept the result of :func:`rng_state`. Keys that are not of the host are device types."""
+    """Accept the result of :func:`rng_state`. Keys that do not belong to the host must be device types."""
     _STATES(value, place)
     for key in of_devices(value):
         if type(key) is not str or re.fullmatch("[a-z][a-z0-9_]{0,31}", key) is None:
@@ -113,7 +114,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def of_devices(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of ``state`` that belongs to devices, by device type."""
+    """Return the states of devices in ``state``, with the device types as keys."""
     return {name: each for name, each in state.items() if name not in _OF_HOST}
 
 

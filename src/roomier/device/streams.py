@@ -15,7 +15,7 @@ def computing_stream(device: torch.device) -> torch.Stream:
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """Record an event on the compute stream. ``elapsed_time`` of two events is the time between them in ms."""
+    """Record an event on the compute stream. ``elapsed_time`` returns the time between two events in ms."""
     event = torch.Event(device, enable_timing=True)
     event.record(computing_stream(device))
     return event

@@ -1,4 +1,4 @@
-"""Transfer of batches to the device, concurrent with computation."""
+"""Transfer of batches to the device, concurrently with computation."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from roomier.device.streams import computing_stream
 
 
 class BatchMover:
-    """Callable that moves batches to ``device``. If the device has streams, it uses a separate stream.
+    """Callable that moves batches to ``device``. If the device has streams, the copies use a separate stream.
 
-    The host runs ahead of the device and requests the next batch while kernels of the current batch are queued. On the
+    The host runs ahead of the device, and requests the next batch while kernels of the current batch are queued. On the
     stream of these kernels, the copy of the next batch would wait for the kernels. On a separate stream, the copy from
     pinned memory runs concurrently. The loaders pin memory for this purpose. No additional batch is read ahead.
     """
@@ -30,7 +30,7 @@ class BatchMover:
         def move(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 copied = moved(leaf, self.device)
-                copied.record_stream(computing)  # freed memory must not be reused while kernels still read the memory
+                copied.record_stream(computing)  # the memory must not be reused while kernels still read it
                 return copied
             with computing:  # record_stream cannot be called for tensors inside an unknown object
                 return moved(leaf, self.device)

@@ -1,7 +1,7 @@
-"""Storage for measurements of this machine: one JSON file in the user's cache folder.
+"""Storage of the measurements of this machine in one JSON file in the user's cache folder.
 
-A write replaces one section. The file is replaced atomically, so a reader never sees a partial file. If two processes
-write at the same time, the file contains the data of the later write.
+A write replaces one section of the file. The file is replaced atomically, so a reader never reads an incomplete file.
+If two processes write at the same time, the file contains only the data of the later write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def cache_file() -> Path:
-    """Return the path in the cache folder of the system: ``XDG_CACHE_HOME``, ``~/Library/Caches`` or
+    """Return the path of the file in the cache folder of the system: ``XDG_CACHE_HOME``, ``~/Library/Caches`` or
     ``LOCALAPPDATA``."""
     if sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -37,8 +37,8 @@ def read(section: str) -> Any:
 
 
 def write(section: str, value: Any) -> bool:
-    """Store ``value``, which must be plain data, as ``section``. Returns False, after a notice, if the file cannot be
-    written."""
+    """Store ``value``, which must be plain data, as ``section``. If the file cannot be written, print a notice and
+    return False."""
     content = {**_read_all(), "version": _VERSION, section: value}
     target = cache_file()
     aside = None
@@ -53,7 +53,7 @@ def write(section: str, value: Any) -> bool:
     except OSError as error:
         if aside is not None:
             aside.unlink(missing_ok=True)
-        notice(f"{target} cannot be written ({error}), so the next run measures again")
+        notice(f"{target} cannot be written ({error}), so the next run repeats the measurement")
         return False
     return True
 

@@ -1,4 +1,5 @@
-"""Common GPUs: memory, speed, and typical node. All values come from data sheets and were not measured.
+"""Table of common GPUs, with their memory, their speed, and a typical node. All values come from data sheets and were
+not measured.
 
 [Note: sources of the values]
 *Rates* are dense peaks (without structured sparsity) in FLOP/s. 16-bit and tf32 products accumulate in fp32. If a data
@@ -13,18 +14,19 @@ SXM, H200, B200, MI325X, RTX 4090 and RTX 5090 were compared with public copies 
 as reported by its driver, pytorch/ao#4002). The other values were entered from memory and were not compared with the
 data sheets. Public copies for B300 disagree with each other.
 
-*Memory* is the total that CUDA reports, which is the maximum for a run. This total is 1 to 4 % less than the GiB in the
-name of the device, because the driver and error correction reserve some memory. If the totals of different drivers
-differ, the table contains the smallest total. Sources: public out-of-memory messages ("GPU 0 has a total capacity of
-...") for A100, H100, H100 NVL, H200, B300, A10G, A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and
-unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The other totals were entered without a source.
+*Memory* is the total that CUDA reports, which is the maximum for a run. This total is 1 to 4 % less than the number of
+GiB in the name of the device, because the driver and error correction reserve some memory. If the totals of different
+drivers differ, the table contains the smallest total. Sources: public out-of-memory messages ("GPU 0 has a total
+capacity of ...") for A100, H100, H100 NVL, H200, B300, A10G, A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002
+(B200) and unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The other totals were entered without a source.
 
-*Share* is the fraction of the peak that matrix products of a model reach. Published values for large products: A100
-0.74, V100 0.76, A6000 0.63, RTX 3090 Ti 0.5 (github.com/fanghostt/transformers-benchmarks). The other values are
-assumptions based on these published values, and are lower for cards that reduce their clock to limit power (T4, L4) and
-for AMD. Full steps reach a smaller share: 52 to 58 % of the peak of 64 A100 (torchtitan, docs/performance.md of 2024,
-Llama 3 8B and 70B), 38 to 43 % of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4), 46 % of TPU v4 (PaLM, arXiv
-2204.02311, section 4.1). roomier's forecasts count other operations and collectives separately.
+*Share* is the fraction of the peak that matrix products of a model reach. Published values for large products are 0.74
+for A100, 0.76 for V100, 0.63 for A6000, and 0.5 for RTX 3090 Ti (github.com/fanghostt/transformers-benchmarks). The
+other values are assumptions based on these published values, and are lower for cards that reduce their clock to limit
+power (T4, L4) and for AMD. Full steps reach a smaller share: 52 to 58 % of the peak of 64 A100 (torchtitan,
+docs/performance.md of 2024, Llama 3 8B and 70B), 38 to 43 % of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4),
+46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1). roomier's forecasts count other operations and collectives
+separately.
 
 *Links* are in one direction. Data sheets list the sum of both directions without overhead, so the table contains
 ``LINK_EFFICIENCY`` times half of their values. For example, NCCL's maintainers report 350 GB/s for H100 (data sheet:
@@ -50,7 +52,7 @@ from roomier.hardware.machine import Device, Link, Machine
 
 LINK_EFFICIENCY = 0.78
 OPERATION_S = 7e-6
-"""Host time that eager PyTorch requires to start one operation on a GPU. Assumed; 5 to 10 us are typical."""
+"""Assumed host time that eager PyTorch requires to start one operation on a GPU; 5 to 10 us are typical."""
 
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.6e-6, 5.7e-6, 19.8e-6
 _DISK_READ, _DISK_WRITE = Link(6e9, 1e-4), Link(4e9, 1e-4)
@@ -101,10 +103,11 @@ class Sheet:
         )
 
 
-# Rates in TFLOP/s, bandwidth in TB/s, links in GB/s in one direction, network in Gbit/s per device; "-" means absent.
-# cc: compute capability, major. MI250X is one die of two. H100 PCIe and NVL: NVLink bridges only join pairs of cards.
-# The devices of an AWS node (a10g, l4, v100, t4) share its network card of 100 Gbit/s. MI300X, MI325X: 7 links of 64
-# GB/s. MI250X: 50 GB/s between the slowest pairs, 36 to the host, half a card of 200 Gbit/s, as in Frontier.
+# Rates are in TFLOP/s, bandwidth in TB/s, links in GB/s in one direction, and network in Gbit/s per device; "-" means
+# absent. cc: compute capability, major. MI250X is one die of two. H100 PCIe and NVL: NVLink bridges connect only pairs
+# of cards. The devices of an AWS node (a10g, l4, v100, t4) share its network card of 100 Gbit/s. MI300X, MI325X: 7
+# links of 64 GB/s. MI250X: 50 GB/s between the slowest pairs, 36 to the host, half a card of 200 Gbit/s, as in
+# Frontier.
 _TABLE = """
 name            GiB     TB/s   fp32   tf32    bf16    fp16    fp8     cc  link  links  host  network  node_GiB  share
 b300            267.69  8.0    75     1125    2250    2250    4500    10  900   18     64    800      2048      0.65
@@ -214,7 +217,8 @@ def plain_name(text: str) -> str:
 
 
 def sheet_of(name: str) -> Sheet | None:
-    """Return the row for a name, or None. Partial names do not match: ``RTX 3090 Ti`` is not a 3090."""
+    """Return the row for a name, or None if no row has this name. Partial names do not match: ``RTX 3090 Ti`` does not
+    match ``rtx3090``."""
     return known_names().get(plain_name(name))
 
 

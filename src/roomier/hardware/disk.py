@@ -1,4 +1,4 @@
-"""Measurement of a disk with the transfers of offloaded data."""
+"""Measurement of a disk with the same transfers as for offloaded data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CHUNK_BYTES = 2**24
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Rates in bytes per second.
+    """Rates of a disk in bytes per second.
 
     Attributes:
-        read, write: rates of reads alone and of writes alone.
+        read, write: rate of reads without writes, and rate of writes without reads.
         both: total rate of reads and writes at the same time.
     """
 
@@ -35,9 +35,9 @@ class DiskRates:
 def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRates:
     """Measure reads and writes of a temporary file in ``folder``, which is created if it does not exist.
 
-    The transfers are the transfers of offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
+    The transfers are the same as for offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
     file system does not support direct I/O, written data is flushed to the disk before the clock stops, and removed
-    from the page cache before it is read. A folder in memory (tmpfs) has the rate of memory, as in a run.
+    from the page cache before the data is read. A folder in memory (tmpfs) has the rate of memory, as in a run.
 
     Args:
         folder: folder of the file.
@@ -65,8 +65,8 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRate
 class _Measurement:
     def __init__(self, scratch: Scratch, most_bytes: int) -> None:
         self._scratch, self._most_bytes = scratch, most_bytes
-        self._starts = [scratch.reserve(most_bytes) for _ in range(2)]  # of reads, and of writes
-        # Drives that compress data would store zeros too fast.
+        self._starts = [scratch.reserve(most_bytes) for _ in range(2)]  # Start of the reads, and start of the writes.
+        # The buffers contain random bytes, because drives that compress data would store zeros too fast.
         self._buffers = [allocate(_CHUNK_BYTES, pinned=False).copy_(_random_bytes()) for _ in range(2)]
 
     def rates(self, seconds: float) -> DiskRates:

@@ -1,4 +1,4 @@
-"""Processor, cores and available memory of the host."""
+"""Functions that return the processor, the cores and the available memory of the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def host_name() -> str:
 
 
 def cpu_model() -> str:
-    """Return the model name that the processor reports."""
+    """Return the model name of the processor."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -38,7 +38,7 @@ def load() -> float:
 
 
 def threads_of_rank(num_ranks: int) -> int:
-    """Return the number of threads per process if ``num_ranks`` processes share the cores. ``OMP_NUM_THREADS``
+    """Return the number of threads per process for ``num_ranks`` processes that share the cores. ``OMP_NUM_THREADS``
     overrides this number."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(requested) if requested.isdigit() and int(requested) > 0 else max(1, num_cores() // num_ranks)

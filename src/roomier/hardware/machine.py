@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """Connection in one direction, used by one rank at a time.
+    """Link in one direction, which one rank uses at a time.
 
     Attributes:
         bytes_per_s: bandwidth.
@@ -31,12 +31,13 @@ class Device:
         name: name such as ``"a100-40gb"``; for the CPU of this machine, its model name.
         kind: device type, such as ``"cuda"``, ``"mps"`` or ``"cpu"``.
         memory_bytes: memory of the device; for a CPU, memory of the host.
-        flops_per_s: rates of matrix products, by ``"fp64"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``.
+        flops_per_s: rates of matrix products in FLOP/s, with the keys ``"fp64"``, ``"fp32"``, ``"tf32"``, ``"bf16"``,
+            ``"fp16"`` and ``"fp8"``.
         memory_bytes_per_s: bandwidth of the device's memory, reads plus writes.
         product_efficiency: fraction of ``flops_per_s`` that matrix products of a model reach; 1 for measured rates.
         operation_s: seconds that the host requires to start one operation.
         update_bytes_per_s: bytes that a fused AdamW reads and writes per second (4 numbers read and 3 written per
-            parameter); None if this rate was not measured, in which case ``memory_bytes_per_s`` applies.
+            parameter); None if this rate was not measured. In this case, ``memory_bytes_per_s`` is used.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes with identical devices.
+    """Machine: one or several nodes with identical devices.
 
     Attributes:
         device: the device of each rank.
@@ -67,11 +68,11 @@ class Machine:
         to_host: link between a device and the memory of its host, in each direction at the same time.
         disk_read, disk_write: links between the host and its disk, shared by all devices of the node.
         host_memory_bytes: host memory of one node.
-        source: origin of the values: ``"data sheets"``, or time and method of the measurement.
-        disk_both: total of reads and writes if both run at the same time; None if not known separately.
+        source: origin of the values: ``"data sheets"``, or the time and method of the measurement.
+        disk_both: total rate of reads and writes if both run at the same time; None if this rate is not known.
         disk_free_bytes: free space on the disk of one node; None if it is not known.
-        in_node_reduce: link like ``in_node``, but for a reduce-scatter including the sum; None if this link is not
-            known separately.
+        in_node_reduce: link like ``in_node``, but for a reduce-scatter including the sum; None if this link was not
+            measured.
     """
 
     device: Device
@@ -94,9 +95,9 @@ class Machine:
         return self.devices_per_node * self.num_nodes
 
     def disk_time_s(self, read_bytes: float, written_bytes: float) -> float:
-        """Return the seconds to read and write the disk of a node, with reads and writes at the same time.
+        """Return the seconds for simultaneous reads and writes on the disk of a node.
 
-        If the total rate of both is not known, reads and writes use the disk one after the other.
+        If ``disk_both`` is None, the function assumes that reads and writes run one after the other.
         """
         both_bytes = 0.0 if self.disk_both is None else min(read_bytes, written_bytes)
         parts = (

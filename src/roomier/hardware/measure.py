@@ -1,4 +1,4 @@
-"""Measurements of this machine in one process: matrix products, memory, copies, operations, updates.
+"""Measurements of this machine in one process: matrix products, memory, copies, operations, and updates.
 
 Each measurement takes about the given number of seconds and returns the second best of its repetitions. Other programs
 slow down some repetitions, and a clock change can make a repetition appear too fast.
@@ -24,8 +24,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_SMALLEST, _LARGEST = 128, 8192  # rows of a product
-_IS_LONG_S = 0.02  # a product that takes this long hides the cost of its launch
+_SMALLEST, _LARGEST = 128, 8192  # Number of rows of a product.
+_IS_LONG_S = 0.02  # In a product of this duration, the cost of its launch is negligible.
 
 
 def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
@@ -60,7 +60,7 @@ def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = No
 
     By default, a copy has a size of 128 MiB, or 16 MiB on a CPU. The data of a model that trains on a CPU is mostly in
     the caches of the CPU (a core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB). On
-    busy cores, a long copy is interrupted.
+    busy cores, a long copy would be interrupted.
     """
     if num_bytes is None:
         num_bytes = 2**24 if device.type == "cpu" else _fitting(2**27, device)
@@ -70,7 +70,7 @@ def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = No
 
 
 def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27) -> float:
-    """Return the bytes per second from pinned host memory to ``device``."""
+    """Return the rate of copies from pinned host memory to ``device``, in bytes per second."""
     num_bytes = _fitting(num_bytes, device)
     source = torch.ones(num_bytes // 4, pin_memory=True)
     target = torch.ones(num_bytes // 4, device=device)
@@ -90,7 +90,7 @@ def operation_seconds(device: torch.device, seconds: float, num_operations: int 
 
 
 def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**24) -> float:
-    """Return the bytes per second of a fused AdamW, which reads 4 numbers and writes 3 per parameter.
+    """Return the rate of a fused AdamW in bytes per second. AdamW reads 4 numbers and writes 3 numbers per parameter.
 
     A device without fused optimizers runs separate kernels, so its rate is lower than its memory bandwidth.
     """
@@ -105,14 +105,15 @@ def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**2
 
 
 def _fitting(num_bytes: int, device: torch.device) -> int:
-    """Return ``num_bytes``, or less if the memory of ``device`` is almost full, as after an out-of-memory error."""
+    """Return ``num_bytes``, or fewer bytes if the memory of ``device`` is almost full, for example after an
+    out-of-memory error."""
     available = available_bytes(device)
     return num_bytes if available is None else max(2**20, min(num_bytes, available // 4))
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the second best time of ``run``, which is repeated for ``seconds`` or at least three times. The first run
-    is a warm-up."""
+    """Return the second best time of ``run``. ``run`` is repeated for ``seconds``, but at least three times. The first
+    run is a warm-up."""
     start = time.perf_counter()
     first = seconds_of(run, device)
     if first > seconds:

@@ -1,4 +1,4 @@
-"""Results of measurements of this machine, and their storage."""
+"""Results of measurements of this machine, and functions that store the results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _SECTION = "measured"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Conditions of a measurement. The measurement is valid only under the same conditions.
+    """Conditions of a measurement. Conditions of a measurement, which is valid only under the same conditions.
 
     Attributes:
         host: network name of the machine.
         cpu: model name of the processor.
         torch: version of torch.
-        device: name of the device; for a CPU, or if a driver reports no name, the model name of the processor.
+        device: name of the device. For a CPU, or if the driver reports no name, this is the model name of the
+            processor.
         kind: type of the device, such as ``"cuda"``.
         num_ranks: number of processes that computed at the same time.
-        num_threads: threads of each process.
+        num_threads: number of threads of each process.
     """
 
     host: str
@@ -51,7 +52,7 @@ class Measured:
         flops_per_s: rates of matrix products by dtype, in FLOP/s.
         memory_bytes_per_s: memory bandwidth, reads plus writes.
         operation_s: seconds to start one operation.
-        update_bytes_per_s, host_bytes_per_s: bandwidth of an optimizer update and of transfers from host to device;
+        update_bytes_per_s, host_bytes_per_s: bandwidth of an optimizer update, and of transfers from host to device;
             None if not measured.
         gather, reduce: bandwidth of the collective, in bytes per second that one rank sends, and its latency in
             seconds; None for one rank.
@@ -106,8 +107,8 @@ def stored() -> list[Measured]:
 
 
 def store(measured: Sequence[Measured]) -> bool:
-    """Store ``measured`` and replace stored measurements that were taken under the same conditions. Returns whether the
-    file was written."""
+    """Store ``measured``, which replaces stored measurements that were taken under the same conditions. Returns whether
+    the file was written."""
     replaced = [each.circumstances for each in measured]
     kept = [each for each in stored() if each.circumstances not in replaced]
     return cache.write(_SECTION, [asdict(each) for each in (*kept, *measured)])

@@ -31,7 +31,8 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
     Args:
         device: device of the ranks; each rank uses a different accelerator of this type.
         num_ranks: number of processes.
-        seconds: time for the measurements without communication. Startup and collectives take about 5 s more.
+        seconds: time for the measurements without communication. The start of the processes and the collectives take
+            about 5 s in addition.
         folder: folder for the measurement of the disk; None skips this measurement.
 
     Raises:
@@ -66,16 +67,16 @@ def _median(rates: Sequence[float | None]) -> float | None:
 
 
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
-    """Measure products, memory, operations and updates in this process, in about a second.
+    """Measure matrix products, memory, operations and updates in this process, in about a second.
 
-    The share of a rank is computed, not measured. If the ranks have more threads than the machine has cores, each
-    thread gets a fraction of a core. All ranks share the memory bandwidth.
+    The rates of one of ``num_ranks`` ranks are computed, not measured. If the ranks have more threads than the machine
+    has cores, each thread is assumed to use a fraction of a core. All ranks share the memory bandwidth.
     """
     circumstances = circumstances_of(device, num_ranks)
     num_threads = circumstances.num_threads if device.type == "cpu" else 1
     threads_before = torch.get_num_threads()
     try:
-        # If other programs keep cores busy, several threads that wait for each other can be slower than one thread.
+        # If other programs use some cores, several threads that wait for each other can be slower than one thread.
         rates = [_product_rates(device, count) for count in sorted({1, num_threads})]
         together = max(1, min(num_cores(), num_ranks * num_threads)) if device.type == "cpu" else 1
         memory = {count: _bytes_rates(device, count) for count in (1, together)}
@@ -85,8 +86,8 @@ def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
         torch.set_num_threads(threads_before)
     share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
     sharing = num_ranks if device.type == "cpu" else 1
-    # With all threads, each rank has its share of the total. One thread is a second estimate, because other programs
-    # slow down threads that wait for each other.
+    # In the measurement with all threads, each rank has its share of the total rate. The measurement with one thread is
+    # a second estimate, because other programs slow down threads that wait for each other.
     alone, all_threads = memory[1], memory[together]
     copied, updated = (max(share * one, both / sharing) for one, both in zip(alone, all_threads, strict=True))
     return Measured(
@@ -115,7 +116,7 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
     """Return the bandwidth of a collective (bytes per second that a rank sends) and the seconds of a small collective;
     None for one rank.
 
-    A collective ends when the slowest rank has finished. The fastest repetition counts.
+    A collective ends when the slowest rank has finished. The result is the time of the fastest repetition.
     """
     if len(ranks) == 1:
         return None
@@ -130,8 +131,8 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
 def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     keep_on_loopback(environ)
-    # If other programs run as well, spinning threads take cores from the threads that they wait for. In such a test, a
-    # matrix product took a hundred times as long.
+    # If other programs run at the same time, spinning threads occupy the cores of the threads for which they wait. In a
+    # test with other programs, a matrix product took a hundred times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")
     common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
     results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]

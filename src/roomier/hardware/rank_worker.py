@@ -1,4 +1,5 @@
-"""Process of one rank in a measurement of several ranks: ``python -m roomier.hardware.rank_worker SETTINGS``.
+"""Process of one rank in a measurement of several ranks, started with
+``python -m roomier.hardware.rank_worker SETTINGS``.
 
 The settings are JSON on the command line, and the result is a JSON file. All ranks take the same measurement at the
 same time, so each rank has the same share of the machine as in a run.
@@ -32,13 +33,13 @@ from roomier.hardware.measure import (
 )
 
 _PATIENCE = timedelta(seconds=60)
-_WHOLE_BYTES = 2**24  # size of one collective, as for a block of a small model
+_WHOLE_BYTES = 2**24  # size of one collective, similar to a block of a small model
 _SMALL_BYTES = 2**10
 _REPETITIONS = 8
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Measure, and write the result to the file ``settings["result"]``."""
+    """Run the measurements, and write the result to the file ``settings["result"]``."""
     rank, num_ranks = settings["rank"], settings["num_ranks"]
     device = resolve_device(settings["kind"])
     if device.type != "cpu":
@@ -113,7 +114,7 @@ def _repeated(run: Callable[[], object], device: torch.device) -> list[float]:
         run()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]  # the first repetition connects the ranks
+    return seconds[1:]  # not measured, because the first repetition connects the ranks
 
 
 def _meet() -> None:

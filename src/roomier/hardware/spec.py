@@ -1,4 +1,5 @@
-"""Machines by name: ``"a100-40gb:8"``, ``"8xh100"``, ``"cpu:2"``, ``"this:4"``, or a file that contains all values."""
+"""Machines from a text: ``"a100-40gb:8"``, ``"8xh100"``, ``"cpu:2"``, ``"this:4"``, or the path of a file that contains
+all values."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
     """Return the machine that ``spec`` describes.
 
     Args:
-        spec: name of a GPU in the table (``devices.py``) or as CUDA reports it, case-insensitive. The number of devices
-            per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
+        spec: name of a GPU, either in the table (``devices.py``) or as CUDA reports the name, case-insensitive. The
+            number of devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
             ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
-            ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`, see :func:`machine_of_dict`.
+            ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`; see :func:`machine_of_dict`.
         num_nodes: number of nodes; None uses the value of the file, or 1.
 
     Raises:
@@ -79,11 +80,11 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
 
 
 def machine_of_dict(content: Mapping[str, Any]) -> Machine:
-    """Return the machine that plain data describes, the inverse of :func:`machine_as_dict`.
+    """Return the machine that plain data describes. This function is the inverse of :func:`machine_as_dict`.
 
     The device is a name in the table, or a mapping of the fields of :class:`Device`. A link is a number (bytes per
-    second), or a mapping with ``bytes_per_s`` and ``latency_s``. Bytes are numbers or strings such as ``"40GiB"``. If
-    the device is a name in the table, missing fields have the values of its typical node.
+    second), or a mapping with ``bytes_per_s`` and ``latency_s``. A number of bytes is a number, or a string such as
+    ``"40GiB"``. If the device is a name in the table, the typical node of the device provides missing fields.
 
     Raises:
         RoomierError: a field is missing, unknown or invalid.
@@ -106,7 +107,7 @@ def machine_of_dict(content: Mapping[str, Any]) -> Machine:
 
 
 def machine_as_dict(machine: Machine) -> dict[str, Any]:
-    """Return all fields as plain data."""
+    """Return all fields of ``machine`` as plain data."""
     plain = asdict(machine)
     plain["device"]["flops_per_s"] = dict(machine.device.flops_per_s)
     return plain
@@ -148,12 +149,13 @@ def _device(given: dict[str, Any]) -> Device:
 
 
 def _field(field: Field[Any], given: Mapping[str, Any], prefix: str = "") -> Any:
-    """Convert one value to the type of its field. Types are strings, because ``machine.py`` postpones evaluation."""
+    """Convert one value to the type of its field. The types are strings, because ``machine.py`` postpones the
+    evaluation of annotations."""
     name, kind = f"{prefix}{field.name}", str(field.type)
     if field.name not in given:
         if field.default is not MISSING:
             return field.default
-        raise RoomierError(name, None, "is missing", f"Add it; a machine has the fields {_names(prefix)}")
+        raise RoomierError(name, None, "is missing", f"Add this field; a machine has the fields {_names(prefix)}")
     value = given[field.name]
     if isinstance(value, (Device, Link)) or (value is None and "None" in kind):
         return value

@@ -22,7 +22,7 @@ from roomier.tiers.folder import default_folder, free_bytes
 # Values that are assumed without a measurement: loopback between processes of one host, and one drive of a typical
 # server.
 _EXCHANGE = Link(2e9, 2e-4)
-_NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; links between machines are never measured
+_NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s, an assumption, because links between machines are never measured
 _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 
 
@@ -32,13 +32,13 @@ def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto"
     The rates come from stored measurements of ``roomier hardware`` for this host, if the processor, the torch version,
     the number of ranks and the number of threads per rank are the same. Without a stored measurement, the rates of GPUs
     in the table come from their data sheets. Other values come from a quick measurement, which takes about one second
-    and runs once per process. ``source`` states the origin. The memory size is the memory that is currently
+    and runs once per process. ``source`` states the origin. The memory of the machine is the memory that is currently
     available.
 
     Args:
         devices: ranks per node.
         num_nodes: number of nodes.
-        accelerator: as in the Trainer.
+        accelerator: name of the accelerator, as in the Trainer.
         folder: folder for offloading, whose free space is reported. None means the default folder.
 
     Raises:
@@ -53,7 +53,7 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
     """Create the machine from measured rates.
 
     Args:
-        measured: measured rates; None selects the data sheet of ``device``, a GPU of the table.
+        measured: measured rates; None selects the data sheet of ``device``, which must be a GPU in the table.
     """
     gpu = _gpu(device, devices, num_nodes)
     if measured is None:
@@ -79,7 +79,8 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
 
 
 def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
-    """Return the stored measurement for ``num_ranks``, otherwise a quick one; None if a data sheet is used instead.
+    """Return the stored measurement for ``num_ranks``, or otherwise a quick measurement; None if a data sheet is used
+    instead.
 
     The disk and collective rates of a quick measurement come from another stored measurement of this host, if one
     exists.
@@ -120,7 +121,8 @@ def _is_alike(one: Measured, other: Measured) -> bool:
 
 def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -> Device:
     rates = dict(measured.flops_per_s)
-    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: assume bf16's share of the peak
+    # fp8 is not measured. Assume the same fraction of the peak as for bf16.
+    if gpu is not None and "fp8" in gpu.device.flops_per_s:
         reached = rates["bf16"] / gpu.device.flops_per_s["bf16"]
         rates["fp8"] = gpu.device.flops_per_s["fp8"] * reached
     return Device(
@@ -135,7 +137,8 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """Return the machine as its data sheet describes it, with the actual memory size; None without a data sheet."""
+    """Return the machine with the values of the device's data sheet and the actual memory size; None if there is no
+    data sheet."""
     sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     if sheet is None:
         return None
@@ -144,7 +147,7 @@ def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
         machine,
         device=replace(machine.device, memory_bytes=_memory_bytes(device, devices)),
         host_memory_bytes=total_memory_bytes(),
-        source="data sheet of the device (`roomier hardware` measures it)",
+        source="data sheet of the device (`roomier hardware` measures the device)",
     )
 
 
@@ -166,7 +169,7 @@ def _memory_bytes(device: torch.device, devices: int) -> int:
 def _disk_free_bytes(folder: str | None) -> int | None:
     try:
         return free_bytes(default_folder() if folder is None else Path(folder))
-    except (TierError, OSError):  # the run reports a folder that cannot be used
+    except (TierError, OSError):  # an error about an unusable folder is raised by the run
         return None
 
 

@@ -15,15 +15,16 @@ from roomier.loss.output_layer import find_output_layer
 
 
 class LazyForward(WrappedForward):
-    """Forward of an output layer that returns logits without computing them, see [Note: lazy logits].
+    """Forward of an output layer that returns logits without computing them; see [Note: lazy logits].
 
     Args:
         layer: the output layer.
         chunk_tokens: rows of logits in a chunk; None uses the default.
 
     Attributes:
-        reads_weights_later: the layer's weights are read after its forward, so they must stay unsharded.
-        use: record of how the logits are used.
+        reads_weights_later: True, because the weights of the layer are read after its forward. The weights must remain
+            unsharded until then.
+        use: record of the operations that use the logits.
     """
 
     reads_weights_later = True
@@ -37,7 +38,7 @@ class LazyForward(WrappedForward):
     def __call__(self, input: Tensor) -> Any:
         layer, device_type = self.layer, input.device.type
         is_cast = torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64
-        is_wrong = not is_cast and input.dtype is not layer.weight.dtype  # torch raises the error
+        is_wrong = not is_cast and input.dtype is not layer.weight.dtype  # torch raises an error for different dtypes
         if is_wrong or torch.compiler.is_compiling():  # the compiler needs real tensors
             return self.forward(input)
         dtype = torch.get_autocast_dtype(device_type) if is_cast else input.dtype
@@ -92,6 +93,6 @@ class LossWatch:
         if not self._use.is_chunked:
             notice(
                 "chunked loss: no memory is saved, because the first training step passed no logits of the shape "
-                "[tokens, classes] from the output layer directly to cross_entropy. Compute the loss from them "
-                "directly, or set chunked_loss=False"
+                "[tokens, classes] from the output layer directly to cross_entropy. Compute the loss directly from "
+                "these logits, or set chunked_loss=False"
             )

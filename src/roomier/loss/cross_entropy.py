@@ -2,9 +2,9 @@
 
 [Note: gradients in the forward]
 The gradient of the logits of a token depends on other tokens only through a common factor, which comes from the mean or
-the loss scale. The forward therefore computes the logits and losses of each chunk, and adds the chunk's contribution to
-the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the factor. Logits are
-computed once. The saved gradients are as large as the input and the parameters.
+the loss scale. Therefore, the forward computes the logits and losses of each chunk, and adds the contribution of the
+chunk to the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the common
+factor. Logits are computed once. The saved gradients are as large as the input and the parameters.
 
 The suffixes of tensor names use the letters of :mod:`roomier.models.gpt`, and in addition
 
@@ -34,10 +34,10 @@ class LossOfLinear:
     """Settings of the cross-entropy.
 
     Attributes:
-        dtypes: dtype of the matmul, and then the dtypes that the logits are converted to, in order.
+        dtypes: dtype of the matmul, followed by the dtypes to which the logits are converted, in order.
         chunk_tokens: rows of logits in a chunk. None uses as many rows as fit into :data:`CHUNK_BYTES` in float32.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: target without a loss.
+        ignore_index: target that does not contribute to the loss.
         label_smoothing: as in ``F.cross_entropy``.
     """
 
@@ -81,7 +81,7 @@ def linear_cross_entropy(
         The loss in the dtype of the logits: 0-dim, or ``[N]`` if ``how.reduction`` is ``"none"``.
 
     Raises:
-        RuntimeError: a target is not a class. On a GPU, a device assertion fails instead.
+        RuntimeError: a target is not the index of a class. On a GPU, a device assertion fails instead.
         TrainingError: the backward uses ``create_graph``.
     """
     if not torch.is_grad_enabled():  # the forward of an autograd.Function always runs without gradients
@@ -149,8 +149,8 @@ def _in_chunks(
     """Return the losses (0 for ignored targets) and the gradients of the sum of the losses.
 
     Args:
-        needs: which of the gradients to compute.
-        factors_N: factor of each loss in the sum; None means 1 for every loss.
+        needs: flags that select the gradients to compute.
+        factors_N: factor of each loss in the sum; None selects the factor 1 for every loss.
     """
     dtype = how.dtypes[0]
     weight = weight_VD.to(dtype)
@@ -169,7 +169,8 @@ def _in_chunks(
             continue
         if factors_N is not None:
             slope_CV.mul_(factors_N[rows, None])
-        # The loss scale is unknown in the forward. Slopes are in [-1, 1], and many are close to 0.
+        # The loss scale is unknown in the forward. Slopes are in [-1, 1], and many slopes are close to 0, so they are
+        # scaled in float16.
         scale = _fp16_scale(hidden_CD) if dtype is torch.float16 and factors_N is None else None
         if grad_bias is not None:
             grad_bias += slope_CV.sum(0)
@@ -179,7 +180,7 @@ def _in_chunks(
             grad_hidden[rows] = product_CD if scale is None else product_CD.div_(scale)
         if grad_weight is not None:
             _add_product(grad_weight, slope_CV, hidden_CD, scale)
-        del logits_CV, slope_CV  # frees memory for the next chunk
+        del logits_CV, slope_CV  # free memory for the next chunk
     return losses_N, Gradients(
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight_VD.dtype),
@@ -202,7 +203,7 @@ def _loss_and_slope(
     is_ignored_C = targets_C == how.ignore_index
     targets_C1 = targets_C.masked_fill(is_ignored_C, 0).unsqueeze(1)
     smoothing, num_classes = how.label_smoothing, logits_CV.shape[1]
-    logits_CV -= logits_CV.amax(1, keepdim=True)  # exponentials are at most 1
+    logits_CV -= logits_CV.amax(1, keepdim=True)  # after this subtraction, exponentials are at most 1
     expected_C = logits_CV.gather(1, targets_C1).squeeze(1)
     if smoothing:
         expected_C = torch.lerp(expected_C, logits_CV.mean(1), smoothing)
@@ -231,7 +232,8 @@ def _add_product(sum_VD: Tensor, slope_CV: Tensor, hidden_CD: Tensor, scale: Ten
     if sum_VD.dtype == slope_CV.dtype:
         sum_VD.addmm_(slope_CV.T, hidden_CD)
         return
-    product_VD = slope_CV.T @ hidden_CD  # each chunk's contribution is rounded to 16 bits, but their sum is not
+    # The contribution of each chunk is rounded to 16 bits, but the sum of the contributions is not.
+    product_VD = slope_CV.T @ hidden_CD
     if scale is None:
         sum_VD.add_(product_VD)
     else:

@@ -1,12 +1,12 @@
-"""Logits that are computed only when an operation reads their values. Cross-entropy computes them in chunks.
+"""Logits that are computed only when an operation reads their values. Cross-entropy computes these logits in chunks.
 
 [Note: lazy logits]
 The output layer returns a tensor that has a shape, a dtype and a device, but no memory. The tensor stores references to
 the layer's input and weights. Between the layer and the loss, most models apply only operations that preserve the rows
-(``view(-1, V)``, ``[:, :-1]``, ``float()``). These operations are applied to the layer's input, or postponed.
+(``view(-1, V)``, ``[:, :-1]``, ``float()``). These operations are applied to the layer's input or are postponed.
 ``F.cross_entropy`` then computes the logits in chunks. Any other operation on the tensor computes the full logits, and
 later operations reuse the full logits. The result is still correct if the full logits are computed, but the memory use
-is the same as without a chunked loss. If rows were selected, only these rows are computed.
+is the same as without a chunked loss. If an operation selected rows, only the selected rows are computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Replay = Callable[[Tensor], Tensor]
 
 @dataclass
 class Use:
-    """Record of how the logits of a layer are used.
+    """Record of the operations that use the logits of a layer.
 
     Attributes:
         reported: names of the operations that were reported because they read the logits of many tokens.
@@ -82,8 +82,8 @@ class Output:
             raise TrainingError(
                 "logits",
                 tuple(self.hidden.shape[:-1]),
-                "are read after the weights that compute them were updated or freed. With a chunked loss, logits are "
-                "computed when they are read",
+                "are read after the weights from which they are computed were updated or resharded. With a chunked "
+                "loss, logits are computed only when they are read",
                 "Compute the result, such as logits.argmax(-1), within the step and before the update",
             )
 
@@ -95,14 +95,16 @@ class Output:
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def report(self, operation: str, hidden: Tensor) -> None:
-        """Report, once and in training only, that ``operation`` reads more logits than a chunk contains."""
+        """Print a notice that ``operation`` reads more logits than a chunk contains, once per operation and only in
+        training."""
         num_rows = hidden.shape[:-1].numel()
         is_small = num_rows <= LossOfLinear((self.dtype,), self.chunk_tokens).chunk_size(len(self.weight))
         if is_small or operation in self.use.reported or not self.is_grad_enabled:
             return
         self.use.reported.add(operation)
         notice(
-            f"chunked loss: {operation} reads the logits of {num_rows} tokens, which requires memory for all of them"
+            f"chunked loss: {operation} reads the logits of {num_rows} tokens, which requires memory for all these "
+            "logits"
         )
 
 
@@ -113,7 +115,7 @@ class Rows:
     Attributes:
         output: the call of the layer.
         hidden: the inputs of these rows, in the shape of the rows.
-        dtypes: dtype of the layer's result, and then the dtypes that it is converted to, in order.
+        dtypes: dtype of the layer's result, followed by the dtypes to which the result is converted, in order.
         replays: the operations that compute these rows from the full logits, in order.
         is_selection: whether rows were skipped or repeated.
         is_detached: whether the rows are detached from the graph.
@@ -164,7 +166,7 @@ class Rows:
 
 
 class LazyLogits(Tensor):
-    """Tensor without memory, see [Note: lazy logits].
+    """Tensor without memory; see [Note: lazy logits].
 
     Attributes:
         rows: the rows that the tensor represents.
@@ -216,8 +218,9 @@ class LazyLogits(Tensor):
         raise TrainingError(
             "chunked_loss",
             func,
-            "the operation reads the memory of logits that are not computed (it may be a custom autograd.Function)",
-            "Pass it logits.clone(), or set chunked_loss=False",
+            "the operation reads the memory of logits that are not computed (the operation may be a custom "
+            "autograd.Function)",
+            "Pass logits.clone() to the function, or set chunked_loss=False",
         )
 
 
@@ -238,9 +241,9 @@ def _rows_of(logits: LazyLogits) -> Rows:
         raise TrainingError(
             "chunked_loss",
             tuple(logits.shape),
-            "logits passed through an autograd.Function (such as a backward hook of the output layer), which gradients "
-            "cannot cross",
-            "Pass it logits.clone(), or set chunked_loss=False",
+            "logits passed through an autograd.Function (such as a backward hook of the output layer), through which "
+            "gradients cannot pass",
+            "Pass logits.clone() to the function, or set chunked_loss=False",
         )
     return logits.rows
 
@@ -250,13 +253,13 @@ def _refuse_gradient(gradient: Tensor) -> None:
         "chunked_loss",
         tuple(gradient.shape),
         "received a gradient that does not reach the model (the cause may be a custom autograd.Function)",
-        "Pass it logits.clone(), or set chunked_loss=False",
+        "Pass logits.clone() to the function, or set chunked_loss=False",
     )
 
 
 def _check_hook(hook: Any = None) -> None:
     if hook is _refuse_gradient or getattr(hook, "__module__", "").startswith("torch.distributed."):
-        return  # fully_shard registers a hook before each backward; the weights stay unsharded until this hook runs
+        return  # fully_shard registers a hook before each backward; the weights remain unsharded until this hook runs
     problem = "does not support hooks on logits, because they are not computed and receive no gradient"
     raise TrainingError("chunked_loss", True, problem, "Register the hook on logits.clone(), or set chunked_loss=False")
 
@@ -285,7 +288,8 @@ def _chunked_loss(
     dtypes = rows.dtypes
     device_type = rows.hidden.device.type
     if torch.is_autocast_enabled(device_type):
-        dtypes = (*dtypes, torch.promote_types(dtypes[-1], torch.float32))  # as autocast does for this operation
+        # The same dtype as autocast uses for this operation.
+        dtypes = (*dtypes, torch.promote_types(dtypes[-1], torch.float32))
     output.use.is_chunked = True
     how = LossOfLinear(dtypes, output.chunk_tokens, reduction, ignore_index, label_smoothing)
     is_trained = torch.is_grad_enabled() and output.is_grad_enabled and not rows.is_detached
@@ -325,7 +329,7 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
         if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
             num_taken += each.dim()
         elif isinstance(each, (bool, list)):
-            return False  # such an index is rare, and its support would require reading the values
+            return False  # such an index is rare, and would require the values of the index
         elif each is not None and each is not Ellipsis:
             num_taken += 1
     ends_whole = isinstance(index[-1], slice) and index[-1] == slice(None) if index else True
@@ -334,7 +338,8 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
 
 
 def _detached(rows: Rows, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows:
-    return rows.then(torch.detach, hidden=rows.hidden.detach(), is_detached=True)  # shares memory with the logits
+    # The result shares memory with the logits.
+    return rows.then(torch.detach, hidden=rows.hidden.detach(), is_detached=True)
 
 
 _ORDER_KEEPING = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "view_as")

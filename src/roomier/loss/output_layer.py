@@ -15,7 +15,7 @@ _ACTION = "Define get_output_embeddings(self) on the model, which returns the la
 def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Linear:
     """Return the linear layer of ``network`` that maps the hidden states to the logits.
 
-    The function checks this list in order and returns the first layer that exists:
+    The function returns the first of these layers that exists:
 
     - the layer that ``get_output_embeddings()`` of the network or of a submodule returns, as in Hugging Face's models;
     - the linear layer outside the blocks whose weight is tied to an embedding;

@@ -31,8 +31,8 @@ class BertConfig:
         width: size of the hidden states.
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
         num_classes: number of classes.
-        fused_attention: compute attention without materialized scores. False materializes the scores, as Transformers
-            did until 2023.
+        fused_attention: compute attention without materialized scores. If False, the scores are materialized, as in
+            Transformers until 2023.
 
     Raises:
         RoomierError: a size is not positive, or ``width`` is not a multiple of ``num_heads``.

@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from roomier.core.errors import RoomierError
 
 BLANK = 0
-"""Index of the blank of CTC."""
-_KERNELS = (41, 21)  # frequency bands of the kernels of both convolutions
+"""Index of the blank label of CTC."""
+_KERNELS = (41, 21)  # Number of frequency bands that the kernels of the two convolutions cover.
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DeepSpeechConfig:
 
     Attributes:
         num_bands: frequency bands of a spectrogram. Windows of 20 ms at 16 kHz have 161 bands.
-        num_letters: number of outputs: the blank, 26 letters, the apostrophe and the space.
+        num_letters: number of outputs; the default is the blank, 26 letters, the apostrophe and the space.
         num_layers: number of recurrent layers.
         width: hidden size of each direction.
         channels: channels of both convolutions.
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
     """Bidirectional LSTM over packed sequences. The output is the sum of both directions (section 3.1 of the paper).
 
     The input is normalized with statistics over all steps of all sequences (section 3.2). The paper uses simple
-    recurrent layers and GRUs. This module uses LSTMs, as the benchmark of Lightning Sharded does.
+    recurrent layers and GRUs. This module uses LSTMs, like the benchmark of Lightning Sharded.
     """
 
     def __init__(self, width_in: int, width: int, has_norm: bool) -> None:
@@ -93,7 +93,7 @@ class Recurrent(nn.Module):
 
 
 class DeepSpeech(nn.Module):
-    """Model of speech recognition with a CTC loss. ``layers`` contains the recurrent layers.
+    """Speech recognition model with a CTC loss. ``layers`` contains the recurrent layers.
 
     Args:
         config: sizes of the model.

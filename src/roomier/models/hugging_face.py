@@ -1,9 +1,9 @@
-"""Finds a Hugging Face model in a module and converts the names of its weights between files and memory.
+"""Functions that find a Hugging Face model in a module, and convert its weights between files and memory.
 
 transformers 5 stores some weights differently in memory than in files. For example, the experts of a layer are one
-tensor in memory, or a layer has a different name. transformers converts weights when it loads and saves them. This file
-applies the same rules as transformers to one tensor at a time, so that the full model is never in memory. transformers
-is imported only if the user has already imported it.
+tensor in memory, or a layer has a different name. transformers converts these weights when it loads and saves a model.
+This file applies the same rules as transformers to one tensor at a time, so that the full model is never in memory.
+transformers is imported only if the user has already imported it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Conversion of a group of tensors that depends on no other tensors.
+    """Conversion of a group of tensors. The conversion depends on no other tensors.
 
     Attributes:
         sources: names of the input tensors.
@@ -39,8 +39,8 @@ class Conversion:
 def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored configuration without the entries that refer to code.
 
-    transformers imports the code to which such entries refer. If this code is not installed, transformers downloads it
-    from the hub.
+    transformers imports the code to which such entries refer. If the code is not installed, transformers downloads the
+    code from the hub.
     """
     return {
         key: data_of_config(value) if isinstance(value, Mapping) else value
@@ -71,8 +71,8 @@ def conversions_from_files(model: Any, stored: Shapes, wanted: Shapes) -> list[C
         wanted: name -> shape in the model.
 
     Returns:
-        Conversions in which names without a rule are unchanged. Names that ``from_pretrained`` ignores are omitted. The
-        list is empty if transformers has no rules (before version 5).
+        The conversions. If there is no rule for a name, the name is unchanged. Names that ``from_pretrained`` ignores
+        are omitted. The list is empty if transformers has no rules (before version 5).
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -107,7 +107,7 @@ def _converter(
     model: Any, rule: Any, target: str, sources: list[tuple[str, str]]
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = copy.deepcopy(rule)  # the rule stores its inputs
+        own = copy.deepcopy(rule)  # a copy, because the rule stores its inputs
         for name, pattern in sources:
             own.add_tensor(target, name, pattern, tensors[name])
         return _whole(own.convert(target, model=model, config=model.config))
@@ -123,7 +123,7 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
         held: name -> shape of the tensors to write.
 
     Returns:
-        Without rules in transformers (before version 5), each name is unchanged.
+        The conversions. If transformers has no rules (before version 5), each name is unchanged.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -27,7 +27,7 @@ class ImageGPT(nn.Module):
     The input of each position is the previous pixel. The input of the first position is an additional start token.
 
     Args:
-        config: sizes of the GPT. ``vocab_size`` is the number of colors and ``context`` the number of pixels.
+        config: sizes of the GPT. ``vocab_size`` is the number of colors, and ``context`` is the number of pixels.
 
     Example:
         >>> model = ImageGPT(GPTConfig(vocab_size=16, context=28 * 28, num_layers=8, num_heads=2, width=16))

@@ -17,7 +17,7 @@ EXPANSION = 4
 class Bottleneck(nn.Module):
     """Convolutions of 1 x 1, 3 x 3 and 1 x 1 pixels with BatchNorm, and a residual connection.
 
-    The 3 x 3 convolution has the stride, as in ResNet-50 of torchvision.
+    The 3 x 3 convolution applies the stride, as in torchvision's ResNet-50.
     """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
@@ -46,8 +46,8 @@ class ResNet(nn.Module):
     """Trunk of a ResNet. The result for an image is a vector with ``num_features`` elements.
 
     Args:
-        depths: blocks in each of the four stages. The default describes ResNet-50.
-        channels: channels of the first convolution. Each stage has twice the channels of the previous stage.
+        depths: number of blocks in each of the four stages. The default describes ResNet-50.
+        channels: number of channels of the first convolution. Each stage has twice the channels of the previous stage.
 
     Attributes:
         num_features: length of the result.

@@ -1,4 +1,4 @@
-"""Checks of the sizes that language models have in common."""
+"""Checks of the sizes that all language models have."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ def check_heads(width: int, num_heads: int) -> None:
     """Raise RoomierError if ``width`` cannot be divided among the attention heads."""
     if width % num_heads:
         problem = f"must be divisible by the {num_heads} heads"
-        raise RoomierError("width", width, problem, "Make it a multiple of num_heads")
+        raise RoomierError("width", width, problem, "Make the width a multiple of num_heads")
 
 
 def check_length(input_ids: Tensor, context: int) -> None:

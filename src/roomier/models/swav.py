@@ -21,7 +21,7 @@ from roomier.core.errors import RoomierError
 from roomier.models.resnet import ResNet
 
 NUM_LARGE = 2
-"""Large crops of an image, whose assignments are predicted from the other crops."""
+"""Number of large crops of an image. Their assignments are predicted from the other crops."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Prototypes(nn.Linear):
     """Cluster centers of unit length. The result is the cosine similarity of an embedding and each center.
 
     The weights are normalized in each forward pass. The reference implementation normalizes the stored weights before
-    each step, which a sharded parameter does not allow.
+    each step, which is not possible for a sharded parameter.
     """
 
     def __init__(self, width: int, num_prototypes: int) -> None:
@@ -81,8 +81,9 @@ class Prototypes(nn.Linear):
 class SwAV(nn.Module):
     """ResNet, projection head and prototypes, trained without labels.
 
-    A view of an image predicts the cluster assignment of another view. Assignments are computed with the Sinkhorn-Knopp
-    algorithm over the batch of all ranks and the queue, so that all prototypes are used equally (section 3.1).
+    The model learns to predict the cluster assignment of one view of an image from another view. Assignments are
+    computed with the Sinkhorn-Knopp algorithm over the batch of all ranks and the queue, so that all prototypes are
+    used equally (section 3.1).
 
     Every rank stores the same queue with the embeddings of all ranks, so the queue is part of a checkpoint and does
     not depend on the number of ranks. Empty rows of the queue are zero, and have no weight in an assignment.
@@ -111,7 +112,7 @@ class SwAV(nn.Module):
         self.register_buffer("queue", torch.zeros(NUM_LARGE, config.queue_length, config.embedding_width))
 
     def forward(self, large_crops: Tensor, small_crops: Tensor | None = None) -> Tensor:
-        """Return the loss of the swapped predictions (equation 2), a mean over images and pairs of views.
+        """Return the loss of the swapped predictions (equation 2), which is the mean over images and pairs of views.
 
         In training mode, the embeddings of the large crops are added to the queue.
 
@@ -174,7 +175,8 @@ class SwAV(nn.Module):
 def sinkhorn(scores_RK: Tensor, weights_R: Tensor, epsilon: float, num_iterations: int) -> Tensor:
     """Return soft assignments ``[R, K]`` that use all prototypes equally (equation 3, with algorithm 1 of appendix A).
 
-    Each row with weight 1 sums to 1. Rows with weight 0 neither affect other rows nor receive an assignment.
+    The elements of each row with weight 1 sum to 1. Rows with weight 0 neither affect other rows nor receive an
+    assignment.
 
     Args:
         scores_RK: similarities of embeddings and prototypes.

@@ -24,8 +24,8 @@ from roomier.models.sizes import check_length, check_positive
 class TransformerLMConfig:
     """Configuration of a :class:`TransformerLM`. The defaults have the 1.2 billion parameters of Lightning Sharded.
 
-    The article states the number of layers and the width. The other values are from ``transformer_lm_config.yaml`` of
-    NeMo.
+    The article about Lightning Sharded states the number of layers and the width. The other values are from
+    ``transformer_lm_config.yaml`` of NeMo.
 
     Attributes:
         vocab_size: number of different tokens.
@@ -52,7 +52,7 @@ class TransformerLMConfig:
         check_positive(self, "vocab_size", "context", "num_layers", "num_heads", "width", "inner_width")
         if self.width % (2 * self.num_heads):
             problem = f"must be divisible by 2 x {self.num_heads} heads"
-            raise RoomierError("width", self.width, problem, "Make it a multiple of 2 * num_heads")
+            raise RoomierError("width", self.width, problem, "Make the width a multiple of 2 * num_heads")
 
 
 class Block(nn.Module):
@@ -140,8 +140,8 @@ class TransformerLM(nn.Module):
 
 
 def sinusoids(context: int, width: int) -> Tensor:
-    """Return position encodings, ``[context, width]`` (Vaswani et al. 2017, section 3.5), divided by the root of the
-    width, which is the scale of the token embedding."""
+    """Return position encodings, ``[context, width]`` (Vaswani et al. 2017, section 3.5), divided by the square root of
+    the width, which is the scale of the token embedding."""
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(context)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1) / math.sqrt(width)

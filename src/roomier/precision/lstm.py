@@ -1,4 +1,4 @@
-"""LSTMs under autocast on a CPU without 16-bit LSTM kernels.
+"""Support for LSTMs under autocast on a CPU for which oneDNN has no 16-bit LSTM kernel.
 
 [Note: LSTM under autocast]
 Under autocast on a CPU, torch calls oneDNN's LSTM with 16-bit tensors without checking that oneDNN has a kernel for

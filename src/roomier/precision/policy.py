@@ -15,12 +15,12 @@ from roomier.core.tree import map_tensors
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision mode on a device.
+    """Precision mode of a run on a device.
 
     Attributes:
         device: the device of this rank.
-        weight_dtype: dtype of floating-point weights and inputs. None does not convert them.
-        autocast_dtype: dtype of matmuls under autocast. None disables autocast.
+        weight_dtype: dtype of floating-point weights and inputs; None if they are not converted.
+        autocast_dtype: dtype of matmuls under autocast; None if autocast is disabled.
         scales_loss: whether the loss is scaled to prevent underflow of float16 gradients.
     """
 
@@ -32,7 +32,7 @@ class Precision:
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the weights and buffers of ``module`` to ``weight_dtype``, in place."""
         if self.weight_dtype is None or torch_fake.makes_fake_tensors():
-            return module  # a dry run creates weights with this dtype, because fake tensors cannot be swapped
+            return module  # a dry run creates weights directly in this dtype, because fake tensors cannot be swapped
         return module.to(self.weight_dtype)
 
     def convert_batch(self, batch: Any) -> Any:
@@ -83,7 +83,7 @@ def precision_of(mode: str, device: torch.device) -> Precision:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create new floating-point tensors in ``dtype`` inside the context."""
+    """Return a context in which new floating-point tensors have the dtype ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -103,8 +103,7 @@ def set_matmul_precision(level: str) -> None:
 
 @contextmanager
 def matmul_precision(level: str) -> Iterator[None]:
-    """Call :func:`set_matmul_precision` for the duration of the context, and then restore the settings of the
-    process."""
+    """Return a context that calls :func:`set_matmul_precision` and restores the settings of the process at its end."""
     before, convolutions_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     set_matmul_precision(level)
     try:

@@ -10,8 +10,8 @@ from roomier.core import torch_private
 
 
 class LossScaler:
-    """Multiplies the loss by a factor, divides the gradients by the same factor, and skips steps whose gradients are
-    not finite.
+    """Loss scaler, which multiplies the loss by a factor, divides the gradients by the same factor, and skips steps
+    whose gradients are not finite.
 
     The factor is adapted as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). A fused optimizer
     skips the step on the device, so the host does not wait. For other optimizers, the host reads one flag per step.
@@ -56,7 +56,7 @@ class LossScaler:
 
     @property
     def factor(self) -> float:
-        """The factor as a number. Reading it waits for the device."""
+        """Factor as a number. An access to this property waits for the device."""
         return float(self._scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
@@ -64,8 +64,8 @@ class LossScaler:
         return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Restore the result of :meth:`state`. None, which is the state of a run in another precision, has no
-        effect."""
+        """Restore the result of :meth:`state`. If the state is None, as in a run with another precision, the call has
+        no effect."""
         if state is None:
             return
         state = dict(state)
@@ -78,7 +78,7 @@ class NoScale:
 
     Attributes:
         is_on: whether losses are scaled.
-        factor: the factor of the loss.
+        factor: factor of the loss, which is always 1.
         num_skipped: number of skipped steps (0-dim), always zero.
     """
 
@@ -97,7 +97,7 @@ class NoScale:
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
         """Update the parameters."""
-        if closure is None:  # the step of some optimizers takes no argument
+        if closure is None:  # the step method of some optimizers takes no argument
             optimizer.step()
         else:
             optimizer.step(closure)

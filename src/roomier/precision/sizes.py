@@ -1,11 +1,11 @@
-"""Sizes of matmuls that are slow on a device.
+"""Warnings about sizes of matmuls that are slow on a device.
 
 [Note: efficient sizes]
 Matrix units multiply tiles of a fixed size, and partially filled tiles waste computation. According to NVIDIA's "Matrix
 Multiplication Background User's Guide" (section on tensor core requirements), kernels read rows of 16 bytes, which
-contain 8 numbers of 16 bits or 4 numbers in TF32. Before cuBLAS 11, tensor cores were not used for other sizes. On an
-A100 and later GPUs, rows of 128 bytes (64 or 32 numbers) are most efficient. Intel's AMX multiplies tiles of 16 rows of
-64 bytes, which are 32 numbers of bfloat16 (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on
+contain 8 numbers of 16 bits or 4 TF32 numbers. Before cuBLAS 11, tensor cores were not used for other sizes. On an A100
+and later GPUs, rows of 128 bytes (64 or 32 numbers) are most efficient. Intel's AMX multiplies tiles of 16 rows of 64
+bytes, which contain 32 bfloat16 numbers (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on
 AMX).
 """
 
@@ -21,8 +21,8 @@ from torch import nn
 from roomier.core import torch_private
 from roomier.precision.policy import Precision
 
-_LEAST_WEIGHTS = 2**16  # smaller layers hardly affect the time of a step
-_LEAST_SHARE = 0.01  # of the model's multiplications, in layers with unaligned sizes or in padding
+_LEAST_WEIGHTS = 2**16  # Smaller layers hardly affect the time of a step.
+_LEAST_SHARE = 0.01  # Smallest reported share of the multiplications, in layers with unaligned sizes or in padding.
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Size:
 
 
 def size_warnings(network: nn.Module, precision: Precision, device: torch.device) -> list[str]:
-    """Return a warning for each inefficient size of a linear layer that affects the speed of the model."""
+    """Return one warning for each inefficient size of linear layers that affects the speed of the model."""
     liked = liked_by(device, precision.autocast_dtype or precision.weight_dtype or torch.float32)
     return [] if liked is None else unliked_sizes(network, liked)
 
@@ -80,7 +80,8 @@ def liked_by(device: torch.device, dtype: torch.dtype) -> Liked | None:
 def unliked_sizes(network: nn.Module, liked: Liked) -> list[str]:
     """Return the lines of :func:`size_warnings`, in descending order of their share of the multiplications."""
     sizes = list(_sizes_of(network))
-    all_work = sum(each.work for each in sizes) / 2  # each matmul has two sizes
+    # Each matmul has two sizes, the number of inputs and the number of outputs.
+    all_work = sum(each.work for each in sizes) / 2
     by_count: dict[int, list[_Size]] = defaultdict(list)
     for each in sizes:
         by_count[each.count].append(each)

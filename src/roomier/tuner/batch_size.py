@@ -48,12 +48,12 @@ def scale_batch_size(
     """Find the largest micro-batch that fits in memory, and use its size in the next fits of ``trainer``.
 
     The batch size of the loader and ``accumulate_grad_batches`` still determine the number of samples per optimizer
-    step. Only sizes that divide this number are tried. The number of accumulated micro-batches increases accordingly.
-    Each trial runs steps of a copy of the model on the first samples of the loader. Set a ``margin`` if the samples
-    have different lengths.
+    step. Only sizes that divide this number are tried. If the size decreases, the number of accumulated micro-batches
+    increases accordingly. Each trial runs steps of a copy of the model on the first samples of the loader. Set a
+    ``margin`` if the samples have different lengths.
 
-    Only the size of the micro-batches and their number per step change. A fit after the search is bit-identical to a
-    fit in which the loader uses this size.
+    The search changes only the size of the micro-batches and their number per step. A fit after the search is
+    bit-identical to a fit in which the loader uses this size.
 
     Args:
         trainer: the Trainer.
@@ -113,8 +113,8 @@ def largest_that_fits(
         sizes: sizes in ascending order.
         fits: function that returns True if a size fits.
         first: the first size to try.
-        refines: whether to search between the last size that fits and the first size that does not fit. If False, only
-            double the size.
+        refines: whether to search between the last size that fits and the first size that does not fit. If False, the
+            size is only doubled.
         max_trials: maximum number of calls of ``fits``.
     """
     best, too_large = -1, len(sizes)  # indices
@@ -160,7 +160,7 @@ def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | Non
         problem = "cannot be combined with strategy='auto', which chooses the micro-batch by forecast"
         raise RoomierError(_FIELD, True, problem, "Remove one of the two")
     if trainer.world.size > 1:
-        problem = f"a rank that runs out of memory would let the other {trainer.world.size - 1} ranks wait forever"
+        problem = f"if a rank ran out of memory, the other {trainer.world.size - 1} ranks would wait forever"
         action = "Use strategy='auto' or memory_budget, which choose the micro-batch for all ranks by forecast"
         raise RoomierError(_FIELD, f"{trainer.world.size} ranks", problem, action)
     if memory_budget is not None:
@@ -198,7 +198,8 @@ class _Trials:
 
         def cut(plan: Plan, data: RunLoaders, request: Request) -> Plan:
             whole = samples_of_step(request, data) // size
-            return with_micro_batch(plan, data, size, min(whole, 2))  # the second one accumulates gradients
+            # The second micro-batch of a step accumulates gradients.
+            return with_micro_batch(plan, data, size, min(whole, 2))
 
         peak = _PeakOfAStep()
         num_steps = max(self.num_steps, 2)
@@ -228,8 +229,8 @@ class _Trials:
 
 
 class _PeakOfAStep(Callback):
-    """Measures the peak memory of one step after the first step, because the first step creates the optimizer
-    states."""
+    """Callback that measures the peak memory of a step after the first step, because the first step creates the
+    optimizer states."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -1,4 +1,4 @@
-"""``Trainer(auto_lr_find=True, auto_scale_batch_size=True)``: searches before a fit."""
+"""Searches before a fit, which ``Trainer(auto_lr_find=True, auto_scale_batch_size=True)`` requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
     """
     rate, size = trainer.auto_lr_find, trainer.auto_scale_batch_size
     if _was_fitted(trainer, subject.model):
-        notice("auto_lr_find, auto_scale_batch_size: skipped, because the model was fitted before")
+        notice("auto_lr_find, auto_scale_batch_size: skipped, because the model has been fitted before")
         return None
     best = trainer.checkpoint_callback
     best_path, root = None if best is None else best.best_model_path, Path(trainer.default_root_dir)
@@ -84,7 +84,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
 
 
 def write_picture(curve: LearningRateCurve, run: Run) -> None:
-    """Write the curve to the run folder if the run has one. If this fails, print a notice."""
+    """Write the curve to the run folder if the run has a folder. If the write fails, print a notice."""
     if run.folder is None or not run.ranks.is_zero:
         return
     try:
@@ -102,7 +102,7 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
     try:
         record = peek_run(path)
         stored = Plan.from_dict(record["plan"])
-    except (RoomierError, KeyError):  # the fit reports the error
+    except (RoomierError, KeyError):  # the fit raises the error
         return
     if trainer.auto_lr_find and None not in (stored.optimizer.name, trainer.requested_plan.optimizer.name):
         trainer.use_learning_rate(stored.optimizer.lr)
@@ -114,8 +114,8 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
 
 
 def _put_kept_rate(trainer: Tunable, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
-    # In any case, the optimizer resumes with this learning rate. Set the attribute too, for code that reads it.
-    with suppress(RoomierError):  # the attribute does not exist anymore
+    # The optimizer resumes with this learning rate in any case. The attribute is set for code that reads it.
+    with suppress(RoomierError):  # the attribute no longer exists
         name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")
         if isinstance(hyperparameters.get(name), float):
             set_attribute(model, name, hyperparameters[name])

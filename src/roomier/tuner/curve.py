@@ -11,7 +11,7 @@ from typing import Any
 from roomier.core.errors import RoomierError
 
 _SMOOTHING = 0.98
-_REACH = 1 / 8  # extent of the fitted line on each side, as a fraction of all steps
+_REACH = 1 / 8  # Extent of the fitted line on each side, as a fraction of all steps.
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LearningRateCurve:
 
     @property
     def results(self) -> dict[str, list[float]]:
-        """Dict ``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's finder."""
+        """Dict ``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's learning rate finder."""
         return {"lr": list(self.learning_rates), "loss": list(self.losses)}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
@@ -49,10 +49,11 @@ class LearningRateCurve:
         steps is too small.
 
         The slope at a step is the slope of a line fitted to the surrounding losses (an eighth of all steps on each
-        side). In this fit, the losses are a function of the logarithm of the rate, or of the rate itself if it
-        increases linearly. A line through fewer losses would be too sensitive to the noise of individual batches. Smith
-        (arXiv:1506.01186, section 3.3) reads two rates from the curve: the rate at which the loss begins to decrease,
-        and the rate at which it stops decreasing. The rate of the steepest descent is between these two rates.
+        side). The line is fitted to the losses as a function of the logarithm of the rate, or of the rate itself if the
+        rate increases linearly. A line through fewer losses would be too sensitive to the noise of individual batches.
+        Smith (arXiv:1506.01186, section 3.3) reads two rates from the curve: the rate at which the loss begins to
+        decrease, and the rate at which the loss stops decreasing. The rate of the steepest descent is between these two
+        rates.
 
         Args:
             skip_begin: number of steps to ignore at the beginning.
@@ -75,14 +76,15 @@ class LearningRateCurve:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            action = "Run: pip install matplotlib. The values are in .results"
+            action = "Run: pip install matplotlib. The values of the curve are in .results"
             raise RoomierError("plot", "matplotlib", f"is not installed ({error})", action) from error
         if ax is None and show:
             from matplotlib import pyplot
 
             _, ax = pyplot.subplots()
         elif ax is None:
-            ax = Figure(figsize=(6.4, 4.0), layout="constrained").subplots()  # without a window or a global reference
+            # This Figure has no window, and matplotlib has no global reference to it.
+            ax = Figure(figsize=(6.4, 4.0), layout="constrained").subplots()
         losses = self.losses
         ax.plot(self.learning_rates, self.raw_losses, color="0.8", linewidth=0.8)
         ax.plot(self.learning_rates, losses, color="C0")

@@ -1,4 +1,4 @@
-"""The attribute of a module that contains its learning rate."""
+"""Functions for the attribute of a module that contains its learning rate."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def lr_find(
 
     The search does not change the model, the data or the random states, so a fit after the search is bit-identical to a
     fit without a search. The search uses the ranks and the strategy of the Trainer. Schedulers do not step. If the
-    optimizer has several parameter groups, the ratios of their learning rates stay the same.
+    optimizer has several parameter groups, the ratios of their learning rates are preserved.
 
     Args:
         trainer: the Trainer.
@@ -51,8 +51,8 @@ def lr_find(
         max_lr: learning rate of the last step.
         num_training: number of optimizer steps.
         mode: spacing of the rates between ``min_lr`` and ``max_lr``.
-        early_stop_threshold: stop the test if the smoothed loss exceeds its minimum by this factor; None disables this
-            condition. A loss that is not finite always stops the test.
+        early_stop_threshold: stop the test if the smoothed loss is greater than its minimum times this factor; None
+            disables this condition. A loss that is not finite always stops the test.
         update_attr: whether to use the suggested rate in subsequent fits. The rate is set on the optimizer that the
             Trainer selects by name, or in the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
         attr_name: name of the attribute if it is neither ``lr`` nor ``learning_rate``.
@@ -138,7 +138,7 @@ def _rates(min_lr: float, max_lr: float, num_training: int, mode: str) -> list[f
 
 
 class _RangeTest(Callback):
-    """Sets the learning rate before each step and records the loss after each step."""
+    """Callback that sets the learning rate before each step, and records the loss after each step."""
 
     def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
         self._rates = rates
@@ -147,7 +147,7 @@ class _RangeTest(Callback):
         self.losses: list[float] = []
 
     def take_groups(self, run: Run, name: str, probe: float) -> None:
-        """Control the learning rates of the parameter groups of the optimizer, in place of its schedulers.
+        """Control the learning rates of the optimizer's parameter groups, instead of its schedulers.
 
         Args:
             run: the run of the trial.

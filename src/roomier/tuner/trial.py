@@ -1,4 +1,4 @@
-"""Run a few steps of a fit on copies of all objects that a fit changes.
+"""Run a few steps of a fit without changing the objects that a fit changes.
 
 [Note: trials have no side effects]
 The model and the DataModule are copied before their ``setup``. Datasets are not copied. The attributes, positions and
@@ -38,7 +38,7 @@ from roomier.tuner.tunable import Tunable
 
 @dataclass(frozen=True)
 class Subject:
-    """The arguments of ``Trainer.fit`` for a trial.
+    """Arguments of ``Trainer.fit`` for a trial.
 
     Attributes:
         model: the model.
@@ -54,7 +54,7 @@ class Subject:
 
     @staticmethod
     def of(model: nn.Module, train_dataloaders: Any, datamodule: Any, weights: str | Path | None = None) -> Subject:
-        """Return the Subject of the arguments. A DataModule may be passed as ``train_dataloaders``."""
+        """Return the Subject that contains the arguments. A DataModule may be passed as ``train_dataloaders``."""
         if is_one(train_dataloaders, DataModule):
             return Subject(model, None, train_dataloaders, weights)
         return Subject(model, train_dataloaders, datamodule, weights)
@@ -88,7 +88,7 @@ def run_trial(
         prepare: function that is called with the run before the first step.
 
     Raises:
-        RoomierError: the model cannot be copied, or the data cannot be read twice.
+        RoomierError: the model cannot be copied, or the data cannot be iterated twice.
     """
     _refuse_fitted(trainer, subject.model)
     with ExitStack() as stack:

@@ -18,7 +18,8 @@ from roomier.run.settled import CutBatches
 
 
 class Tunable(TrainerView, Protocol):
-    """A Trainer whose next fits use the values that the tuner finds. :class:`roomier.Trainer` implements it."""
+    """Protocol of a Trainer whose next fits use the values that the tuner finds. :class:`roomier.Trainer` implements
+    this protocol."""
 
     @property
     def options(self) -> LoopOptions:
@@ -42,7 +43,7 @@ class Tunable(TrainerView, Protocol):
     def use_next(
         self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
     ) -> None:
-        """Use the values found by the tuner in the next fits. None keeps the current value."""
+        """Use the values that the tuner found in the next fits. None keeps the current value."""
 
     def use_learning_rate(self, learning_rate: float | None) -> None:
         """Use ``learning_rate`` for the optimizer that the Trainer creates."""

@@ -1,4 +1,4 @@
-"""Tuner that provides both searches with Lightning's names."""
+"""Tuner, which provides both searches with the names that Lightning uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roomier.tuner.tunable import Tunable
 
 
 class Tuner:
-    """Searches for a learning rate or a batch size for the fits of ``trainer``.
+    """Tuner that searches for a learning rate or a batch size for the fits of ``trainer``.
 
     Args:
         trainer: the Trainer whose next fits use the results.
@@ -80,7 +80,7 @@ class Tuner:
     ) -> int | None:
         """Search for a batch size. See :func:`roomier.tuner.scale_batch_size`.
 
-        The search changes no attribute, so ``batch_arg_name`` is not used.
+        The search does not change an attribute of the model, so ``batch_arg_name`` is ignored.
         """
         _check_method(method, dataloaders)
         return scale_batch_size(
@@ -100,5 +100,7 @@ class Tuner:
 
 def _check_method(method: str, dataloaders: Any) -> None:
     if method != "fit" or dataloaders is not None:
-        action = "Pass train_dataloaders or a datamodule. For an evaluation, set the batch size in its loader"
+        action = (
+            "Pass train_dataloaders or a datamodule. For an evaluation, set the batch size in the evaluation loader"
+        )
         raise RoomierError("method", method, "must be 'fit', because only training steps are tried", action)
