@@ -19,7 +19,7 @@ _SECTION = "measured"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Conditions of a measurement. Conditions of a measurement, which is valid only under the same conditions.
+    """Conditions of a measurement. A measurement is valid only under the same conditions.
 
     Attributes:
         host: network name of the machine.

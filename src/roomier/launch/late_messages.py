@@ -1,5 +1,4 @@
-"""Messages about late ranks. Messages about late ranks. Each line that contains the number of a rank begins with
-``roomier: heartbeat:``."""
+"""Messages about late ranks. Each line that contains the number of a rank begins with ``roomier: heartbeat:``."""
 
 from __future__ import annotations
 
