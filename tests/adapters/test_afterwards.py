@@ -74,7 +74,7 @@ def test_adapters_of_a_second_run_are_stored_with_those_of_the_first(
     module = trained(make_trainer, Adaptable(), targets=["mlp.up"])
     trainer = make_trainer(lora={"rank": 4, "targets": ["mlp.out"]}, optimizer=OPTIMIZER, max_steps=1)
     trainer.fit(module, token_batches(1))
-    assert "2 layers that lora targets does not include have adapters from an earlier run" in capfd.readouterr().err
+    assert "2 layers that lora.targets does not include have adapters from an earlier run" in capfd.readouterr().err
     trainer.save_checkpoint(tmp_path / "saved")
     again = load_module(Adaptable, tmp_path / "saved")
     assert torch.equal(loss_of(again.net, token_batches(1)[0]), loss_of(module.net, token_batches(1)[0]))
@@ -112,7 +112,7 @@ def test_quantized_weights_of_an_earlier_run_are_reported_and_not_supported_with
 ) -> None:
     module = trained(make_trainer, Adaptable(), base="nf4")
     make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
-    assert "frozen weights in nf4 from an earlier run, which stay quantized" in capfd.readouterr().err
+    assert "frozen weights in nf4 from an earlier run, which remain quantized" in capfd.readouterr().err
     with pytest.raises(
         PlanError, match=r"from an earlier run, but it is not supported with strategy 'zero2'.*merge_lora"
     ):

@@ -186,7 +186,7 @@ def test_quantizing_again_has_no_effect_and_another_format_is_rejected() -> None
     before = copy.deepcopy(network.state_dict())
     quantise_base(network, AdapterPlan(lora_rank=4, frozen_base="int8"))
     assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
-    with pytest.raises(RoomierError, match="has its weight in int8 from an earlier run"):
+    with pytest.raises(RoomierError, match="whose weight is in int8 from an earlier run"):
         quantise_base(network, AdapterPlan(lora_rank=4, frozen_base="nf4"))
 
 

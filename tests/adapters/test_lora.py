@@ -144,7 +144,7 @@ def test_a_model_without_blocks_is_rejected_with_the_available_layers() -> None:
 def test_layers_whose_weights_other_modules_read_are_not_adapted() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
     assert names_of(adapted(encoder)) == [f"layers.{n}.linear{m}" for n in (0, 1) for m in (1, 2)]
-    with pytest.raises(RoomierError, match="its attention module reads its weight"):
+    with pytest.raises(RoomierError, match="the attention module reads its weight"):
         adapted(encoder, lora_targets="out_proj")
     x = torch.randn(2, 3, 16)
     with torch.no_grad():

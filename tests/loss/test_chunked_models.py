@@ -193,7 +193,7 @@ class Late(Language):
 
 def test_reading_logits_after_the_update_raises(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(chunked_loss=True, max_steps=2, optimizer="sgd")
-    with pytest.raises(ValueError, match="after the weights that compute them were updated"):
+    with pytest.raises(ValueError, match="after the weights from which they are computed were updated"):
         trainer.fit(Late("GPT"), [a_batch()])
 
 

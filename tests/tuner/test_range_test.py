@@ -178,7 +178,7 @@ def test_plot_is_in_the_run_folder_and_a_resume_skips_the_search(make_trainer, l
     assert resumed.optimizers[0].param_groups[0]["lr"] == found
     assert "skipped, because the fit resumes" in capsys.readouterr().err
     resumed.fit(resumed.model, loader)
-    assert "was fitted before" in capsys.readouterr().err
+    assert "has been fitted before" in capsys.readouterr().err
 
 
 def test_assigned_checkpoint_skips_the_search(make_trainer, loader, net: Net, capsys) -> None:
