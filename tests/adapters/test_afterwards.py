@@ -180,6 +180,6 @@ def test_a_tied_weight_that_also_trains_is_reported(
     network = trained(make_trainer, make_transformer("gpt2"), trained=["lm_head"])
     assert network.transformer.wte.weight.requires_grad
     shown = capfd.readouterr().err
-    assert "lora.trained='lm_head': lm_head.weight is tied to transformer.wte.weight, which trains with it" in shown
+    assert "lora.trained='lm_head': lm_head.weight is tied to transformer.wte.weight, so both are trained" in shown
     trained(make_trainer, make_transformer("llama"), trained=["lm_head"])
     assert "tied" not in capfd.readouterr().err

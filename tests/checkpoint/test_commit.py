@@ -308,7 +308,7 @@ def test_a_full_disk(small_disk):
             checkpoint.save(small_disk / target, state_of(2, NUM_BYTES))
         assert caught.value.field == "path"
         assert caught.value.received == str(small_disk / target)
-        reason = f"No space left on device. It requires 1.0 MiB, but {small_disk} has only 1016.0 KiB free"
+        reason = f"No space left on device. The checkpoint requires 1.0 MiB, but {small_disk} has only 1016.0 KiB free"
         assert reason in caught.value.problem
         assert "Free some space" in caught.value.action
         assert os.listdir(small_disk) == ["good"]

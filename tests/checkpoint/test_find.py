@@ -174,7 +174,7 @@ def test_a_newer_format_is_rejected_with_the_version_that_wrote_it(tmp_path, mon
     checkpoint.save(tmp_path / "old", state_of(1))
     monkeypatch.setattr("roomier.checkpoint.saving.FORMAT_VERSION", record.FORMAT_VERSION + 1)
     checkpoint.save(tmp_path / "new", state_of(2))
-    with pytest.raises(CheckpointError, match=r"has format version 4, .* reads 2 and 3\. Load it with roomier \d"):
+    with pytest.raises(CheckpointError, match=r"has format version 4, .* reads only 2 and 3\. Load it with roomier \d"):
         checkpoint.load(tmp_path / "new")
     assert checkpoint.find_last(tmp_path) == tmp_path / "old"
     assert "format version 4" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_the_current_call_is_accepted(today: str) -> None:
         ({"tpu_cores": 8}, "accelerator='tpu' requires the package torch-tpu"),
         ({"hpus": 8}, "requires a package that adds the device 'hpu' to torch"),
         ({"plugins": DeepSpeedPlugin(stage=2, cpu_offload=True)}, "offload={'optimizer_states': 'cpu'}"),
-        ({"plugins": [object()]}, "Use the argument that replaces it"),
+        ({"plugins": [object()]}, "Use the argument that replaces the plugin"),
         (
             {"devices": [1, 3], "strategy": "ddp"},
             "Write devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES",

@@ -121,8 +121,8 @@ def merge_lora(network: nn.Module) -> nn.Module:
 def adapter_state(network: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the adapters, and of all other trained parameters, with their names as keys.
 
-    For a model of several gigabytes, these tensors require only a few megabytes. ``network.load_state_dict(state,
-    strict=False)`` restores them in the same model with adapters.
+    For a model of several gigabytes, these tensors require only a few megabytes.
+    ``network.load_state_dict(state, strict=False)`` restores these tensors in the same model with adapters.
 
     Example:
         >>> torch.save(adapter_state(module.net), "adapter.pt")
@@ -155,7 +155,7 @@ def _notice_tied(network: nn.Module, pattern: str, matching: dict[str, nn.Module
     own = {each: name for name, each in inside.items()}
     for name, each in network.named_parameters(remove_duplicate=False):
         if each in own and name not in inside:
-            notice(f"lora.trained={pattern!r}: {own[each]} is tied to {name}, which trains with it as one weight")
+            notice(f"lora.trained={pattern!r}: {own[each]} is tied to {name}, so both are trained as one weight")
 
 
 def adaptable_in_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:

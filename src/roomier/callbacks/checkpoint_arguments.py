@@ -1,4 +1,4 @@
-"""Checks of the arguments of ModelCheckpoint, and replacements of former arguments."""
+"""Checks of the arguments of ModelCheckpoint, and replacements for its former arguments."""
 
 from __future__ import annotations
 

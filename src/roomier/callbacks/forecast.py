@@ -163,7 +163,7 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
     if planned is not None and planned.plan == trainer.plan:
         return planned, ""
     if workload is None:
-        return None, "the shapes of the model could not be copied before it was built"
+        return None, "the shapes of the model could not be recorded before the model was built"
     from roomier.planner.dry_runs.confirm import confirm  # late: loads torch's sharding
 
     plan = trainer.plan

@@ -17,8 +17,8 @@ class GradientAccumulationScheduler(Callback):
     """Callback that accumulates gradients over a number of micro-batches that depends on the epoch.
 
     The gradient of a step is equal to the gradient of the full batch of the step. The number of steps of the run
-    (``trainer.estimated_stepping_batches``) and the learning rate schedules of a Plan take the scheduled numbers into
-    account.
+    (``trainer.estimated_stepping_batches``) and the learning rate schedules of a Plan are computed from the scheduled
+    numbers.
 
     Args:
         scheduling: number of micro-batches per step by epoch, counted from 0. Each number applies until the next epoch

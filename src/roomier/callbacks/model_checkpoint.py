@@ -80,7 +80,7 @@ class ModelCheckpoint(Callback):
     If a run was killed, the resumed run repeats the steps after its checkpoint. The killed run may have saved
     checkpoints of these steps. The new checkpoints are bitwise identical to these checkpoints and replace them by a
     rename. A name is taken if a ModelCheckpoint of this run keeps the checkpoint with this name, or if another run
-    wrote it. The checkpoint names of other runs are part of the state.
+    wrote a checkpoint with this name. The checkpoint names of other runs are part of the state.
 
     [Note: ledger before the save]
     A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. Therefore, the

@@ -12,7 +12,7 @@ from roomier.core.log import notice
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
-_SIMILAR = 0.75  # With this value, val_loss does not match train_loss.
+_SIMILAR = 0.75  # Minimum similarity of names; with this value, val_loss does not match train_loss.
 
 
 class Monitored:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(BatchCounts, Callback):
-    """Callback that shows progress on standard error. In a terminal, the callback draws a bar. Otherwise, it prints one
-    line per log interval and per evaluation.
+    """Callback that shows progress on standard error. In a terminal, the callback draws a bar. Otherwise, the callback
+    prints one line per log interval and per evaluation.
 
     Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, the bar is redrawn only when
     ``refresh_interval_s`` has passed, so the overhead per step is less than a microsecond. The displayed rate is the

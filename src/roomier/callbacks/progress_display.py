@@ -82,7 +82,8 @@ class Display(Protocol):
 
 
 class BarDisplay:
-    """Display with one bar of the package rich per running stage. Only ``draw`` redraws the bar, without a thread."""
+    """Display with one progress bar (of the package rich) for each running stage. Only ``draw`` redraws the bar,
+    without a thread."""
 
     redraws_between_log_steps = True
 

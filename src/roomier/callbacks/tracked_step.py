@@ -106,7 +106,8 @@ class TrackedStep:
         return self.tracker
 
     def pause(self) -> None:
-        """Stop recording if it is active. After a skipped epoch or an error, :meth:`end_batch` is not called."""
+        """Stop the recording if a recording is active. After a skipped epoch or an error, :meth:`end_batch` is not
+        called."""
         inside, self._inside = self._inside, None
         if inside is None or self._looking is None:
             return

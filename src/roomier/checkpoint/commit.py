@@ -284,7 +284,7 @@ def _cannot_write(target: Path, num_bytes: int, error: OSError, aside: Path | No
         half_done = list(aside.iterdir()) if aside is not None and aside.is_dir() else []
         free_bytes = shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in half_done)
         problem = (
-            f"cannot be written: {reason}. It requires {format_bytes(num_bytes)}, but {folder} has only "
+            f"cannot be written: {reason}. The checkpoint requires {format_bytes(num_bytes)}, but {folder} has only "
             f"{format_bytes(free_bytes)} free"
         )
         action = "Free some space, keep fewer checkpoints, or choose another folder. Existing checkpoints are unchanged"

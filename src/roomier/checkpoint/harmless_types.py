@@ -186,7 +186,7 @@ def unresolved_in(value: Any, place: str = "") -> list[str]:
 
     Args:
         value: result of :func:`as_plain`.
-        place: path of ``value``, with which each path in the result begins.
+        place: path of ``value``; each path in the result begins with this path.
     """
     if isinstance(value, Unresolved):
         return [f"{place} = {str(value)!r}"]

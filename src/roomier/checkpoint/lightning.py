@@ -301,7 +301,10 @@ def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    again = "Pass a checkpoint folder, or a .ckpt file that Lightning saved. If this file is one, copy it again"
+    again = (
+        "Pass a checkpoint folder, or a .ckpt file that Lightning saved. If Lightning saved this file, copy the file "
+        "again"
+    )
     try:
         is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not zip files and cannot be memory-mapped
         if not is_zip and _first_byte(path) != _PICKLE:

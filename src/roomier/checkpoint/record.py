@@ -8,8 +8,8 @@ nesting, and reads regular files only.
 [Note: commit numbers]
 The clock of a machine can be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
 larger than the number of every checkpoint with which it can be compared (:func:`roomier.checkpoint.find.find_last`).
-Checkpoints that two processes commit at the same moment, and copies of a folder, have equal numbers. They are ordered
-by step. Format 2 has no commit numbers, so its checkpoints have the number 0.
+Checkpoints that two processes commit at the same moment, and copies of a folder, have equal numbers. Checkpoints with
+equal numbers are ordered by step. Format 2 has no commit numbers, so its checkpoints have the number 0.
 """
 
 import errno
@@ -76,7 +76,7 @@ class StoredFile:
     Attributes:
         name: file name without a folder.
         size_bytes: size of the file.
-        crc32: CRC-32 of its bytes.
+        crc32: CRC-32 of the bytes of the file.
         tensors: names of the tensors that the file contains completely or in part.
     """
 
@@ -222,7 +222,7 @@ def _without_record(folder: Path) -> CheckpointError:
             "checkpoint",
             str(folder),
             "is a sharded torch.distributed.checkpoint folder, such as Lightning saves with FSDP",
-            f"Run `{program} {folder}` in the environment that saved it, and pass {folder}.consolidated",
+            f"Run `{program} {folder}` in the environment that saved the checkpoint, and pass {folder}.consolidated",
         )
     return NotACheckpointError(
         "checkpoint",

@@ -67,7 +67,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             _export_model(options, others, path, output)
         return 0
     if is_lightning_file(path):
-        action = "Load it with Lightning, or resume with fit(ckpt_path=...) and export the checkpoint of that run"
+        action = "Load the file with Lightning, or resume with fit(ckpt_path=...) and export the checkpoint of that run"
         problem = f"is a Lightning file, but --to {options.to} requires a folder"
         raise RoomierError("checkpoint", str(path), problem, action)
     _WRITERS[options.to](options, path, output)

@@ -173,8 +173,8 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
 
 
 def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
-    """Print the strategy of the configuration and whether it fits. All strategies are compared, so the selected
-    strategy can be a different strategy."""
+    """Print the strategy of the configuration, and whether this strategy fits. All strategies are compared, so the
+    selected strategy can be a different strategy."""
     own = config.trainer.strategy
     name = own.get("name") if isinstance(own, dict) else own
     if config.strategy is None and name not in (None, "auto", "single"):

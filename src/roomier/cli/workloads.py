@@ -183,7 +183,7 @@ def _on_meta_if_it_can(parser: ArgumentParser, config: Namespace) -> nn.Module:
     ) as error:  # a constructor can run any code, and an error of the model occurs again without the meta device
         model = make()
         notice(
-            "the model was created in memory, because it cannot be created on the meta device "
+            "the model was created in memory, because the model cannot be created on the meta device "
             f"({type(error).__name__}: {error})"
         )
         return model

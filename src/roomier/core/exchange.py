@@ -1,9 +1,9 @@
 """All-to-all and all-gather over the ranks of a run, on any backend. The bytes that a rank sends are counted.
 
 [Note: bytes sent]
-The count is the payload that a rank must send to other ranks. It does not depend on the backend. For ``N`` rows, an
-all-to-all sends ``N - 1`` rows. In an all-gather, a rank sends its row ``N - 1`` times. (In a ring, the rank sends each
-of ``N - 1`` rows once.) For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
+The count is the payload that a rank must send to other ranks. The count does not depend on the backend. For ``N`` rows,
+an all-to-all sends ``N - 1`` rows. In an all-gather, a rank sends its row ``N - 1`` times. (In a ring, the rank sends
+each of ``N - 1`` rows once.) For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
 (:func:`all_reduce_bytes`).
 """
 

@@ -19,8 +19,8 @@ def give_back_freed() -> None:
 
 
 def always_give_back_blocks(num_bytes: int) -> None:
-    """Return each block of at least ``num_bytes`` to the operating system when it is freed, for blocks that are
-    allocated after this call.
+    """Make glibc return each block of at least ``num_bytes`` to the operating system when the block is freed. This
+    setting affects blocks that are allocated after this call.
 
     The allocation of such a block is slower, because the kernel clears its pages. This function has no effect without
     glibc.

@@ -17,7 +17,7 @@ UNSCALES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 def is_fake(tensors: Sequence[Tensor]) -> bool:
     """Return whether any of ``tensors`` is a fake tensor, which has a shape but no memory."""
-    found = sys.modules.get("torch._subclasses.fake_tensor")  # the import is slow; only fake tensors require it
+    found = sys.modules.get("torch._subclasses.fake_tensor")  # slow import, which only fake tensors require
     return found is not None and any(isinstance(each, found.FakeTensor) for each in tensors)
 
 

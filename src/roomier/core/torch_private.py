@@ -57,7 +57,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how many times ``tensor`` or a view of it was modified in place."""
+    """Return how many times ``tensor``, or a view of ``tensor``, was modified in place."""
     return int(tensor._version)
 
 

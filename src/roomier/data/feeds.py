@@ -140,7 +140,7 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
 class OwnGenerators:
     """Torch generators that are attributes of a loader, its dataset and its samplers.
 
-    These generators belong to the user, so a checkpoint of the global generators does not contain them.
+    These generators belong to the user, so a checkpoint of the global generators does not contain their states.
     """
 
     def __init__(self, loader: object) -> None:

@@ -52,7 +52,7 @@ class NumberedIndices(NamedTuple):
 
 
 class _SeededDataset(Dataset[Any]):
-    """Wrapper of a map-style dataset in a worker process. Attributes are read from the wrapped dataset and set on it.
+    """Wrapper of a map-style dataset in a worker process. Accesses to attributes are forwarded to the wrapped dataset.
 
     A ``worker_init_fn`` can read and set attributes of ``get_worker_info().dataset``. These attributes must be
     attributes of the user's dataset.

@@ -44,8 +44,8 @@ class Share:
         return num_batches // self.world.size if self.divides and math.isfinite(num_batches) else num_batches
 
     def of(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of this rank from the batches of all ranks. The last batches are skipped if there are fewer
-        batches than ranks.
+        """Yield the batches of this rank from the batches of all ranks. If fewer batches than ranks remain for the last
+        round, these batches are skipped.
         """
         if not self.divides:
             yield from batches

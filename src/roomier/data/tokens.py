@@ -1,8 +1,8 @@
 """Token files: training text of a language model, stored as one long array of integers that is read from disk on
 demand.
 
-File layout: a header of 64 bytes (:class:`_Header`, little endian, padded with zeros), then the tokens as little-endian
-uint16, or uint32 if the vocabulary requires it.
+File layout: a header of 64 bytes (:class:`_Header`, little endian, padded with zeros), followed by the tokens as
+little-endian uint16, or as uint32 if the vocabulary is too large for uint16.
 """
 
 import os

@@ -3,8 +3,8 @@
 [Note: capabilities are tried]
 Code must not depend on the name of a device, because torch supports devices that roomier does not know. Drivers
 implement torch's interfaces only partially. Therefore, each capability is determined by using the feature once on one
-element. The result is stored for the process. The CPU requires neither streams nor pinned memory, because it is the
-host.
+element. The result is stored for the process. The CPU requires neither streams nor pinned memory, because the CPU is
+the host.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def usable_device(accelerator: str, mode: str) -> torch.device:
         mode: precision mode of the run.
 
     Raises:
-        RoomierError: the machine does not have the accelerator, or it does not compute in the dtype of ``mode``.
+        RoomierError: the machine does not have the accelerator, or the accelerator does not compute in the dtype of
+        ``mode``.
     """
     device = resolve_device(accelerator)
     check_computes_in(mode, device)

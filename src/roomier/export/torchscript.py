@@ -39,8 +39,8 @@ def export_torchscript(
         output: new file; None writes no file.
         method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for one
             input, and compares the result with the model for different values and a different batch size.
-        example_inputs: arguments of forward. These arguments are optional with ``"script"``. If they are given, the
-            result is also compared with the model.
+        example_inputs: arguments of forward. These arguments are optional with ``"script"``. If the arguments are
+            given, the result is also compared with the model.
         max_difference: maximum difference of an output, relative to its largest value.
         may_exist: replace an existing file.
         options: arguments of ``torch.jit.script`` or ``torch.jit.trace``.

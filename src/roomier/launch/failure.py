@@ -74,8 +74,8 @@ class FailureNews:
         return int(rank) == self.world.rank or reported != text
 
     def wait_for_peer(self) -> str | None:
-        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe this failure. Return None if no other
-        rank failed."""
+        """Wait up to ``PATIENCE_S`` seconds for the failure of another rank, and describe this failure. Return None if
+        no other rank failed."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if (ended := self._ended_rank()) is not None:

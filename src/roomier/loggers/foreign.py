@@ -1,4 +1,4 @@
-"""Support for loggers that were written for Lightning. They are recognized by their methods, without importing
+"""Support for loggers that were written for Lightning. Such loggers are recognized by their methods, without importing
 Lightning."""
 
 from __future__ import annotations

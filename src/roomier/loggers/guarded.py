@@ -53,7 +53,7 @@ class GuardedLogger(Logger):
 
     @property
     def is_silent(self) -> bool:
-        """True if the logger does not write, because it failed or because another rank writes."""
+        """True if the logger does not write, because the logger failed or another rank writes."""
         return self.is_muted or not is_first_rank()
 
     @abstractmethod

@@ -21,7 +21,7 @@ from roomier.core.errors import RoomierError
 from roomier.models.resnet import ResNet
 
 NUM_LARGE = 2
-"""Number of large crops of an image. Their assignments are predicted from the other crops."""
+"""Number of large crops of an image. The assignments of the large crops are predicted from the other crops."""
 
 
 @dataclass(frozen=True)

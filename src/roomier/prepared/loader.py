@@ -41,7 +41,8 @@ class Order:
 
 
 class PreparedLoader:
-    """Loader of this rank's batches on its device. ``isinstance`` treats it as an instance of the loader's class.
+    """Loader of this rank's batches on its device. ``isinstance`` treats the object as an instance of the loader's
+    class.
 
     One batch is read ahead, so that ``end_of_dataloader`` is already True when the last batch is yielded.
 
@@ -225,8 +226,8 @@ def prepared_loader(
         _check_divisible(loader, ranks)
     if not can_be_rebuilt(loader):
         notice(
-            f"{type(loader).__name__} overrides __iter__ or __len__, so each rank reads all batches and uses one in "
-            f"{ranks.world.size}. The last round is dropped if it is incomplete"
+            f"{type(loader).__name__} overrides __iter__ or __len__, so each rank reads all batches and uses one of "
+            f"every {ranks.world.size} batches. The last round is dropped if it is incomplete"
         )
         return PreparedLoader(loader, move, accumulation, ranks, share=share)
     if isinstance(loader.dataset, IterableDataset):

@@ -1,5 +1,5 @@
-"""Functions that read and write aligned buffers at given positions of a file. They bypass the page cache if the file
-system supports direct I/O.
+"""Functions that read and write aligned buffers at given positions of a file. These functions bypass the page cache if
+the file system supports direct I/O.
 
 [Note: direct I/O]
 With ``O_DIRECT``, the disk reads and writes the buffers directly. The kernel neither copies the data nor retains the

@@ -1,11 +1,16 @@
 """Tier on disk: records in a file, and a ring of buffers in host memory.
 
 [Note: ring of buffers]
-Each buffer has one of four states. It is free; or coming: its read is queued, running or complete, and the caller has
-not taken the record; or held by the caller; or leaving: its write is queued or running. Free buffers are filled with
-the expected records in their order. A record that the caller holds is not read, because the caller can still write the
-record. If the caller takes an unexpected record while no buffer is free or leaving, the buffer of the last expected
-record is used, and this record is read again later.
+Each buffer has one of four states:
+
+- free.
+- coming: its read is queued, running or complete, and the caller has not taken the record.
+- held by the caller.
+- leaving: its write is queued or running.
+
+Free buffers are filled with the expected records in their order. A record that the caller holds is not read, because
+the caller can still write the record. If the caller takes an unexpected record while no buffer is free or leaving, the
+buffer of the last expected record is used, and this record is read again later.
 
 If large records share one buffer, this buffer is also used for smaller records while no large record requires it. At
 most one large record is in a buffer.

@@ -3,7 +3,7 @@
 [Note: one reader and one writer]
 One thread reads and one thread writes. More threads would lower the total bandwidth of a disk, because large direct
 transfers already use the full bandwidth. The writer completes its jobs in order. If the same bytes were written before
-a read, the job of the read names the job of the write and waits for it.
+a read, the job of the read waits for the job of the write.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
 
 def _put_kept_rate(trainer: Tunable, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
     # The optimizer resumes with this learning rate in any case. The attribute is set for code that reads it.
-    with suppress(RoomierError):  # the attribute no longer exists
+    with suppress(RoomierError):  # The attribute may no longer exist.
         name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")
         if isinstance(hyperparameters.get(name), float):
             set_attribute(model, name, hyperparameters[name])

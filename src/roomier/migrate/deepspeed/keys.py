@@ -48,7 +48,7 @@ _GROUPS: list[tuple[str, str, str]] = [
         "load_from_fp32_weights pipeline_loading_checkpoint",
         _FILES,
     ),
-    ("zero_optimization", "ignore_unused_parameters", "parameters that no rank uses are supported"),
+    ("zero_optimization", "ignore_unused_parameters", "roomier supports parameters that no rank uses"),
     (
         "zero_optimization",
         "log_trace_cache_warnings enable_sanity_checks",

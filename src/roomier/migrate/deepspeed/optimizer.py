@@ -186,7 +186,7 @@ def _answer_peak(answers: Answers, kind: str, params: dict[str, Any]) -> None:
     if highest is None or highest == own:
         if highest is not None:
             answers.ignore(
-                "scheduler.params.warmup_max_lr", highest, "it is equal to the learning rate of the optimizer"
+                "scheduler.params.warmup_max_lr", highest, "the value is equal to the learning rate of the optimizer"
             )
         return
     if own is None:
