@@ -40,9 +40,9 @@ class SavesPlainModels:
         if kwargs.get("state_dict") is None and any(isinstance(each, Adapted) for each in self.model.modules()):
             problem = "has adapters, which from_pretrained would not load from its files"
             action = (
-                "Merge the adapters first with merge_lora(model) (from roomier.adapters import merge_lora), save only "
-                "the adapters with export_adapter(model, folder) (from roomier.export.adapter import export_adapter), "
-                "or export a checkpoint with `roomier export`"
+                "Use one of three ways: merge the adapters with merge_lora(model) (from roomier.adapters import "
+                "merge_lora), save only the adapters with export_adapter(model, folder) (from roomier.export.adapter "
+                "import export_adapter), or export a checkpoint with `roomier export`"
             )
             raise RoomierError(_NAME, kind.__name__, problem, action)
         return kind.save_pretrained(self.model, *args, **kwargs)

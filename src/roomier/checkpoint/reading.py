@@ -51,7 +51,7 @@ class Piece:
 
 
 Pieces: TypeAlias = Mapping[str, Sequence[Piece]]
-"""The boxes of each tensor, by the name of the tensor."""
+"""Mapping from the name of each tensor to its boxes."""
 
 
 def read_pieces(folder: Path, files: Iterable[StoredFile]) -> Pieces:

@@ -102,9 +102,9 @@ class StoredTensor:
 def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
     """Return the named tensors of ``state``, in the order of the state, and the tree of all other values.
 
-    No tensor is copied. Tied tensors are returned once. Mappings of any class are stored as dicts. Every other
-    value must have exactly one of the types dict, list, tuple, str, int, float, bool, None and Tensor, so that the
-    loaded state equals the saved state.
+    No tensor is copied. Tied tensors are returned once. Mappings of any class are stored as dicts. Every other value
+    must have exactly one of the types dict, list, tuple, str, int, float, bool, None and Tensor. With these types, the
+    loaded state is equal to the saved state.
 
     Raises:
         CheckpointError: ``state`` contains another type. The error names the path and the type of an unsupported value.

@@ -102,8 +102,8 @@ def load(
 ) -> dict[str, Any]:
     """Return the state of the checkpoint ``path``, and fill the tensors of ``into`` in place.
 
-    Before a tensor of ``into`` changes, the function verifies the record, the size of every file, the names, shapes and
-    dtypes of the tensors in ``into``, and the checksum of each file that is read.
+    Before a tensor of ``into`` changes, the function verifies the record and the size of every file. It also verifies
+    the names, shapes and dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
     The number of ranks and the sharding of tensors can differ between saving and loading. A DTensor in ``into``
     receives its shard, and only this shard is read. Any other tensor receives the full tensor.

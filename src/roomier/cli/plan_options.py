@@ -43,27 +43,15 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     """
     parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
-    parser.add_argument(
-        "--seed_everything", type=int | None, default=None, help="accepted in the YAML file of a run, but ignored"
-    )
-    parser.add_argument(
-        "--ckpt_path", type=str | None, default=None, help="accepted in the YAML file of a run, but ignored"
-    )
-    parser.add_argument(
-        "--hardware",
-        type=str | None,
-        default=None,
-        help="hardware to plan for, such as a100-40gb:8; default: this machine",
-    )
+    parser.add_argument("--seed_everything", type=int | None, default=None, help="accepted in YAML files, but ignored")
+    parser.add_argument("--ckpt_path", type=str | None, default=None, help="accepted in YAML files, but ignored")
+    parser.add_argument("--hardware", type=str | None, default=None, help="such as a100-40gb:8; default: this machine")
     parser.add_argument("--nodes", type=int | None, default=None, help="number of nodes; default: --trainer.num_nodes")
     parser.add_argument(
         "--strategy",
         type=str | None,
         default=None,
-        help=(
-            "plan only this strategy, like --trainer.strategy; default: compare all strategies, regardless of a YAML "
-            "file"
-        ),
+        help="plan only this strategy, like --trainer.strategy; default: all strategies, regardless of a YAML file",
     )
     parser.add_argument(
         "--deepspeed",
@@ -75,20 +63,13 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         "--memory_budget",
         type=str | int | None,
         default=None,
-        help=("memory of each device to use, such as 38GiB; default: all memory"),
+        help="limit per device, such as 38GiB; default: all memory",
     )
     parser.add_argument("--hf", type=str | None, default=None, help="a Hugging Face config.json, or a folder with one")
+    parser.add_argument("--batch_size", type=int | None, default=None, help="samples per micro-batch on each device")
+    parser.add_argument("--seq_len", type=int | None, default=None, help="tokens per sequence, for --hf and gpt")
     parser.add_argument(
-        "--batch_size", type=int | None, default=None, help="number of samples in a micro-batch on each device"
-    )
-    parser.add_argument(
-        "--seq_len", type=int | None, default=None, help="number of tokens per sequence, for --hf and gpt"
-    )
-    parser.add_argument(
-        "--input",
-        type=str | None,
-        default=None,
-        help=("tensors of a batch, such as 'x=float32[8,3,224,224]; label=int64[8]'"),
+        "--input", type=str | None, default=None, help="tensors of a batch: 'x=float32[8,3,224,224]; label=int64[8]'"
     )
     parser.add_argument(
         "--calibrated_by",

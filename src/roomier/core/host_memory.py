@@ -29,7 +29,7 @@ def always_give_back_blocks(num_bytes: int) -> None:
 
 
 def retain_freed_blocks() -> None:
-    """End the effect of :func:`always_give_back_blocks`."""
+    """Make glibc retain freed blocks again after :func:`always_give_back_blocks`."""
     _set_thresholds(mapped_bytes=2**25, trimmed_bytes=2**26)  # the largest values that glibc sets automatically
 
 

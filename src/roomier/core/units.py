@@ -25,8 +25,8 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(duration_s: float) -> str:
-    """Format a duration: ``0.0123`` becomes ``"12.3 ms"``. Durations are formatted in minutes from 100 s, and in hours
-    from 100 min."""
+    """Format a duration: ``0.0123`` becomes ``"12.3 ms"``. Durations of at least 100 s are formatted in minutes, and
+    durations of at least 100 min in hours."""
     if duration_s < 0.1:
         return f"{duration_s * 1000:.3g} ms"
     for unit, length_s in (("s", 1), ("min", 60)):

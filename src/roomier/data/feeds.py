@@ -242,7 +242,7 @@ class OrderedFeed(Feed):
         }
 
     def position_in_samples(self, num_batches: int) -> int:
-        """Return how many samples of the global order are in the first ``num_batches`` of the running epoch."""
+        """Return how many samples of the global order are in the first ``num_batches`` batches of the running epoch."""
         num_read = (num_batches - self._first_batch) * self._batch_size * self._sampler.world.size
         return min(self._first_sample + num_read, self._sampler.num_samples)
 

@@ -1,10 +1,10 @@
 """Read several loaders together in the four modes of Lightning's CombinedLoader.
 
 [Note: no unnecessary reads]
-Reading from a part changes its position, so a part is read only if its batch will be yielded, as far as this can be
-determined before the read. In ``max_size_cycle``, the parts that have not ended are read first. Parts that have ended
-restart only if one of the parts that have not ended has another batch. ``min_size`` stops before reading if a part is
-known to have ended.
+Reading from a part changes its position. Therefore, a part is read only if its batch will be yielded, as far as this
+can be determined before the read. In ``max_size_cycle``, the parts that have not ended are read first. Parts that have
+ended restart only if one of the parts that have not ended has another batch. ``min_size`` stops before reading if a
+part is known to have ended.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ _MOST_LOADERS = 1000  # A larger collection is treated as data and is not search
 def is_loader(obj: object) -> bool:
     """Return True if ``obj`` yields batches and cannot be a batch.
 
-    A DataLoader is a loader. Any other object with ``__iter__`` is a loader, with two exceptions: objects that batches
-    consist of (tensor, array, list, tuple, mapping, set, text, number), and objects that can move to a device
-    (``.to``), such as the batches of graph libraries.
+    A DataLoader is a loader. Any other object with ``__iter__`` is a loader, with two exceptions. Objects of which
+    batches consist (tensor, array, list, tuple, mapping, set, text, number) are not loaders. Objects that can move to a
+    device (``.to``), such as the batches of graph libraries, are not loaders.
     """
     if isinstance(obj, DataLoader):
         return True

@@ -46,8 +46,9 @@ class PackedCollate:
             for a model that is called with ``**batch`` and does not accept this key.
 
     Raises:
-        DataError: ``length`` is not positive. When called: a sample is not a mapping with a sequence ``input_ids``, a
-            sample is padded, its labels have a different length, or the batch has more than ``length`` tokens.
+        DataError: ``length`` is not positive. In a call, the error is raised if a sample is not a mapping with a
+            sequence ``input_ids``, is padded, or has labels of a different length, or if the batch has more than
+            ``length`` tokens.
 
     Example:
         >>> PackedCollate()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])

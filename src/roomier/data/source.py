@@ -74,8 +74,8 @@ class Source:
         seed: seed of the order and of the random numbers of samples. The seed of rank 0 is used on all ranks.
         ranks: ranks that share the data; a single rank by default.
         draws_order: with ``shuffle=True``, use the order that torch's sampler draws on rank 0 at the start of each
-            epoch, instead of an order that depends on (seed, epoch) only. Loaders in a :class:`CombinedLoader` ignore
-            this argument.
+            epoch. By default, the order depends on (seed, epoch) only. Loaders in a :class:`CombinedLoader` ignore this
+            argument.
         shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, for overfitting on a few
             batches.
         training: True for a training loop. In evaluation, the user's sampler is not replaced.

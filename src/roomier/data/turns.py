@@ -185,8 +185,8 @@ class Turns:
             yield Turn(batch, start + rank, bool(got) and start + rank < limit)
 
     def _checked(self, stream: Iterator[Turn]) -> Iterator[Turn]:
-        """Check in each round that all ranks have a batch. Otherwise, some ranks would wait forever for the other
-        ranks."""
+        """Check in each round that all ranks have a batch. Without this check, some ranks would wait forever for the
+        other ranks."""
         while True:
             turn = next(stream, None)
             numbers = self._ranks.gather(None if turn is None else turn.number // self._ranks.world.size)

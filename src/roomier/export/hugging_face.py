@@ -42,10 +42,10 @@ def export_hugging_face(
     """Write the Hugging Face model in the checkpoint ``path`` to the folder ``output``, atomically.
 
     The folder contains the files that ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` for
-    generative models, and the weights under their names on the hub. (``roomier.export.safetensors`` uses their names in
-    memory.) Tensors are read, converted and written one after another, so the export supports models of any size and
-    checkpoints of any number of ranks. If the model fuses tensors in memory, one group of these tensors is in memory at
-    a time.
+    generative models, and the weights. The weights have their names on the hub. (In ``roomier.export.safetensors``,
+    they have their names in memory.) Tensors are read, converted and written one after another, so the export supports
+    models of any size and checkpoints of any number of ranks. If the model fuses tensors in memory, one group of these
+    tensors is in memory at a time.
 
     Args:
         path: checkpoint folder.

@@ -36,8 +36,8 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRate
     """Measure reads and writes of a temporary file in ``folder``, which is created if it does not exist.
 
     The transfers are the same as for offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
-    file system does not support direct I/O, written data is flushed to the disk before the clock stops, and removed
-    from the page cache before the data is read. A folder in memory (tmpfs) has the rate of memory, as in a run.
+    file system does not support direct I/O, written data is flushed to the disk before the clock stops. The data is
+    removed from the page cache before it is read. A folder in memory (tmpfs) has the rate of memory, as in a run.
 
     Args:
         folder: folder of the file.
@@ -65,7 +65,8 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRate
 class _Measurement:
     def __init__(self, scratch: Scratch, most_bytes: int) -> None:
         self._scratch, self._most_bytes = scratch, most_bytes
-        self._starts = [scratch.reserve(most_bytes) for _ in range(2)]  # Start of the reads, and start of the writes.
+        # Positions in the file where the reads and the writes start.
+        self._starts = [scratch.reserve(most_bytes) for _ in range(2)]
         # The buffers contain random bytes, because drives that compress data would store zeros too fast.
         self._buffers = [allocate(_CHUNK_BYTES, pinned=False).copy_(_random_bytes()) for _ in range(2)]
 

@@ -58,8 +58,8 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
 def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = None) -> float:
     """Return the combined read and write rate of a copy of ``num_bytes``, in bytes per second.
 
-    By default, a copy has a size of 128 MiB, or 16 MiB on a CPU. The data of a model that trains on a CPU is mostly in
-    the caches of the CPU (a core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB). On
+    By default, a copy has a size of 128 MiB, or 16 MiB on a CPU. If a model is trained on a CPU, most of its data is in
+    the caches of the CPU. (A core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB.) On
     busy cores, a long copy would be interrupted.
     """
     if num_bytes is None:

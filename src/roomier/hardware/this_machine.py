@@ -29,11 +29,11 @@ _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto", folder: str | None = None) -> Machine:
     """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
-    The rates come from stored measurements of ``roomier hardware`` for this host, if the processor, the torch version,
-    the number of ranks and the number of threads per rank are the same. Without a stored measurement, the rates of GPUs
-    in the table come from their data sheets. Other values come from a quick measurement, which takes about one second
-    and runs once per process. ``source`` states the origin. The memory of the machine is the memory that is currently
-    available.
+    The rates come from stored measurements of ``roomier hardware`` for this host. The processor, the torch version, the
+    number of ranks and the number of threads per rank must be the same as in the measurement. Without a stored
+    measurement, the rates of GPUs in the table come from their data sheets. Other values come from a quick measurement,
+    which takes about one second and runs once per process. ``source`` states the origin. The memory of the machine is
+    the memory that is currently available.
 
     Args:
         devices: ranks per node.

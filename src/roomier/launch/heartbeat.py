@@ -240,7 +240,8 @@ class Heartbeat:
         return Verdict(self._last_number + 1, ends, end_s, hung)
 
     def _judge_zero(self) -> None:
-        """Check on another rank whether rank 0 is silent. The verdicts of this thread apply only to this rank."""
+        """On a rank other than rank 0, check whether rank 0 is silent. The verdicts of this thread apply only to this
+        rank."""
         run, judge, beat, is_reported = None, None, 0, False
         while not self._stop.wait(self._tick_s):
             if self.run is not run:

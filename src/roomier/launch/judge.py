@@ -82,7 +82,7 @@ class Judge:
 
         Args:
             now_s: time of a monotonic clock. If more than two ticks have passed since the last call, only two ticks are
-                counted, because this process was suspended, and other processes may have been suspended too.
+                counted. In this case, this process was suspended, and other processes may also have been suspended.
             records: last record of each rank.
         """
         if self._last_look_s is not None:

@@ -1,4 +1,4 @@
-"""Rank of this process, and a check that the launcher started the requested ranks."""
+"""Determine the rank of this process, and check that the launcher started the requested ranks."""
 
 from __future__ import annotations
 

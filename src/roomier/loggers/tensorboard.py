@@ -57,7 +57,7 @@ class TensorBoardLogger(GuardedLogger):
         log_graph: bool = False,
         **kwargs: Any,
     ) -> None:
-        # This import is in the constructor, so that a missing package raises an error before the run starts, and runs
+        # This import is in the constructor, so that a missing package raises an error before the run starts. Runs
         # without this logger do not wait for the import.
         try:
             from torch.utils.tensorboard import SummaryWriter

@@ -85,8 +85,8 @@ class SwAV(nn.Module):
     computed with the Sinkhorn-Knopp algorithm over the batch of all ranks and the queue, so that all prototypes are
     used equally (section 3.1).
 
-    Every rank stores the same queue with the embeddings of all ranks, so the queue is part of a checkpoint and does
-    not depend on the number of ranks. Empty rows of the queue are zero, and have no weight in an assignment.
+    Every rank stores the same queue with the embeddings of all ranks. The queue is part of a checkpoint, and does not
+    depend on the number of ranks. Empty rows of the queue are zero, and have no weight in an assignment.
 
     Args:
         config: sizes of the model.

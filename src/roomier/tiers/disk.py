@@ -10,7 +10,7 @@ Each buffer has one of four states:
 
 Free buffers are filled with the expected records in their order. A record that the caller holds is not read, because
 the caller can still write the record. If the caller takes an unexpected record while no buffer is free or leaving, the
-buffer of the last expected record is used, and this record is read again later.
+buffer of the last expected record is used. The last expected record is then read again later.
 
 If large records share one buffer, this buffer is also used for smaller records while no large record requires it. At
 most one large record is in a buffer.

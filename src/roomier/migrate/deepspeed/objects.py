@@ -53,7 +53,7 @@ _ACTIVATIONS = (
     "contiguous_memory_optimization",
     "synchronize_checkpoint_boundary",
 )
-"""Attributes of former plugins, which stored no configuration."""
+"""Attributes of former plugins, which store their settings as attributes instead of a configuration."""
 
 
 def is_object(value: object) -> bool:
