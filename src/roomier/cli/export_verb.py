@@ -195,7 +195,7 @@ def _parser(verb: str) -> PlainParser:
     weights.add_argument(
         "--adapters",
         choices=["merged", "alone"],
-        help=("hugging-face: merge the adapters into the weights, or write a folder for peft"),
+        help="hugging-face: merge the adapters into the weights, or write a folder for peft",
     )
     weights.add_argument(
         "--push-to-hub", metavar="REPO", help="also upload the folder to the Hugging Face hub, such as user/model"

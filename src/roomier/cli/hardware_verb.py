@@ -142,7 +142,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices",
         type=int,
-        help=("number of ranks that compute at the same time; default: 1 and 2 on a CPU, otherwise all GPUs"),
+        help="number of ranks that compute at the same time; default: 1 and 2 on a CPU, otherwise all GPUs",
     )
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda, mps, ..., as in the Trainer")
     parser.add_argument("--folder", help="folder whose disk is measured; default: the folder for offloading")

@@ -178,9 +178,8 @@ def _on_meta_if_it_can(parser: ArgumentParser, config: Namespace) -> nn.Module:
             return make()
     except RoomierError:
         raise
-    except (
-        Exception
-    ) as error:  # a constructor can run any code, and an error of the model occurs again without the meta device
+    # A constructor can run any code. An error of the model occurs again without the meta device.
+    except Exception as error:
         model = make()
         notice(
             "the model was created in memory, because the model cannot be created on the meta device "

@@ -469,9 +469,8 @@ class StatefulFeed(BatchFeed):
 
     def _own_position(self) -> dict[str, Any]:
         draws = None
-        if (
-            self._draws is not None and self._draws.are_seeded
-        ):  # False if no epoch has started since the position was loaded
+        # The separate states are not seeded if no epoch has started since the position was loaded.
+        if self._draws is not None and self._draws.are_seeded:
             with self._alike():
                 draws = rng_state()
         return {"loader": self._keeper.state_dict(), "draws": draws}
