@@ -28,8 +28,8 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # all kernels are available on other devices
-_NEEDS_16_BITS = ("flash", "cudnn")  # applies to CUDA; flash attention on the CPU also supports float32
+_OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # All kernels are available on other devices.
+_NEEDS_16_BITS = ("flash", "cudnn")  # This applies to CUDA. Flash attention on the CPU also supports float32.
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 _SOURCE_OF_REASONS = "sdp_utils"  # the warnings of torch that contain the reasons are raised in files with this name
 

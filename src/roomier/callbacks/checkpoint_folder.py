@@ -67,7 +67,7 @@ def find_complete(name: str, folders: list[str]) -> str:
     """Return the path of the complete checkpoint ``name`` in the first folder that contains it, or ``""``."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
-        if is_lightning_file(path):  # a file of the Lightning run from which this run resumes
+        if is_lightning_file(path):  # such a file belongs to the Lightning run from which this run resumes
             return path
         with suppress(CheckpointError):
             checkpoint.peek(path)

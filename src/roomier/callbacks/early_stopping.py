@@ -183,7 +183,7 @@ class EarlyStopping(Callback):
         def rounded(value: float) -> float:
             return torch.tensor(value, dtype=torch.promote_types(dtype, torch.float32)).item()
 
-        sign = 1.0 if self.mode == "min" else -1.0  # in sign * value, lower is better
+        sign = 1.0 if self.mode == "min" else -1.0  # lower values of sign * value are better
         now, best = sign * rounded(current), self.best_score.item()
         value = f"{self.monitor} = {current:.6g}"
         if self.check_finite and not math.isfinite(current):

@@ -61,7 +61,7 @@ class MemoryForecast(TracksStep):
         self.record: Record | None = None
         self._workload: Workload | None = None
         self._first_step = 2
-        self._step: int | None = None  # None before the first batch
+        self._step: int | None = None  # the value is None before the first batch
         self._is_over = True
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -80,7 +80,7 @@ class MemoryForecast(TracksStep):
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._is_over:
             return
-        if self._step is None:  # on_train_start of every callback has run
+        if self._step is None:  # on_train_start of every callback has already run
             self._step = self._first_step if self.at_step is not None else self._shared_step(trainer)
         if trainer.global_step < self._step - 2:
             return

@@ -111,7 +111,7 @@ class ProgressBar(BatchCounts, Callback):
         self._draw_training(trainer, batch_idx + 1, is_log_step)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._next_draw_s = 0.0  # redraw at the first batch of the next epoch
+        self._next_draw_s = 0.0  # the first batch of the next epoch redraws the bar
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False

@@ -192,7 +192,7 @@ class SpikeGuard(Callback):
         assert self._undo is not None
         if loss is None or loss is self._latest_loss:  # no micro-batch of this step returned a loss
             return
-        if place in self._skipped:  # the bad step that caused the rollback
+        if place in self._skipped:  # this bad step caused the rollback
             self._undo.undo()
             run.now.leaves_out_step = True
             return
@@ -312,7 +312,7 @@ class _Undo:
         self._undo_logged: Callable[[], None] = lambda: None
         self._buffers: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._moving: set[str] | None = None  # buffers that a step changes; None before they are determined
+        self._moving: set[str] | None = None  # names of the buffers that a step changes; None until they are determined
         self._kept: dict[str, Tensor] = {}
 
     def begin_micro_batch(self) -> None:

@@ -257,7 +257,7 @@ def update_batch_norms(trainer: TrainerView) -> None:
             for batch_idx, batch in enumerate(islice(batches, None if math.isinf(limit) else int(limit))):
                 _forward(trainer, batch, batch_idx)
         except DataError as error:
-            if not run.ranks.is_alone:  # other ranks wait for this rank in a forward or in the sum below
+            if not run.ranks.is_alone:  # the other ranks wait for this rank, in a forward or in the sum below
                 raise
             notice(f"StochasticWeightAveraging: the statistics of BatchNorm are incomplete: {error}")
     run.engine.settle()
@@ -284,7 +284,7 @@ def _averaging_statistics(trainer: TrainerView, norms: list[Any]) -> Iterator[No
     results = trainer.results
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.momentum = None  # computes the mean of all batches
+        norm.momentum = None  # without momentum, BatchNorm computes the mean of all batches
     results.is_muted, results.is_in_batch = True, True
     try:
         yield

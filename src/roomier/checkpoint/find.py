@@ -177,7 +177,7 @@ def _candidates(folder: Path) -> list[Path]:
     try:
         named = [path for path in sorted(folder.iterdir()) if _may_be_checkpoint(path)]
         return [*named, *replaced_in(folder)]
-    except OSError:  # the folder does not exist, or cannot be listed
+    except OSError:  # the folder does not exist or cannot be listed
         return []
 
 

@@ -181,7 +181,8 @@ def _device(map_location: str | torch.device) -> torch.device:
     try:
         device = torch.device(map_location)
         torch.empty(0, device=device)
-    except (TypeError, RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+    # Torch raises an AssertionError if it was built without CUDA.
+    except (TypeError, RuntimeError, AssertionError) as error:
         problem = "is not a device of this machine"
         raise RoomierError("map_location", map_location, problem, "Pass 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
     return device

@@ -146,7 +146,8 @@ def read_record(folder: Path) -> Record:
         with open_regular(path) as file:
             is_own = file.read(len(_MARK)) == _MARK
         data = read_regular(path, MAX_RECORD_BYTES if is_own else _FOREIGN_BYTES)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a path with a null character
+    # A ValueError is raised if the path contains a null character.
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise _without_record(folder) from None
     except OSError as error:
         raise damage(folder, f"{RECORD_NAME} cannot be read: {error.strerror}") from error
@@ -216,7 +217,7 @@ def _without_record(folder: Path) -> CheckpointError:
         )
     if any(folder.glob(f"shard-*{TENSOR_SUFFIX}")):
         return damage(folder, f"{RECORD_NAME} is missing")
-    if (folder / RECORD_OF_DCP).is_file():  # a pickle file, which is never read
+    if (folder / RECORD_OF_DCP).is_file():  # the record of DCP is a pickle file, which is never read
         program = "python -m lightning.pytorch.utilities.consolidate_checkpoint"
         return NotACheckpointError(
             "checkpoint",
@@ -255,7 +256,7 @@ def _parse(folder: Path, content: Any) -> Record:
     files = tuple(StoredFile(**{**file, "tensors": tuple(file["tensors"])}) for file in content["files"])
     names = [file.name for file in files]
     for index, name in enumerate(names):
-        if _FILE_NAME.fullmatch(name) is None:  # for example a path outside the folder
+        if _FILE_NAME.fullmatch(name) is None:  # the name could be a path outside the folder
             raise FormError(f"content.files[{index}].name", name, "the name of a tensor file")
     if len(set(names)) < len(names):
         raise FormError("content.files", names, "a list of files with distinct names")

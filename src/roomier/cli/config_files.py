@@ -28,7 +28,7 @@ def read_config(path: str) -> dict[str, Any]:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeysLoader)
     except OSError as error:
         raise RoomierError("config", path, f"cannot be read: {error.strerror}", _ACTION) from None
-    except (ValueError, yaml.YAMLError) as error:  # ValueError: invalid UTF-8 or an invalid date
+    except (ValueError, yaml.YAMLError) as error:  # a ValueError is raised for invalid UTF-8 or an invalid date
         raise RoomierError("config", path, f"is not YAML: {_with_line(error)}", _ACTION) from None
     if not isinstance(content, dict):
         kind = "is empty" if content is None else f"contains a {type(content).__name__}"

@@ -135,6 +135,6 @@ def _named_in(config: Path) -> dict[str, Any] | None:
 def _from_file(text: str) -> Any:
     try:
         return torch.load(text, weights_only=True)
-    except Exception as error:  # invalid files can raise any error
+    except Exception as error:  # an invalid file can raise any error
         problem = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
         raise RoomierError("--input", text, problem, "Pass a torch.save file with a tensor, tuple or dict") from error

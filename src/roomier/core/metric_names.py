@@ -4,7 +4,7 @@ import unicodedata
 
 from roomier.core.errors import RoomierError
 
-_REJECTED = ("Cc", "Cs", "Zl", "Zp")  # Control characters, surrogates (invalid in files), and line separators.
+_REJECTED = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories of control characters, surrogates and line separators.
 
 
 def check_metric_name(field: str, name: str) -> None:

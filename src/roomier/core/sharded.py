@@ -17,7 +17,7 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     """Return True if ``tensor`` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # late: slow import, which a sharded tensor has done
+    from torch.distributed.tensor import DTensor  # late: this import is slow
 
     return isinstance(tensor, DTensor)
 

@@ -121,7 +121,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
     known, hook = distributed_c10d._world, sys.excepthook
     num_groups, groups = known.group_count, set(known.pg_map)
-    distributed_c10d._world = imagined = distributed_c10d._World()  # separate default group; other state is shared
+    distributed_c10d._world = imagined = distributed_c10d._World()  # The default group is separate.
     imagined.group_count = num_groups + 10_000  # The names of groups must be unique in a process.
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # the cache treats meshes of equal shape as equal
     try:

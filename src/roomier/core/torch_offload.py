@@ -122,7 +122,7 @@ class ShardGroup:
 
 def _copying_stream(group: Any, async_op: bool) -> Any:
     if group.device.type == "cpu" or not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):
-        return None  # on the CPU, or before the first forward
+        return None  # there is no such stream on the CPU, or before the first forward
     copying, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
     return copying
 

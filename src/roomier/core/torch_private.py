@@ -169,7 +169,7 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 
 
 class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True  # such as flex_attention; otherwise, these operators would raise an error
+    supports_higher_order_operators = True  # otherwise, operators such as flex_attention would raise an error
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -254,7 +254,7 @@ class LossScalerOfParts(GradScaler):
         if len({type(each) is nn.Parameter for each in parameters}) < 2:
             return super()._unscale_grads_(optimizer, *arguments)
         parameters.sort(key=lambda each: type(each) is nn.Parameter)
-        optimizer.param_groups = [{"params": parameters}]  # the method reads only "params"
+        optimizer.param_groups = [{"params": parameters}]  # the method reads only the key "params"
         try:
             return super()._unscale_grads_(optimizer, *arguments)
         finally:

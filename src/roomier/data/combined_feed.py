@@ -37,7 +37,7 @@ class CombinedFeed(Feed):
         self._ranks = ranks
         self._limits: Sequence[float] = [math.inf] * len(feeds)
         self._parts: list[Part] = []
-        self._ended_before = [True] * len(feeds)  # True if the last pass over a loader was complete
+        self._ended_before = [True] * len(feeds)  # True for each loader whose last pass was complete
         self.may_end_apart = any(feed.may_end_apart for feed in feeds)
         if loader.mode == "sequential":
             for feed in feeds:  # otherwise, one rank could reach the next loader before the other ranks

@@ -45,7 +45,7 @@ def share_of(loader: object, world: World) -> Share:
         says = getattr(part, SHARD_MARK, None)
         if says is not None:
             return Share(world, f"{type(part).__name__} ({SHARD_MARK}={says})" if says else None)
-        # Hugging Face's IterableDataset after split_dataset_by_node
+        # split_dataset_by_node sets this attribute of Hugging Face's IterableDataset.
         if getattr(part, "_distributed", None) is not None:
             return Share(world, f"{type(part).__name__} (split_dataset_by_node)")
     for part in _samplers(loader):

@@ -18,7 +18,7 @@ from roomier.core.errors import DataError
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
-END = object()  # not None, because None can be a batch of a user's loader
+END = object()  # END is not None, because None can be a batch of a user's loader
 
 
 class Part:

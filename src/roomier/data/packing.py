@@ -132,7 +132,7 @@ def _row(value: Any) -> Tensor | None:
         return None
     try:
         row = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):  # for example a list of texts
+    except (TypeError, ValueError, RuntimeError):  # the values can be a list of texts, for example
         return None
     if row.dim() != 1:
         return None

@@ -94,7 +94,8 @@ class SampleSeededDataset(_SeededDataset):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return [self[index] for index in indices]  # do not use __getitems__ of the dataset, which a Subset always has
+        # __getitems__ of the dataset is not called; a Subset always has this method.
+        return [self[index] for index in indices]
 
 
 class BatchReadSeededDataset(SampleSeededDataset):

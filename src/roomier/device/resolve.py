@@ -65,7 +65,7 @@ def group_backend(device_type: str) -> str | None:
         return "gloo"
     try:
         backend = dist.get_default_backend_for_device(device_type)
-    except (ValueError, RuntimeError):  # RuntimeError: torch does not know the name
+    except (ValueError, RuntimeError):  # a RuntimeError is raised if torch does not know the name
         return None
     # torch lists gloo for mps, but gloo cannot send tensors on mps.
     is_supported = device_type in dist.Backend.backend_capability.get(backend, [device_type])

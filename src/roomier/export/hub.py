@@ -49,7 +49,7 @@ def push_to_hub(
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
-    except Exception as error:  # errors of HTTP clients, which differ between versions of huggingface_hub
+    except Exception as error:  # the errors of HTTP clients differ between versions of huggingface_hub
         problem = f"was not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         action = f"Log in with `hf auth login`, and run `hf upload {repo_id} {folder}`. The folder is complete"
         raise RoomierError("push_to_hub", repo_id, problem, action) from error

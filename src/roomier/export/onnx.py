@@ -109,7 +109,7 @@ def _check_in_one_file(model: nn.Module, path: Path) -> None:
 
 
 def _session(model: nn.Module, path: Path) -> Any:
-    import onnxruntime  # type: ignore[import-untyped]  # slow to import and used only here
+    import onnxruntime  # type: ignore[import-untyped]  # slow import, used only here
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3

@@ -94,7 +94,8 @@ def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**2
 
     A device without fused optimizers runs separate kernels, so its rate is lower than its memory bandwidth.
     """
-    num_parameters = _fitting(16 * num_parameters, device) // 16  # values, gradients and two states in float32
+    # 16 bytes: the value, the gradient and two states in float32.
+    num_parameters = _fitting(16 * num_parameters, device) // 16
     parameters = [torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

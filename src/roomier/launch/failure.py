@@ -68,7 +68,7 @@ class FailureNews:
         self.is_failing = True
         first = f"{self.world.rank}\n{text}"
         if self.store is not None:
-            with suppress(DistError, RuntimeError):  # rank 0 and its store have ended
+            with suppress(DistError, RuntimeError):  # rank 0 and its store may have ended
                 first = self.store.compare_set(_FIRST, "", first).decode()
         rank, _, reported = first.partition("\n")
         return int(rank) == self.world.rank or reported != text

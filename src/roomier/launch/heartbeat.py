@@ -153,7 +153,7 @@ class Heartbeat:
             with suppress(Exception):  # the training thread changes these values concurrently
                 position = run.position()
         calls = self._record.calls
-        with suppress(RuntimeError):  # a process group without sequence numbers
+        with suppress(RuntimeError):  # a process group can have no sequence numbers
             calls = torch_private.num_calls_by_group()
         return replace(self._record, beat=self._record.beat + 1, position=position, calls=calls)
 
@@ -294,7 +294,8 @@ class Heartbeat:
         self._news.is_failing = True
         report_to_torchrun(error, None)
         if rank == 0:
-            self._news.claim(f"{type(error).__name__}: {error}")  # prevents reports of a lost connection by other ranks
+            # This claim prevents reports of a lost connection by other ranks.
+            self._news.claim(f"{type(error).__name__}: {error}")
         if self._world.local_rank == 0 or not is_from_zero:
             say(f"the run ends: {error}")
         # The other ranks read the verdict from rank 0, which may serve the store. torchrun reports the first failure.

@@ -108,7 +108,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_terms = None
         if how.reduction == "mean":
             num_terms = (targets_N != how.ignore_index).sum()
-            loss = loss / num_terms  # 0/0 if all targets are ignored, as in torch; the gradients are zero in this case
+            # If all targets are ignored, the loss is 0/0, as in torch, and the gradients are zero.
+            loss = loss / num_terms
         ctx.save_for_backward(*gradients, num_terms)
         return loss.to(how.dtypes[-1])
 

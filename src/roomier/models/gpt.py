@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.models.sizes import check_heads, check_length, check_positive
 
-# name -> (num_layers, num_heads, width), as in minGPT
+# Mapping from each name to (num_layers, num_heads, width), as in minGPT.
 SIZES = {
     "openai-gpt": (12, 12, 768),
     "gpt2": (12, 12, 768),

@@ -145,7 +145,7 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
     without_memory = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
     all_shapes = {name: tuple(each.shape) for name, each in run(without_memory).items()}
     found: list[Conversion] = []
-    several: list[tuple[set[str], set[str]]] = []  # (sources, targets) of conversions with several sources
+    several: list[tuple[set[str], set[str]]] = []  # Pairs (sources, targets) of the conversions with several sources.
     for name, tensor in without_memory.items():
         try:
             made = run({name: tensor})

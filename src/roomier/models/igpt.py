@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
 
-# name -> (num_layers, num_heads, width), table 1 of the paper
+# Mapping from each name to (num_layers, num_heads, width), from table 1 of the paper.
 SIZES = {"igpt-s": (24, 8, 512), "igpt-m": (36, 8, 1024), "igpt-l": (48, 16, 1536)}
 
 

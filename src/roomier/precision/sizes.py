@@ -110,7 +110,7 @@ def _sizes_of(network: nn.Module) -> Iterator[_Size]:
             continue
         if isinstance(module, nn.Linear):
             num_out, num_in = weight.shape
-        elif type(module).__name__ == "Conv1D":  # the linear layer of Hugging Face's GPT-2
+        elif type(module).__name__ == "Conv1D":  # Conv1D is the linear layer of Hugging Face's GPT-2
             num_in, num_out = weight.shape
         else:
             continue

@@ -53,7 +53,7 @@ def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor
             if start <= extra_bytes:
                 break
         return memory[start : start + num_bytes]
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which does not fork
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows has no MAP_PRIVATE and does not fork
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):

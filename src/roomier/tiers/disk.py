@@ -104,7 +104,7 @@ class DiskTier:
         self._slots = [_Slot(each) for each in memory]
         self._free = list(self._slots)
         self._expected: deque[tuple[int, int]] = deque()  # Records whose reads have not started, with numbers of bytes.
-        self._coming: dict[int, _Slot] = {}  # In the order in which the records are expected.
+        self._coming: dict[int, _Slot] = {}  # Slots by record, in the order in which the records are expected.
         self._held: dict[int, _Slot] = {}  # Slots by the id of the buffer that the caller holds.
         self._writes: dict[int, Job] = {}  # The last incomplete write of each record.
         self._mapping: tuple[Tensor, mmap.mmap] | None = (

@@ -100,7 +100,7 @@ class Transfers:
 
     def close(self) -> None:
         """End both threads after their current jobs. Jobs that have not started are removed."""
-        if self._process != os.getpid():  # a forked process has no threads, and the lock can be in any state
+        if self._process != os.getpid():  # a forked process has no threads, and its lock can be in any state
             return
         with self.changed:
             self._is_open = False

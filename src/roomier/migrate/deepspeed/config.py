@@ -218,7 +218,7 @@ def _answer_offload(answers: Answers, leaves: dict[str, Any], setting: str, name
     key = f"zero_optimization.{setting}"
     device = leaves.pop(f"{key}.device", None)
     setting = f"{key}.device"
-    if key in leaves:  # null, or a bool that Lightning accepts
+    if key in leaves:  # the value can be null, or a bool that Lightning accepts
         whole = leaves.pop(key)
         device = "cpu" if whole is True else whole or "none"
     for former in _FORMER_OFFLOAD[key.rpartition(".")[2]]:

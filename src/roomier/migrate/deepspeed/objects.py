@@ -95,7 +95,7 @@ def _config_of_attributes(value: object) -> dict[str, Any]:
         section: {name: setting for name in names if (setting := setting_of(value, name)) is not None}
         for section, names in sections.items()
     }
-    found["zero_optimization"].setdefault("stage", 2)  # the default of the former plugin
+    found["zero_optimization"].setdefault("stage", 2)  # the default of the former plugin is stage 2
     return {section: settings for section, settings in found.items() if settings}
 
 
