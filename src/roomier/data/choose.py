@@ -118,8 +118,8 @@ def _combined(
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
-    """Reject a generator from which two loaders draw alternately. To iterate over one sampler again would not restore
-    the state of such a generator.
+    """Reject a generator from which two loaders draw alternately. If one of the samplers is iterated again, the state
+    of such a generator is not restored.
     """
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):

@@ -58,7 +58,7 @@ class Source:
     - Any other iterable: a number of batches. To resume, roomier reads and discards these batches, and prints a notice.
       A generator can be read for one epoch only.
     - :class:`CombinedLoader`: the position of each of its loaders, and the index of the running pass over each loader.
-      Its loaders draw from separate random states instead of the global generators.
+      The loaders of a CombinedLoader draw from separate random states instead of the global generators.
 
     At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
     this method. In evaluation, the epoch is 0, and ``set_epoch`` of the dataset is not called.

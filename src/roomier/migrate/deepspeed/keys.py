@@ -65,7 +65,7 @@ _GROUPS: list[tuple[str, str, str]] = [
     (
         "zero_optimization.offload_optimizer",
         "super_offload",
-        "updates overlap with computation without approximation, as offload.update selects",
+        "updates overlap with computation without approximation, in the mode that offload.update selects",
     ),
     (
         "aio",
