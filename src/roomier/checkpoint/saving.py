@@ -38,7 +38,7 @@ Load the model:              roomier.checkpoint.load_module(ModelClass, "{name}"
 Resume the run:              trainer.fit(model, ckpt_path="{name}")
 
 Lightning's load_from_checkpoint reads this folder if `from roomier import Trainer` follows the import of Lightning.
-torch.load and processes without roomier read files. Convert this folder to a file for them:
+torch.load and processes without roomier read files. In these cases, convert this folder to a file:
 
     roomier export {name} {name}.ckpt --to lightning
 

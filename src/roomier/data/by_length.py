@@ -28,11 +28,11 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
     one batch of an epoch, and the number of batches is the same in each epoch. The longest sample is in the first
     batch, so the first step requires the most memory.
 
-    The order depends on ``(seed, epoch)`` only. It does not depend on the ranks, so a run resumes within an epoch with
-    any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks read the same number of batches, and
-    batches of similar length in the same step. If fewer than ``N`` batches remain at the end of an epoch, roomier drops
-    these batches. With shuffling, different samples are dropped in each epoch. If the lengths or other arguments of the
-    sampler changed, a resume within an epoch raises an error.
+    The order depends on ``(seed, epoch)`` only. The order does not depend on the ranks, so a run can resume within an
+    epoch with any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks read the same number of
+    batches. In a step, all ranks read batches of similar length. If fewer than ``N`` batches remain at the end of an
+    epoch, roomier drops these batches. With shuffling, different samples are dropped in each epoch. If the lengths or
+    other arguments of the sampler have changed, a resume within an epoch raises an error.
 
     Args:
         lengths: length of each sample, in tokens.
@@ -205,8 +205,8 @@ def _checked(lengths: Sequence[int] | Tensor | NDArray[Any], most_tokens: int | 
 
 
 def _as_tensor(lengths: Any) -> Tensor:
-    """Return ``lengths`` as a tensor, or an empty tensor if they are not numbers."""
-    try:  # a column of the package datasets is a sequence, but torch does not accept it
+    """Return ``lengths`` as a tensor, or an empty tensor if ``lengths`` does not contain numbers."""
+    try:  # a column of the package datasets is a sequence that torch does not accept
         if isinstance(lengths, np.ndarray):
             return torch.from_numpy(np.ascontiguousarray(lengths))  # torch accepts no negative strides
         return torch.as_tensor(lengths if isinstance(lengths, Tensor) else list(lengths))

@@ -55,10 +55,10 @@ class Accelerator(Storage):
         gradient_accumulation_steps: number of micro-batches per optimizer step.
         split_batches: divide each batch of a loader among the ranks. By default, each rank reads one batch per step.
         step_scheduler_with_optimizer: step schedulers only after an optimizer step, once per rank.
-        log_with: names of loggers, or loggers, for :meth:`log`.
+        log_with: names of loggers, or logger objects, for :meth:`log`.
         project_dir: folder of logs, and of checkpoints with automatic names.
-        keywords: other keywords of ``accelerate.Accelerator``. roomier converts a keyword, reports that it has no
-            effect, or rejects it with the equivalent.
+        keywords: other keywords of ``accelerate.Accelerator``. roomier converts each keyword, reports that the keyword
+            has no effect, or rejects the keyword and names an alternative.
 
     Attributes:
         plan: the Plan of the loop.
@@ -303,8 +303,8 @@ class Accelerator(Storage):
             The norm before clipping, over all ranks (0-dim).
 
         Raises:
-            TrainingError: gradients are scaled or sharded, and still accumulate, or ``parameters`` were read before
-                the model was sharded.
+            TrainingError: gradients still accumulate, and are scaled or sharded. The error is also raised if
+                ``parameters`` were read before the model was sharded.
         """
         own = self._begin_clip("clip_grad_norm_", parameters)
         if not self._engines:
@@ -315,8 +315,8 @@ class Accelerator(Storage):
         """Clamp each element of the gradients of ``parameters`` to ``[-clip_value, clip_value]``.
 
         Raises:
-            TrainingError: gradients are scaled or sharded, and still accumulate, or ``parameters`` were read before
-                the model was sharded.
+            TrainingError: gradients still accumulate, and are scaled or sharded. The error is also raised if
+                ``parameters`` were read before the model was sharded.
         """
         own = self._begin_clip("clip_grad_value_", parameters)
         if not self._engines:

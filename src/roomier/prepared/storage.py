@@ -29,7 +29,7 @@ class Storage(Processes):
     Args:
         ranks: all ranks.
         device: device of this rank.
-        log_with: names of loggers, or loggers.
+        log_with: names of loggers, or logger objects.
         project_dir: folder of checkpoints with automatic names and of logs, unless ``project`` contains it.
         project: Accelerate's ``ProjectConfiguration``; None for its defaults.
 
