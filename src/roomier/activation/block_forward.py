@@ -1,4 +1,4 @@
-"""The forward of a block, which saves selected activations for backward and recomputes the others.
+"""Forward of a block that saves selected activations for backward and recomputes all others.
 
 [Note: recomputation]
 Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The graph of a block is the usual graph, but its
@@ -120,7 +120,7 @@ class _Call:
         leaves: leaves of the arguments and keyword arguments, with a :class:`_Place` for each tensor.
         form: containers of the leaves. The containers are recreated for each call, because some containers, such as
             ``PackedSequence``, accept only tensors.
-        surroundings: state outside of the tensors that is restored for the second forward pass.
+        surroundings: state, in addition to tensors, that is restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.
     """
 
@@ -183,13 +183,13 @@ class Recompute:
                 install(block.module, MovingForward(block, block.offload))
 
     def close(self) -> None:
-        """Remove activations that are not on the device."""
+        """Remove the offloaded activations."""
         for offload in {block.offload for block in self.blocks}:
             if offload is not None:
                 offload.close()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
-        """Call before the first micro-batch of a training step.
+        """Begin a training step. Call this method before the first micro-batch of the step.
 
         Args:
             optimizers: optimizers of the run.
@@ -197,7 +197,7 @@ class Recompute:
         """
 
     def end_step(self) -> None:
-        """Call after the last backward pass of a training step, before the update."""
+        """End a training step. Call this method after the last backward pass of the step, before the update."""
 
     def abandon_step(self) -> None:
-        """Call instead of :meth:`end_step` if an error ended the step."""
+        """Discard a training step that an error ended. Call this method instead of :meth:`end_step`."""

@@ -56,7 +56,7 @@ class Estimates(Protocol):
 
 
 class BudgetedRecompute(Recompute):
-    """Blocks whose saved activations are chosen between steps; see [Note: when the choice is made].
+    """Blocks whose saved activations are chosen between two steps; see [Note: when the choice is made].
 
     Args:
         blocks: forwards of the blocks. If the blocks have an ``offload``, the choice can also save all activations of a
@@ -199,7 +199,8 @@ class BudgetedRecompute(Recompute):
         if not self._has_warned:
             self._has_warned = True
             notice(
-                f"rank {self._ranks.world.rank} got a batch with tensors of {sizes} elements, which are larger than "
+                f"rank {self._ranks.world.rank} received a batch with tensors of {sizes} elements, which are larger "
+                f"than "
                 f"the sizes {self._sizes} with which the activation budget was measured. The budget may be exceeded",
                 every_rank=True,
             )

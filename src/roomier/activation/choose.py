@@ -4,7 +4,7 @@ time.
 [Note: the peak of a step as sums over the first blocks]
 Blocks run forward in one order and backward in the reverse order. Therefore, at each moment, a number ``k`` exists such
 that the first ``k`` blocks have saved activations and no other block has. A moment is within the forward or the
-backward of one block, or between two blocks. The memory in use at a moment is
+backward of one block, or between two blocks. The memory in use at a moment is:
 
     (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
@@ -41,8 +41,8 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_STATES = 4096
-MAX_MOVED_SIZES = 4  # number of candidate sizes for the largest offloaded call
-_NUM_THERE = 2  # offloaded calls that are on the device at a time
+MAX_MOVED_SIZES = 4  # number of candidate sizes of the largest offloaded call
+_NUM_THERE = 2  # maximum number of offloaded calls on the device at a time
 
 Numbers = npt.NDArray[np.int64]
 

@@ -60,7 +60,7 @@ class Copies:
         device: device of the tensors.
         saves: True if the copies are not in the memory of the device.
         uses_pinned_memory: True if the copies on the host are in pinned memory.
-        place: place of the copies, as words of a sentence.
+        place: place of the copies as a phrase for messages, such as ``"in host memory"``.
     """
 
     uses_pinned_memory = False
@@ -104,8 +104,7 @@ class Copies:
     def finish(self, host: Tensor, made: Tensor, start: Any) -> Any:
         """Copy ``host`` to ``made``, which was allocated at ``start``. This method can run in any thread.
 
-        Returns:
-            A marker like :meth:`mark`.
+        Returns: A marker like the result of :meth:`mark`.
         """
         made.copy_(host)
 
@@ -165,7 +164,7 @@ class StreamCopies(Copies):
 
 
 def copies_on(device: torch.device) -> Copies:
-    """Return copies that overlap with computation if ``device`` supports them, otherwise blocking copies."""
+    """Return copies that overlap with computation if ``device`` supports such copies; otherwise blocking copies."""
     return StreamCopies(device) if capabilities_of(device).copies_asynchronously else Copies(device)
 
 
@@ -182,7 +181,7 @@ class Parcel:
         self._storage = weakref.ref(tensor.untyped_storage())
         self._version = torch_private.version_of(tensor)
         self._was_written = False
-        self._seen: Tensor | None = None  # detects writes until the copy is done
+        self._seen: Tensor | None = None  # its version shows writes until the copy is complete
         self._here: Tensor | None = None
         self._host = copies.to_host(self.stay(tensor))
 
@@ -230,7 +229,7 @@ class Visit:
         self.before: Callable[[], Visit | None] = (lambda: None) if before is None else weakref.ref(before)
         self.parcels: list[weakref.ref[Parcel]] = []
         self._mark: Any = None  # marker of the last copy, until the computation waits for this copy
-        self._held: list[Parcel] = []  # kept alive while they are being copied
+        self._held: list[Parcel] = []  # saved storages, referenced until their copies are complete
         self._came_back = False
 
     def add(self, parcel: Parcel) -> None:
@@ -243,7 +242,7 @@ class Visit:
         return [parcel for each in self.parcels if (parcel := each()) is not None]
 
     def end(self, copies: Copies) -> None:
-        """Call after the forward of the block, which started the copies to the host."""
+        """End the forward of the block. The copies to the host have already started."""
         self._mark = copies.mark()
 
     def come_back(self, copies: Copies) -> None:
@@ -332,7 +331,7 @@ class Offload:
 
     @property
     def place(self) -> str:
-        """Place of moved tensors, as words of a sentence."""
+        """Place of moved tensors as a phrase for messages, such as ``"in host memory"``."""
         return self._copies.place
 
     def copy_times(self) -> CopyTimes:
@@ -350,8 +349,8 @@ class Offload:
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:
         """Return a context manager for the forward of a block, in which tensors that autograd saves are moved.
 
-        Entering the context returns a function that moves a tensor that is saved in another way. The function returns
-        None for a tensor that stays on the device.
+        Entering the context returns a function that moves a tensor that autograd does not save itself. The function
+        returns None for a tensor that stays on the device.
         """
         before = self._present[-1] if self._present else None
         self._stay([] if before is None else [before])
@@ -369,7 +368,7 @@ class Offload:
             visit.end(self._copies)
 
     def arrive(self, visit: Visit) -> None:
-        """Call when the backward of ``visit`` begins or continues."""
+        """Make the tensors of ``visit`` available on the device, when its backward begins or continues."""
         if self._current is visit:
             return
         self._current = visit

@@ -124,7 +124,8 @@ class Recorder:
         self.live: LiveBytes = live_bytes_on(device) if live is None else live
         self._alive: list[Call] = []
         self._own: Call | None = None
-        self._last_second: tuple[Call, Any] | None = None  # the last second forward, and the time at which it ended
+        # the latest second forward pass, and the time at which this pass ended
+        self._last_second: tuple[Call, Any] | None = None
         self._phase = "outside"
         self._is_backward = False
 
@@ -146,7 +147,8 @@ class Recorder:
             self.interception = measured_interception()
 
     def note_update(self) -> None:
-        """Call before the next step, to include the memory of the update if the allocator reports it."""
+        """Record the memory of the update, if the allocator reports this memory. Call this method before the next
+        step."""
         self._cut("outside", None)
 
     def run(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
@@ -206,7 +208,8 @@ class Recorder:
             kept_bytes = {Keep.PRODUCTS: call.products_bytes, Keep.ALL: self.live.level() - start_level}
             call.unmoved_bytes = max(kept_bytes[Keep.ALL] - call.own_moved_bytes, 0)
             if watch.num_operations == call.num_operations and watch.last() is not None:
-                call.shared_bytes[Keep.ALL] = call.output_bytes  # the last operation ran because its output was saved
+                # the second forward reached the last operation, so its output is saved
+                call.shared_bytes[Keep.ALL] = call.output_bytes
             shared = call.shared_bytes if call.outputs else {}
             call.kept_bytes = {keep: kept_bytes.get(keep, 0) - shared.get(keep, 0) for keep in KEEPS}
             peak = self._cut("backward", call)

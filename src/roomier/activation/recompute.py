@@ -41,8 +41,8 @@ def apply_recompute(
         Object for the engine. If all blocks save all activations on the device, the object contains no blocks.
 
     Raises:
-        RoomierError: the model has no blocks or too few, offloading for a budget saves no memory on ``device``, or the
-            folder for offloading cannot be used.
+        RoomierError: the model has no blocks or too few blocks, offloading for a budget saves no memory on ``device``,
+            or the folder for offloading cannot be used.
     """
     tier = offload.activations
     if activation.policy == "none" and tier == "none":
@@ -59,7 +59,7 @@ def apply_recompute(
     where = _offload(offload, device)
     if where is not None and not where.saves:
         if activation.policy == "budget":
-            problem = f"frees no memory on the device {device.type!r}, so it cannot help to meet a budget"
+            problem = f"frees no memory on the device {device.type!r}, so offloading cannot help to meet a budget"
             action = (
                 "Remove offload, so that the budget only selects the activations to recompute, or use the tier 'disk'"
             )

@@ -31,7 +31,7 @@ class Way(NamedTuple):
 
 KEPT_WAYS = tuple(Way(keep) for keep in KEEPS)
 MOVED = Way(Keep.ALL, offloads=True)
-WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; without copies, the last option does not exist
+WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; the last option exists only if blocks offload
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
 
 
 def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
-    """Return the option that saves all activations of a block, as ``kept`` does, but in host memory.
+    """Return the option that saves all activations of a block in host memory. ``kept`` is the option that saves them on
+    the device.
 
     The arguments of the block are counted as still on the device, because another block can also save them. These
     tensors are counted a second time when they are copied back to the device.

@@ -45,7 +45,7 @@ class FrameCount:
             if path.startswith(self._folders):
                 found.append(f"{self._shown(path)}:{frame.f_code.co_name}")
             frame = frame.f_back
-        assert frame is not None, "training_step did not run below fit"
+        assert frame is not None, "fit did not call training_step"
         self.frames = found[::-1]
 
     def _shown(self, path: str) -> str:

@@ -221,7 +221,7 @@ class EagerEngine:
 
     @property
     def allows_inference_mode(self) -> bool:
-        """Whether :meth:`forward` supports ``torch.inference_mode``. Otherwise use ``torch.no_grad``."""
+        """True if :meth:`forward` supports ``torch.inference_mode``. If not, use ``torch.no_grad``."""
         return self._parallel.allows_inference_mode
 
     @property

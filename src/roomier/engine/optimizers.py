@@ -110,7 +110,7 @@ def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None
         names = " and ".join(sorted({type(optimizer).__name__ for optimizer in losing}))
         notice(
             f"bfloat16 weights: {names} rounds them to nearest, so most updates below 2^-9 of a weight are lost. "
-            "Trainer(optimizer='adamw'), 'adamw8bit', 'adamw4bit' and 'lion' keep them"
+            "Trainer(optimizer='adamw'), 'adamw8bit', 'adamw4bit' and 'lion' preserve these updates"
         )
 
 
@@ -122,5 +122,5 @@ def report_waiting_steps(facts: Facts, optimizers: Sequence[Optimizer]) -> None:
         if not torch_private.skips_on_device(optimizer):
             notice(
                 f"16-mixed: {type(optimizer).__name__} is not fused, so each step waits for one flag of the device; "
-                "pass fused=True if the optimizer has it"
+                "pass fused=True if the optimizer has this argument"
             )

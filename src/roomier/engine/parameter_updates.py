@@ -46,7 +46,7 @@ class ParametersOnDevice:
         forward."""
 
     def end_backward(self) -> None:
-        """Call after each backward pass."""
+        """Move complete gradients to the tier. Call this method after each backward pass."""
 
     def with_gradients(self) -> list[int]:
         """Return the numbers of the units that have gradients in the tier."""

@@ -36,5 +36,5 @@ BytesByKind = Mapping[Kind, int]
 
 
 def total_bytes(num_bytes: BytesByKind, kinds: Iterable[Kind] = tuple(Kind)) -> int:
-    """Return the sum over ``kinds``. Missing kinds count as 0."""
+    """Return the sum over ``kinds``. A kind that is missing counts as 0."""
     return sum(num_bytes.get(kind, 0) for kind in kinds)

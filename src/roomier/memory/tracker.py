@@ -3,10 +3,10 @@
 [Note: how bytes are counted]
 An active :class:`MemoryTracker` receives each operation that torch dispatches on this rank, including the operations of
 backward and of optimizers. Each storage of an argument or a result is counted once, regardless of the number of tensors
-that share it. A result is counted from the operation that returns it onward. An argument that was not recorded before
-is counted from the start, because the argument already existed. A storage is counted until Python destroys it. Sizes
-are read before each operation, because ``fully_shard`` frees and allocates storages by resizing. On a CPU, the memory
-of a tier is counted from the start, and storages in this memory are not counted again.
+that share it. A result is counted from the operation that returns it. An argument that was not recorded before is
+counted from the start, because the argument already existed. A storage is counted until Python destroys it. Sizes are
+read before each operation, because ``fully_shard`` frees and allocates storages by resizing. On a CPU, the memory of a
+tier is counted from the start, and storages in this memory are not counted again.
 
 The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
 becomes a gradient. Therefore, kinds are assigned to storages instead of moments, and sums by kind are computed at the
@@ -39,9 +39,9 @@ from roomier.device.capability import capabilities_of
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.tiers.buffers import memory_of_a_tier
 
-_COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors are sent
+_COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations that send their tensors
 _PACKS_GRADIENTS = ("fsdp::chunk_cat", "aten::_chunk_cat")
-# Kinds of a storage in increasing priority. A later kind replaces an earlier one.
+# Kinds of a storage in increasing priority. A later kind in this list replaces an earlier kind.
 _STRENGTH = {
     kind: index
     for index, kind in enumerate(
@@ -279,7 +279,7 @@ class MemoryTracker:
     def _note_arguments(self, func: Any, given: list[Tensor]) -> None:
         kind, packs = _meaning_of(func)
         for tensor in given:
-            self._record(tensor, kind, existed=True)  # a new argument belongs to a batch
+            self._record(tensor, kind, existed=True)  # an argument that was not recorded before belongs to a batch
         if packs:
             for tensor in given[:-1]:  # the last tensor is the output buffer
                 self._record(tensor, Kind.GRADIENT)

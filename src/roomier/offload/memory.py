@@ -103,7 +103,7 @@ class HostMemory:
     def _hold(self, buffer: Tensor) -> None:
         self._buffer = buffer
         if torch_offload.exchanges_memory:
-            self._shared = torch.from_numpy(buffer.numpy())  # a storage that begins with the first byte of the buffer
+            self._shared = torch.from_numpy(buffer.numpy())  # the storage begins with the first byte of the buffer
             torch_offload.exchange_memory(self._content, self._shared)
         else:
             self.storage.resize_(self._num_bytes)

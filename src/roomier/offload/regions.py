@@ -107,7 +107,7 @@ class Region:
     Attributes:
         index: number of the region.
         name: name of the module.
-        slots: the parameters that leave, in the order of the record.
+        slots: the offloaded parameters, in the order of the record.
         num_bytes: size of the record.
     """
 
@@ -146,7 +146,7 @@ def regions_of(
 
 
 def large_modules(network: nn.Module, blocks: Sequence[nn.Module], min_bytes: int = MIN_BYTES) -> list[nn.Module]:
-    """Return the modules whose parameters form regions, for a forecast. The arguments are those of
+    """Return the modules whose parameters form regions, for a forecast. The arguments are the same as in
     :func:`regions_of`."""
     return [
         module

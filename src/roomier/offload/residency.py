@@ -159,12 +159,12 @@ class Residency:
         return self._memory[region].is_here
 
     def end_backward(self) -> None:
-        """Call after each backward pass."""
+        """Move the remaining complete gradients to the tier, after each backward pass."""
         self.gradients.leave_complete()
 
     def release(self) -> None:
         """Move all regions away from the device."""
-        self._running.clear()  # an error can have ended a forward
+        self._running.clear()  # a forward can have ended with an error
         self._leave_except(set())
         for region in self._leaving:
             self._memory[region].free()

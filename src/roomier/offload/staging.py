@@ -7,7 +7,7 @@ waits for the kernels that used this memory before, and the compute stream waits
 memory. When a record is brought to the device, the copy of the next expected record begins, so this copy runs during
 the update. A copy to the host waits for the update. The device memory of the copied record is freed when the next copy
 to the host begins, after the compute stream waits for the earlier copy. The host does not wait for copies. If the tier
-is a disk, the threads of the tier wait for them.
+is a disk, the threads of the tier wait for the copies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Staging(Protocol):
         ...
 
     def drop(self, content: Tensor) -> None:
-        """Free ``content`` without writing it."""
+        """Free ``content`` without writing it to a record."""
         ...
 
     def settle(self) -> None:
@@ -216,7 +216,8 @@ class DeviceStaging:
         self._drop(self._present.pop(id(content)))
 
     def _drop_ahead(self) -> None:
-        """Return the buffers of records that are ahead, because the tier may have a single buffer for large records."""
+        """Return the buffers of expected records to the tier, because the tier may have a single buffer for large
+        records."""
         while self._ahead:
             self._drop(self._ahead.popitem()[1])
 

@@ -82,7 +82,7 @@ class _Slot:
         spare: the record that a speculative update writes; the current record if updates are not speculative.
         places: positions of the states; empty before the first update.
         content: the record on the device; None while it is in the tier.
-        counts: values of the states without dimensions before a speculative update.
+        counts: values of the 0-dim states, from before a speculative update.
         is_mapped: whether the states are mapped to the record in the tier.
         placed: positions of the states of a checkpoint that are read into the record.
         addresses: addresses of the states in ``placed`` in host memory.
@@ -235,7 +235,7 @@ class OffloadedStates:
         return frozenset(parameter for slot in self._slots.values() for parameter in slot.unit.parameters)
 
     def place(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Replace tensors on the meta device by memory in the tier, into which the states of a checkpoint are read.
+        """Replace tensors on the meta device with memory in the tier, into which the states of a checkpoint are read.
 
         Args:
             states: the states of each parameter.
@@ -249,7 +249,10 @@ class OffloadedStates:
             content = self._staging.mapped(slot.record)
             needed = slot.placed[-1].last if slot.placed else 0
             if needed > len(content):
-                problem = f"the checkpoint has {needed} bytes for a block, and the tier has {len(content)} bytes for it"
+                problem = (
+                    f"the checkpoint has {needed} bytes for a block, but the tier has only {len(content)} bytes for "
+                    f"this block"
+                )
                 action = "Create the optimizer with the arguments of the saved run, or load only the weights"
                 raise CheckpointError("optimizer states", f"{needed} bytes", problem, action)
             slot.addresses = tuple(place.within(content).data_ptr() for place in slot.placed)

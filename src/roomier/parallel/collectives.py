@@ -33,7 +33,7 @@ class PairwiseAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Start to gather ``input_tensor`` ``[n]`` of each rank of ``group`` into ``output_tensor`` ``[ranks * n]``."""
+        """Start to all-gather ``input_tensor`` ``[n]`` over ``group`` into ``output_tensor`` ``[ranks * n]``."""
         parts = list(output_tensor.chunk(group.size()))
         work = exchange([input_tensor] * group.size(), parts, group)
         own = parts[group.rank()]

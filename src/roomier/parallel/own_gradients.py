@@ -39,10 +39,10 @@ class OwnGradients(Unsharded):
         self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Call before the forward of each micro-batch of a step."""
+        """This method is a no-op, because no rank communicates in forward."""
 
     def end_backward(self) -> None:
-        """Call after each backward pass."""
+        """This method is a no-op, because gradients are not reduced in backward."""
 
     def end_update(self) -> None:
         """Copy the running statistics from rank 0, as DDP does. All other tensors are already identical."""

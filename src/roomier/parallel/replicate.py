@@ -82,7 +82,7 @@ class Replicas(Unsharded):
         self._trained = [each for each in network.parameters() if each.requires_grad]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Call before the forward of each micro-batch of a step."""
+        """Construct DDP if necessary, and enable its reduction only for the last micro-batch of a step."""
         self._is_last = is_last
         if self._wraps_next and torch.is_grad_enabled():  # some ranks may run fewer evaluation steps
             self._wrap()
@@ -90,7 +90,7 @@ class Replicas(Unsharded):
             self._ddp.require_backward_grad_sync = is_last
 
     def end_backward(self) -> None:
-        """Call after each backward pass.
+        """Average the gradients if DDP does not exist yet, and check that no gradient is missing.
 
         Raises:
             TrainingError: a parameter has no gradient in this step, but it had a gradient in the first step.
@@ -105,7 +105,7 @@ class Replicas(Unsharded):
             raise self._left_out()
 
     def end_update(self) -> None:
-        """Call after each update of the parameters."""
+        """This method is a no-op, because DDP requires no action after an update."""
 
     def trained_parameters_changed(self) -> None:
         """Reconstruct DDP if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters.

@@ -166,7 +166,7 @@ class Shards:
         self.trace = (self.trace * 1_000_003 + number) % 2**31
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Call before the forward of each micro-batch of a step."""
+        """Configure the collectives for the next micro-batch of a step, before its forward."""
         self._is_last = is_last
         if is_first:
             self._whole.begin_step()
@@ -196,18 +196,18 @@ class Shards:
         return all(each.grad is None and not torch_private.has_gradient_hooks(each) for each in self._parameters)
 
     def begin_backward(self) -> None:
-        """Call before each backward pass."""
+        """Prepare for a backward pass."""
         self._whole.begin_backward()
 
     def end_backward(self) -> None:
-        """Call after each backward pass."""
+        """Complete the pending reductions, after each backward pass."""
         self._reductions.finish()
         if self._is_last:
             self._whole.end_step()
         self._gather_root_again()
 
     def end_update(self) -> None:
-        """Call after each update of the parameters."""
+        """Reshard all units after an update of the parameters."""
         # A hook may have unsharded parameters between backward and update. These unsharded copies still have the old
         # values.
         self.release()

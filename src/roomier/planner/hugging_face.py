@@ -82,8 +82,8 @@ def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: in
             length of the model, but at most ``DEFAULT_TOKENS``. Images have the size that the configuration specifies.
 
     Raises:
-        RoomierError: no model class with a loss is known for ``config``, or the batch format of the class is not
-            supported.
+        RoomierError: no model class that computes a loss is known for ``config``, or the batch format of the class is
+            not supported.
     """
     kind = model_class(config)
     make_batch = _batch_of(kind)

@@ -53,8 +53,8 @@ def choose(
 
     If several plans are equally fast (within :data:`TIE`), the simplest plan is chosen. Exact plans precede near plans,
     and near plans precede approximate plans. Among plans with the same label, the plan with fewer memory techniques is
-    simpler, and then the plan whose strategy shards less. :mod:`roomier.planner.choosing.candidates` describes the
-    evaluated options.
+    simpler. If the numbers of techniques are equal, the plan whose strategy shards less is simpler.
+    :mod:`roomier.planner.choosing.candidates` describes the evaluated options.
 
     Args:
         workload: workload whose ``batch_size`` is the given micro-batch. Batches may be split, but the global batch
@@ -112,7 +112,7 @@ def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
             return error
         problem = f"cannot be forecast, because the step fails in a dry run ({type(error).__name__}: {error})"
         return RoomierError("strategy", plan.parallel.strategy, problem, "Set a strategy, and remove memory_budget")
-    if len({(each.field, each.problem) for each in priced.errors}) == 1:  # a single error that all plans have in common
+    if len({(each.field, each.problem) for each in priced.errors}) == 1:  # all plans failed with the same error
         return priced.errors[0]
     too_small = [each for each in priced.errors if isinstance(each, BudgetTooSmallError)]
     if too_small and len(too_small) == len(priced.errors):

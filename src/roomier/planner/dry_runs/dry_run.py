@@ -42,7 +42,7 @@ NumBytes = dict[Kind, int]
 OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
 """Kinds whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
 results."""
-_NUM_STEPS = 1000  # length of the run, for schedules. It does not affect memory.
+_NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
 
 
 @dataclass(frozen=True)

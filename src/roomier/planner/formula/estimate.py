@@ -47,7 +47,7 @@ from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
-_NUM_STEPS = 1000  # length of the run, for schedules. It does not affect memory.
+_NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
 _CPU = torch.device("cpu")
 _INTERPOLATED = "The activation budget is interpolated between full recomputation and no recomputation."
 

@@ -5,8 +5,8 @@ One process runs one micro-batch in a fake environment, without an optimizer. Th
 the forward are applied. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the states
 that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights of
 matmuls are all-gathered in 16 bits, autocast creates no copies of these weights, and the gradients have 16 bits. In
-addition, a view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models
-and one for sharded models.
+addition, a view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models,
+and another trace for sharded models.
 
 [Note: pending gradients]
 A gradient is *complete* when it has been added to the gradient of its parameter. Until then, the gradient is pending.
@@ -311,8 +311,8 @@ def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> li
 
 
 class _Passed(torch.autograd.Function):
-    """The operation through which ``fully_shard`` passes the inputs of a unit to detect when their gradients are
-    complete.
+    """Operation through which ``fully_shard`` passes the inputs of a unit, to detect when the gradients of the inputs
+    are complete.
 
     This operation converts an input that a unit returns unchanged to a view.
     """

@@ -67,8 +67,8 @@ def step_time(
         plan: plan with a concrete strategy.
         machine: machine that the forecast is for.
         work: work of one optimizer step on one rank, summed over all micro-batches, by phase and part of the model, in
-            the order of the parts. It includes recomputation and excludes communication. The work of phase ``"update"``
-            is used if the plan names no optimizer.
+            the order of the parts. ``work`` includes recomputation and excludes communication. The work of phase
+            ``"update"`` is used if the plan names no optimizer.
         units: units of the network; None computes the units.
         kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
             half of the bytes that the forward of the block moves outside of matrix products, because each result is

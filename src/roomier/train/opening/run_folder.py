@@ -31,7 +31,7 @@ def run_folder(root: Path, resumed: Path | None) -> Path:
             try:
                 folder.mkdir()
                 return folder
-            except FileExistsError:  # another process created it first
+            except FileExistsError:  # another process created this folder first
                 continue
     except OSError as error:
         raise CheckpointError(

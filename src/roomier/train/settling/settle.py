@@ -40,7 +40,7 @@ from roomier.train.step import transfer_to
 if TYPE_CHECKING:  # the import loads torch's sharding, which is unnecessary on one rank with an explicit strategy
     from roomier.planner.choice import Choice
 
-_ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; it does not affect memory
+_ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning, which does not affect memory
 
 
 def settle(
