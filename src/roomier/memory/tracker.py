@@ -100,7 +100,7 @@ class MemoryTracker:
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
 
     Args:
-        module: module whose parameters and buffers are identified by kind.
+        module: module whose parameters, gradients and buffers are distinguished from other tensors.
         optimizers: optimizers of the module's parameters.
         device: device whose storages are counted.
         kept: function that returns tensors outside the module with the same lifetime, such as averages of its weights.

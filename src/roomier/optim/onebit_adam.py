@@ -285,7 +285,8 @@ class OneBitAdam(Optimizer):
         yield "worker_error", state["worker_error"][None]
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor for reading a state of :meth:`state_dict`, sharded for this rank."""
+        """Return an empty tensor into which a state of :meth:`state_dict` is read. The tensor is sharded across
+        the ranks."""
         if not shape:
             return torch.empty(shape, dtype=dtype)
         inside = Pieces(shape[0], self._exchange.num_ranks).slice_of(self._exchange.rank)

@@ -28,7 +28,7 @@ class StepTime:
         exposed_s: part of ``communication_s`` that does not overlap with computation.
         offload_s: time that offloading adds to the step. This time is the part of the transfers in both directions that
             does not overlap with computation.
-        update_s: clipping and the optimizer.
+        update_s: duration of clipping and of the optimizer.
     """
 
     compute_s: float

@@ -61,7 +61,7 @@ class _Built:
     saved_buffer_bytes: int  # saved floating-point buffers, in float32 or wider
     optimizers: list[Optimizer]
     names: dict[str, Any]
-    # For each of "whole", "sharded" and "regions": modules, and the names of their weights.
+    # The keys are "whole", "sharded" and "regions". The values are modules and the names of their weights.
     groups: dict[str, list[tuple[str, list[str]]]]
 
 

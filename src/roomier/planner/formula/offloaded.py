@@ -40,7 +40,7 @@ from roomier.planner.forecast import Traffic
 from roomier.tiers.buffers import allocated_bytes, buffer_sizes, padded
 
 StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]
-"""Function that returns the bytes of each state that is not a scalar, given the shape of the shard."""
+"""Function that returns the bytes of each state, except scalars, given the shape of the shard."""
 Group = tuple[str, Sequence[Weight]]
 """A module that is updated as one unit: its name and its weights. The name is empty for the rest of the network."""
 
@@ -241,7 +241,8 @@ class Offloaded:
         return {Kind.OPTIMIZER_STATE: more}
 
     def _more_at_update(self, index: int) -> dict[Kind, int]:
-        """Return the states on the device when the unit is updated in ascending order, as :meth:`_present` does."""
+        """Return the states on the device, in the form of :meth:`_present`, while a unit is updated and units are
+        updated in ascending order."""
         found = self._present(index - 1, index + 1)
         return found if index else {kind: each + self._left_bytes for kind, each in found.items()}
 

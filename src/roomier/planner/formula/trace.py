@@ -200,7 +200,8 @@ class Trace:
         return replace(self.between(other, share), batch_size=batch_size)
 
     def between(self, other: Trace, share: float) -> Trace:
-        """Interpolate linearly between this trace (``share`` 0) and ``other`` (1), with as many executions."""
+        """Interpolate linearly between this trace (``share`` 0) and ``other`` (1), which has the same number of
+        executions."""
         executions = [
             mine.between(theirs, share) for mine, theirs in zip(self.executions, other.executions, strict=True)
         ]

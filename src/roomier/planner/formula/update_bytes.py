@@ -86,7 +86,7 @@ def _bytes_of(optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key
 
 
 def state_tensors(optimizer: Optimizer, group: Mapping[str, Any], key: Key) -> list[int]:
-    """Return the bytes of each state of a weight that is not a scalar.
+    """Return the bytes of each state of a weight, except states that are scalars.
 
     Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`.
     """

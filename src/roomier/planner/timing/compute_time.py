@@ -127,7 +127,7 @@ def repeating(work: Mapping[Part, Work], plan: Plan, keeps: Mapping[str, Keep]) 
 
     Args:
         work: work of all micro-batches, by phase and part.
-        plan: plan with the number of micro-batches.
+        plan: plan that specifies the number of micro-batches.
         keeps: recomputed blocks, and the activations that each block saves.
     """
     return {("backward", place): _overhead(work["forward", place], keep, plan) for place, keep in keeps.items()}

@@ -30,10 +30,10 @@ class Durations:
     """Durations of a step without tiers, in seconds.
 
     Attributes:
-        first_forward_s: forward of the first micro-batch.
-        forward_s: forward of all micro-batches.
-        backward_s: backward of all micro-batches.
-        update_s: clipping and the optimizer.
+        first_forward_s: duration of the forward of the first micro-batch.
+        forward_s: duration of the forward of all micro-batches.
+        backward_s: duration of the backward of all micro-batches.
+        update_s: duration of clipping and of the optimizer.
     """
 
     first_forward_s: float

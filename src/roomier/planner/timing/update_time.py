@@ -87,8 +87,8 @@ class Update:
     """Duration of the update at the end of a step.
 
     Attributes:
-        compute_s: clipping and the optimizer.
-        exchange_s: communication during the update, which does not overlap with computation.
+        compute_s: duration of clipping and of the optimizer.
+        exchange_s: duration of communication during the update, which does not overlap with computation.
         sent_bytes: bytes that this rank sends.
     """
 
@@ -110,7 +110,7 @@ def update_time(
 
     Args:
         units: units of the network.
-        plan: plan with the optimizer and clipping.
+        plan: plan that specifies the optimizer and the clipping.
         machine: machine that the forecast is for.
         layout: how the weights are sharded.
         blocks: names of the blocks, which contain Muon's matrices.
