@@ -14,11 +14,11 @@ recomputation.
 
 [Note: why the choice is the best]
 Blocks are processed in order. A state is the pair (additional bytes saved so far, time lost so far). At each later
-block, the budget limits the bytes of a state, and the lost time only increases. Therefore, a state with at least as
-many bytes and at least as much lost time as another state can be dropped: every sequence of later choices that is
-possible after the first state is also possible after the second state, and costs no more time there. The remaining
-states contain the exact optimum. Equal blocks have equal sums, so about a hundred states remain for 100 blocks. Many
-unequal blocks can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are
+block, the budget limits the bytes of a state, and the lost time only increases. Therefore, a state can be dropped if
+another state has at most as many bytes and at most as much lost time. Every sequence of later choices that is possible
+after the dropped state is also possible after the other state, and costs no more time there. The remaining states
+contain the exact optimum. Equal blocks have equal sums, so about a hundred states remain for 100 blocks. Many unequal
+blocks can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are
 retained. The choice is still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]

@@ -100,8 +100,8 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
 
 
 def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
-    """Return the option that saves all activations of a block in host memory. ``kept`` is the option that saves them on
-    the device.
+    """Return the option that saves all activations of a block in host memory. ``kept`` is the option that saves all
+    activations on the device.
 
     The arguments of the block are counted as still on the device, because another block can also save them. These
     tensors are counted a second time when they are copied back to the device.

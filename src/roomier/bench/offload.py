@@ -142,7 +142,7 @@ class _Training:
         return min(1.0, NUM_STATE_BUFFERS / num_units) / 2
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the bytes that were read from the disk and written to it so far."""
+        """Return the number of bytes read from and written to the disk so far."""
         updates = self._engine._updates
         return updates.moved_bytes() if isinstance(updates, OffloadedUpdates) else (0, 0)
 

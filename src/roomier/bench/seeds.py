@@ -125,7 +125,10 @@ def gpt(num_layers: int, num_heads: int, width: int, batch_size: int) -> Callabl
 
 
 _FP16 = {"precision": "16-mixed", "optimizer": "adamw", "gradient_clip_val": 1.0}
-_TWO_COPIES = "DDP of 2021 kept gradients and buckets, 4 bytes per parameter; here gradients are views of the buckets"
+_TWO_COPIES = (
+    "DDP of 2021 stored gradients and buckets, 4 bytes per parameter; in this version, gradients are views of the "
+    "buckets"
+)
 _LABEL = "the article prints this value for 12.8B, but the README of the benchmark prints it for the 1.7B model"
 _SMALL = {"accumulate_grad_batches": 4, "activation_checkpointing": "full", "precision": "16-mixed"}
 _CACHE = "nvidia-smi also counts memory that the allocator reserves"
@@ -137,7 +140,9 @@ def published() -> Iterator[Published]:
     ddp, zero3 = {**_FP16, "strategy": "ddp"}, {**_FP16, "strategy": "zero3"}
     large = mingpt(16, 8192)
     yield Published(_MINGPT, "1.7B, ddp, fp16", _A100S, mingpt(15, 3072), ddp, 36148.55, "allocated", _TWO_COPIES)
-    next_size = "larger than the largest model that fit; here 4 bytes fewer per parameter, so a few more layers fit"
+    next_size = (
+        "larger than the largest model that fit; the forecast has 4 bytes fewer per parameter, so more layers fit"
+    )
     yield Published(_MINGPT, "2.3B (20 layers), ddp, fp16", _A100S, mingpt(20, 3072), ddp, None, "allocated", next_size)
     yield Published(_MINGPT, "1.7B, zero3, fp16", _A100S, mingpt(15, 3072), zero3, 7796.98, "allocated", _LABEL)
     yield Published(_MINGPT, "12.8B, ddp, fp16", _A100S, large, ddp, None, "allocated", "states alone are 205 GB")
@@ -150,12 +155,15 @@ def published() -> Iterator[Published]:
     states = "without offload: states alone are 84 GiB on each of eight"
     yield Published(_MINGPT, "45B, zero3, fp16, recompute", _A100S, giant, full, None, "allocated", states)
     offload = {**full, "precision": "bf16-mixed", **_both("cpu", "cpu")}
-    larger = "the article prints 4,977 MiB, which the README of the benchmark lists for the 1.7B model; here bf16"
+    larger = (
+        "the article prints 4,977 MiB, which the README of the benchmark lists for the 1.7B model; the forecast uses "
+        "bf16"
+    )
     yield Published(_MINGPT, "45B, zero3 with offload, recompute", _A100S, giant, offload, None, "allocated", larger)
     plain = {"optimizer": "adam"}
     for num_layers, size, strategy in ((22, "1.2B", "ddp"), (22, "1.2B", "zero2"), (32, "1.7B", "zero2")):
         workload, flags = sentence_model(num_layers, 4), {**plain, "strategy": strategy}
-        why = "the text contains no value, batch size or precision; here fp32 and 4 sentences"
+        why = "the text contains no value, batch size or precision; the forecast assumes fp32 and 4 sentences"
         yield Published(_SHARDED, f"{size}, {strategy}, fp32", _A100S, workload, flags, None, "allocated", why)
     yield from _bert_ladder()
     yield from _offloaded()
@@ -176,7 +184,7 @@ def _offloaded() -> Iterator[Published]:
         ("13B, states in host memory", v100, small, states, server, "fp32 weights and gradients stay on the device"),
         ("13B, states and parameters in host memory", v100, small, half, server, "ZeRO-Offload: 13B on one V100"),
         ("40B of width 5120, both in host memory", v100, deep, half, server, "ZeRO-3 Offload: 40B on one V100"),
-        ("40B of width 8192, both in host memory", v100, wide, half, server, "a block is the smallest unit here"),
+        ("40B of width 8192, both in host memory", v100, wide, half, server, "a block is the smallest unit"),
     ]
     low = {**base, "precision": "bf16-true"}
     huge, rtx = gpt(96, 96, 12288, 1), "rtx4090:1"

@@ -163,7 +163,8 @@ class Strategy:
     def measure_memory(self) -> dict[str, Any]:
         """Return the bytes at the peak of a step, on the rank with the largest peak."""
         is_cpu = self._device.type == "cpu"
-        with self._running(keeps=self._keeps and is_cpu) as loop:  # an allocator also counts kept strategies
+        # an allocator also counts the strategies that stay in memory
+        with self._running(keeps=self._keeps and is_cpu) as loop:
             with loop.tracked() as tracker:
                 loop.step(self._batch, tracker.enter)
                 tracker.restart()

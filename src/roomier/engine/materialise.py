@@ -131,7 +131,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         given: names of the tensors that will be read from a file, which include all parameters. None without a file.
 
     Returns:
-        The weights. None if the whole network is on a device and was not changed.
+        The weights. None if all tensors of the network are on a device and were not changed.
 
     Raises:
         RoomierError: a parameter or buffer receives no values.

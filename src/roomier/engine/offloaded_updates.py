@@ -217,7 +217,7 @@ class OffloadedUpdates(Updates):
         try:
             for parameter in gradients:
                 parameter.grad = None
-            scaler.step(optimizer)  # runs hooks and counters; no gradient is left
+            scaler.step(optimizer)  # runs the hooks and counters of the optimizer; no gradients remain
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
@@ -428,7 +428,7 @@ class OffloadedUpdates(Updates):
         self._join()
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the bytes of optimizer states that were read from the disk and written to it so far."""
+        """Return the number of bytes of optimizer states read from and written to the disk so far."""
         return self._states.moved_bytes()
 
     def close(self) -> None:

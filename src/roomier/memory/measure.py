@@ -80,7 +80,9 @@ def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
         )
         notes.append("for the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
-        notes.append("the usual 18 bytes include 2 for 16-bit copies of weights, which count as activations here")
+        notes.append(
+            "the usual 18 bytes include 2 bytes for 16-bit copies of weights, which this table counts as activations"
+        )
     if plan.adapter.frozen_base != "as_is":
         notes.append("the quantized frozen base counts as bytes of weights, but not as parameters")
     if plan.compile.enabled and has_peak:

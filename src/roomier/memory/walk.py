@@ -10,7 +10,7 @@ After the backward of a unit, its parameters are resharded, and its gradients ar
 gloo, the shards of the other ranks are received into separate buffers, and all buffers exist until the reduction of the
 next unit starts. On other backends, the single buffer exists until the next unit requires a buffer. The reduced shard
 of this rank is its gradient. The inputs of the root and of embeddings have no gradient, so the gradients of these units
-are reduced at the end of the whole backward.
+are reduced at the end of the backward of the model.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Staging(Protocol):
         ...
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the bytes that were read from the disk and written to it so far."""
+        """Return the number of bytes read from and written to the disk so far."""
         ...
 
     def close(self) -> None:

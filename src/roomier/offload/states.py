@@ -283,7 +283,7 @@ class OffloadedStates:
                 slot.is_mapped = True
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the bytes that were read from the disk and written to it so far."""
+        """Return the number of bytes read from and written to the disk so far."""
         return self._staging.moved_bytes()
 
     def close(self) -> None:

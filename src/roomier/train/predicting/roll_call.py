@@ -101,7 +101,7 @@ class RollCall:
 
     def _leave(self) -> None:
         if self._store is not None:
-            with suppress(DistError, RuntimeError):  # rank 0 has exited and has thereby closed the store
+            with suppress(DistError, RuntimeError):  # rank 0 has exited, which closed the store
                 self._store.set(self._key(self._world.rank), _LEFT)
 
     def _key(self, rank: int) -> str:
