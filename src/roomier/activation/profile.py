@@ -5,8 +5,8 @@ activations.
 When a block is recomputed in backward, the block creates exactly the activations that it could have saved. The increase
 in memory from the beginning to the end of this second forward pass is the cost of saving all activations. The peak of
 the second forward pass is the memory that recomputation needs. After the second forward pass, memory is the same as if
-all activations had been saved. Therefore, one step is sufficient to determine the peak of every choice, and this step
-runs with the choice that requires the least memory. The cost of saving products is measured while operations run.
+all activations had been saved. Therefore, one step is sufficient to determine the peak of every choice. This step runs
+with the choice that requires the least memory. The cost of saving products is measured while operations run.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Strategy:
     def _running(self, *, keeps: bool) -> Iterator[Loop]:
         loop = self._loop
         if loop is None:
-            gc.collect()  # objects of the previous strategy
+            gc.collect()  # frees objects of the previous strategy
             release_cached(self._device)
             torch.manual_seed(0)
             loop = (PlainLoop if self.name == PEER else EngineLoop)(self._config, self._plan, self._ranks)

@@ -33,7 +33,7 @@ class HasRowStates(Protocol):
 
     @property
     def row_states(self) -> Sequence[str]:
-        """Names of states that are sharded if the size of their first dimension equals that of the parameter."""
+        """Names of states that are sharded if their number of rows equals the number of rows of the parameter."""
         ...
 
 

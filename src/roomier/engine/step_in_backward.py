@@ -53,8 +53,8 @@ class StepInBackward(Updates):
         blocks: the blocks of ``network``. The parameters of a block are updated together.
         way: ``"exact"`` or ``"stale_norm"``, see [Note: clipping by norm].
         batch_plan: settings for clipping.
-        join_norms: function that returns the norm over all ranks, from the norm of this rank's shard of each gradient,
-            by parameter.
+        join_norms: function that returns the norm over all ranks. Its argument is the norm of this rank's shard of each
+            gradient, by parameter.
         late: parameters whose gradients are complete only after backward.
         separate: parameters of blocks that are updated separately from their block.
 

@@ -5,8 +5,9 @@ The optimizer states of a unit are on the device while the unit is updated. At t
 unit are copied to the host, and the states of the next unit are copied to the device. Therefore, the states of at most
 three units are on an accelerator. The states that were copied to the host last stay on the device until the next states
 are copied to the host. Between two updates, the states of the next unit are already on the device. The gradients of a
-deferred update exist until the update, which is in the forward of the next step. With sharded parameters, deferred
-updates are complete one unit ahead. A speculative update runs at the end of the backward of its block.
+deferred update exist until the update, which is in the forward of the next step. With sharded parameters, a deferred
+update is complete before the forward of the preceding unit. A speculative update runs at the end of the backward of its
+block.
 
 Parameters are on the device while their block computes, together with the parameters of the next block. In backward,
 the gradients of the previous block are copied to the host at the same time. At the end of the backward of a block, its

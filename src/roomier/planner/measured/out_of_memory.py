@@ -4,7 +4,7 @@
 Other ranks continue until they wait for this rank in the next collective, so this code does not communicate. The
 original failure is always reported: each part of the message is computed separately and is omitted if its computation
 fails. torch's error is both the cause and a base class of the raised error. The tensors of the failed step are released
-before planning, which uses shapes without device memory.
+before planning, which requires only shapes and no device memory.
 """
 
 from __future__ import annotations
