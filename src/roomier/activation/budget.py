@@ -200,8 +200,8 @@ class BudgetedRecompute(Recompute):
             self._has_warned = True
             notice(
                 f"rank {self._ranks.world.rank} received a batch with tensors of {sizes} elements, which are larger "
-                f"than "
-                f"the sizes {self._sizes} with which the activation budget was measured. The budget may be exceeded",
+                f"than the sizes {self._sizes} with which the activation budget was measured. The budget may be "
+                "exceeded",
                 every_rank=True,
             )
 

@@ -104,7 +104,8 @@ class Copies:
     def finish(self, host: Tensor, made: Tensor, start: Any) -> Any:
         """Copy ``host`` to ``made``, which was allocated at ``start``. This method can run in any thread.
 
-        Returns: A marker like the result of :meth:`mark`.
+        Returns:
+            A marker like the result of :meth:`mark`.
         """
         made.copy_(host)
 

@@ -65,7 +65,7 @@ class Buffers:
             if place not in now or torch_private.version_of(now[place]) != version:
                 problem = (
                     f"is a buffer that a forward of {type(self._block).__name__} changed, but the first forward did "
-                    f"not change"
+                    "not change"
                 )
                 action = "Use activation_checkpointing='none', because the block cannot be recomputed"
                 raise RoomierError("activation_checkpointing", place[1], problem, action)

@@ -23,9 +23,10 @@ of its collective. An update on this stream would delay the next collective, and
 delay backward. The separate stream waits for the stream on which the gradient is complete. The compute stream waits for
 the updates when the step accepts them.
 
-[Note: gathered ahead] With sharded parameters, the forward of a unit starts the all-gather of the next unit. The
-deferred update of a unit must therefore be complete before the forward of the preceding unit. The hook of each unit
-completes the updates of all units up to the next one.
+[Note: gathered ahead]
+With sharded parameters, the forward of a unit starts the all-gather of the next unit. The deferred update of a unit
+must therefore be complete before the forward of the preceding unit. The hook of each unit completes the updates of all
+units up to the next unit.
 """
 
 from __future__ import annotations
@@ -471,8 +472,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Check that parameters of ``optimizer`` can be updated one unit at a time.
 
     Raises:
-        PlanError: the class of ``optimizer`` is not supported. TrainingError: ``optimizer`` has hooks that run before
-            its step.
+        PlanError: the class of ``optimizer`` is not supported.
+        TrainingError: ``optimizer`` has hooks that run before its step.
     """
     if isinstance(optimizer, LBFGS):
         problem = "does not support LBFGS, whose update of a parameter depends on all gradients"

@@ -251,7 +251,7 @@ class OffloadedStates:
             if needed > len(content):
                 problem = (
                     f"the checkpoint has {needed} bytes for a block, but the tier has only {len(content)} bytes for "
-                    f"this block"
+                    "this block"
                 )
                 action = "Create the optimizer with the arguments of the saved run, or load only the weights"
                 raise CheckpointError("optimizer states", f"{needed} bytes", problem, action)

@@ -40,7 +40,7 @@ def report_batch_statistics(module: Module, gradients: str) -> None:
         notice(
             f"{gradients} differ from the gradients of the full batch: {len(found)} BatchNorm modules (the first: "
             f"{found[0]}) use the statistics of each micro-batch. GroupNorm, LayerNorm, and BatchNorm in evaluation "
-            f"mode do not depend on the micro-batch"
+            "mode do not depend on the micro-batch"
         )
 
 
