@@ -50,7 +50,9 @@ class Model(Module):
 
 
 def make_plan(strategy: str, num_ranks: int, precision: str, num_micro_batches: int, optimizer: dict[str, Any]) -> Plan:
+    strategy, _, communication = strategy.partition(", ")
     parallel = {"strategy": strategy, "devices": num_ranks, "accelerator": "cpu"}
+    parallel["communication"] = communication or "overlapped"
     if strategy == "hsdp":
         parallel["shard_size"] = 2
     return Plan.from_dict(
@@ -119,14 +121,22 @@ def measured_and_formula(strategy: str, cases: list[Any]) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks"), [*covering(["ddp", "zero1", "zero2", "zero3"], [2, 3]), ("hsdp", 4)]
+    ("strategy", "num_ranks"),
+    [
+        *covering(["ddp", "zero1", "zero2", "zero3"], [2, 3]),
+        ("hsdp", 4),
+        ("zero3, sequential", 2),
+        ("zero1, sequential", 3),
+    ],
 )
 def test_formula_matches_the_measurement_on_each_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     check_formula(on_ranks, strategy, num_ranks, CASES if num_ranks == 2 else CASES[1:4:2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", *(f"{each}, sequential" for each in ("zero2", "hsdp"))]
+)
 def test_formula_matches_the_measurement_on_four_ranks(on_ranks: RankPool, strategy: str) -> None:
     check_formula(on_ranks, strategy, 4, CASES[1:5])
 

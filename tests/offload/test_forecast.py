@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deferred": {"update": "deferred"},
     "speculative": {"update": "speculative"},
     "auto": {},
+    "one buffer": {"update": "speculative", "buffers": 1},
     "half of the states": {"update": "deferred", "share": 0.5},
     "clipped": {"update": "deferred", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
     "momentum": {"optimizer": {"name": "sgd", "momentum": 0.9}},
@@ -47,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def plan_of(folder: str | None = None, **settings: Any) -> Plan:
-    tiers = {name: settings.pop(name) for name in ("update", "share") if name in settings}
+    tiers = {name: settings.pop(name) for name in ("update", "share", "buffers") if name in settings}
     offload = {"optimizer_states": "disk", "folder": folder, **tiers}
     return plan_from_flags(**{"accelerator": "cpu", "optimizer": "adamw", "offload": offload, **settings})
 

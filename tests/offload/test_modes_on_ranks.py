@@ -53,7 +53,7 @@ def cases_of(strategy: str) -> list[tuple[Callable[[], Language], Setup]]:
         ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
         [1, 4],
         [Language, TiedLanguage],
-        [{}, {"share": 0.5}, {"parameters": "disk"}, {"parameters": "disk", "optimizer_states": "none"}],
+        [{}, {"share": 0.5, "buffers": 1}, {"parameters": "disk"}, {"parameters": "disk", "optimizer_states": "none"}],
     ):
         if mode == "speculative" and (precision == "16-mixed" or strategy == "ddp" or "parameters" in tiers):
             continue

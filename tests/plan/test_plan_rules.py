@@ -182,6 +182,10 @@ WRONG_VALUES = [
     ({"offload": ON_DISK | {"folder": 5}}, "offload.folder", "5", "must be a string or None"),
     ({"offload": ON_DISK | {"update": "lazy"}}, "offload.update", "'lazy'", "deferred"),
     ({"offload": {"share": 0.5}}, "offload.share", "0.5", "set offload.optimizer_states to 'cpu' or 'disk'"),
+    ({"offload": ON_DISK | {"buffers": 0}}, "offload.buffers", "0", "Use 3, or 1 for the least memory"),
+    ({"offload": {"buffers": 1}}, "offload.buffers", "1", "set offload.optimizer_states to 'disk'"),
+    ({"parallel": {"communication": "sequential"}}, "parallel.communication", "'sequential'", "Use strategy='zero3'"),
+    ({"parallel": {"communication": "late"}}, "parallel.communication", "'late'", "overlapped, sequential"),
     ({"offload": {"update": "plain"}}, "offload.update", "'plain'", "set offload.optimizer_states to 'cpu' or 'disk'"),
     (
         {"offload": {"optimizer_states": "cpu", "folder": "/tmp"}},
@@ -364,7 +368,11 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
     needed: dict[str, Mapping[str, object]] = {
         "optimizer": ADAMW,
         "batch": {"gradient_clip_val": 1.0},
-        "parallel": {"strategy": "ddp"} if "gradient_compression" in fields else {},
+        "parallel": {"strategy": "ddp"}
+        if "gradient_compression" in fields
+        else {"strategy": "zero3"}
+        if "communication" in fields
+        else {},
         "activation": {"budget_bytes": 2**30} if fields.get("policy") == "budget" else {},
         "adapter": {"lora_rank": 8},
         "offload": ON_DISK if "update" in fields else {},

@@ -56,9 +56,10 @@ def make_plan(
     num_micro_batches: int = 1,
     optimizer: str = "adamw",
     step_in_backward: str = "none",
+    communication: str = "overlapped",
     **parts: Any,
 ) -> Plan:
-    parallel: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu"}
+    parallel: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "communication": communication}
     parallel["devices"] = 1 if strategy == "single" else num_ranks
     if strategy == "hsdp":
         parallel["shard_size"] = 2
@@ -89,6 +90,10 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
         ("gpt", "cpu", {"strategy": "zero3", "precision": "bf16-mixed", "recompute": "full", "num_ranks": 8}),
         ("resnet", "cpu", {"strategy": "zero1", "precision": "bf16-mixed", "num_micro_batches": 2}),
         ("gpt", "cuda", {"strategy": "zero3", "precision": "bf16-mixed", "num_micro_batches": 2}),
+        *(
+            ("gpt", kind, {"strategy": "zero3", "communication": "sequential", "num_micro_batches": num})
+            for kind, num in (("cpu", 1), ("cpu", 2), ("cuda", 1))
+        ),
         ("recommender", "cuda", {"strategy": "hsdp"}),
         ("gpt_tied", "cuda", {"strategy": "zero2", "num_micro_batches": 2}),
         ("recommender", "cpu", {"strategy": "zero3", "num_ranks": 2}),

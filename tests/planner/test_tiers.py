@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from roomier.engine.parameter_tier import NUM_STATE_BUFFERS
 from roomier.hardware.machine import Device, Link, Machine
-from roomier.plan import Plan, plan_from_flags
+from roomier.plan import OffloadPlan, Plan, plan_from_flags
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import choose
 from roomier.planner.choosing.nearest import no_plan_fits
@@ -28,19 +27,19 @@ def machine(kind: str = "cpu", devices: int = 1, **more: Any) -> Machine:
     return Machine(device, devices, 1, LINK, LINK, LINK, Link(2 * GIB), LINK, 100 * GIB, "", **more)
 
 
-def away(mode: str, gib: int, tier: str = "disk", *, on_cpu: bool = True) -> Offloaded:
+def away(mode: str, gib: int, tier: str = "disk", **more: Any) -> Offloaded:
     """Return states of 64 units with ``gib`` in total."""
     size = gib * GIB // 64
     unit = MovedUnit("block", size, size, size, 0)
-    return Offloaded((unit,) * 64, state_tier=tier, mode=mode, on_cpu=on_cpu)
+    return Offloaded((unit,) * 64, state_tier=tier, mode=mode, **more)
 
 
 @pytest.mark.parametrize(
     ("mode", "gib", "seconds"),
     [
         ("plain", 0, 0.0),
-        ("plain", 4, 6 * (1 - NUM_STATE_BUFFERS / 64 / 2) - 0.5),  # 2 s of reads and 4 s of writes
-        ("deferred", 4, 6 * (1 - NUM_STATE_BUFFERS / 64 / 2) - 1.5),
+        ("plain", 4, 6 * (1 - OffloadPlan.buffers / 64 / 2) - 0.5),  # 2 s of reads and 4 s of writes
+        ("deferred", 4, 6 * (1 - OffloadPlan.buffers / 64 / 2) - 1.5),
         ("speculative", 4, 6 - 3.5),
         ("deferred", 1, 0.0),
         ("speculative", 2, 0.0),
@@ -48,6 +47,11 @@ def away(mode: str, gib: int, tier: str = "disk", *, on_cpu: bool = True) -> Off
 )
 def test_transfers_that_exceed_the_window_of_a_mode_add_time(mode: str, gib: int, seconds: float) -> None:
     assert added_s(away(mode, gib), machine(), STEP) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("mode", ["plain", "deferred", "speculative"])
+def test_updates_with_one_buffer_wait_for_all_transfers(mode: str) -> None:
+    assert added_s(away(mode, 4, num_state_buffers=1), machine(), STEP) == pytest.approx(6.0)
 
 
 def test_a_link_transfers_in_both_directions_and_ranks_share_a_disk() -> None:

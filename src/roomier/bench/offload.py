@@ -39,10 +39,9 @@ from torch import Tensor
 from roomier.bench.machine import circumstances
 from roomier.bench.rank_processes import run_on_ranks
 from roomier.engine.offloaded_updates import OffloadedUpdates
-from roomier.engine.parameter_tier import NUM_STATE_BUFFERS
 from roomier.engine.prepared import PreparedEngine
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.plan import plan_from_flags
+from roomier.plan import OffloadPlan, plan_from_flags
 from roomier.planner.timing.tier_time import Durations, waits_s
 from roomier.prepared.prepare import prepare
 from roomier.tiers.buffers import ALIGNMENT_BYTES, allocate
@@ -59,6 +58,7 @@ MODES = ("plain", "deferred", "speculative")
 _CONTEXT = 128  # tokens per sequence
 # With its default settings, glibc retains freed memory, so the peak would depend on the order of the allocations.
 _RETURNS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+_MEMORY_SETTINGS = ("ranks", "strategy", "communication", "buffers", "update")
 _RECORD_BYTES, _NUM_RECORDS = 2**26, 12
 
 
@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--update", choices=MODES, default="deferred", help="update mode of --memory (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of --memory (%(default)s)")
     parser.add_argument("--strategy", default="zero3", help="strategy of --memory (%(default)s)")
+    parser.add_argument("--communication", default="overlapped", help="communication of --memory (%(default)s)")
+    parser.add_argument("--buffers", type=int, default=3, help="buffers of the disk tier of --memory (%(default)s)")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("width", "layers", "vocab", "tokens", "steps", *(("ranks", "strategy") if options.memory else ()))
+    names = ("width", "layers", "vocab", "tokens", "steps", *(_MEMORY_SETTINGS if options.memory else ()))
     return {name: getattr(options, name) for name in names}
 
 
@@ -139,7 +141,7 @@ class _Training:
     def ring_share(self) -> float:
         """Fraction of the transfers that fills the buffers before the first update."""
         num_units = len(updates._units) if isinstance(updates := self._engine._updates, OffloadedUpdates) else 1
-        return min(1.0, NUM_STATE_BUFFERS / num_units) / 2
+        return min(1.0, OffloadPlan.buffers / num_units) / 2
 
     def moved_bytes(self) -> tuple[int, int]:
         """Return the number of bytes read from and written to the disk so far."""
@@ -311,8 +313,9 @@ def _peaks(options: argparse.Namespace, folder: str, name: str) -> dict[str, Any
         "tokens": options.tokens,
         "steps": options.steps,
         "strategy": options.strategy if options.ranks > 1 else "single",
+        "communication": options.communication,
         "ranks": options.ranks,
-        "offload": {**tiers, "folder": folder, "update": mode} if tiers else None,
+        "offload": {**tiers, "folder": folder, "update": mode, "buffers": options.buffers} if tiers else None,
     }
     return run_on_ranks("roomier.bench.offload_worker", options.ranks, settings, _RETURNS_FREED_MEMORY)
 

@@ -24,7 +24,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     with torch.device("meta"):  # so that no rank holds the unsharded model
         network = model_of(settings["width"], settings["layers"], settings["vocab"])
     plan = plan_from_flags(
-        strategy=settings["strategy"],
+        strategy={"name": settings["strategy"], "communication": settings["communication"]},
         accelerator="cpu",
         devices=settings["ranks"],
         optimizer={"name": "adamw", "lr": 1e-4},

@@ -71,6 +71,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         finds_unused=wanted.find_unused_parameters,
         by_hand=facts.is_manual,
         is_pairwise=ranks.exchange_pairwise(device),
+        is_sequential=wanted.communication == "sequential",
     )
     if earlier is not None:  # an earlier fit sharded this network, and the same shards are used again
         _check_same_sharding(earlier, sharding, network)

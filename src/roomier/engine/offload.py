@@ -15,7 +15,7 @@ from roomier.engine.facts import Facts
 from roomier.engine.narrowed import homes_of
 from roomier.engine.offloaded_updates import OffloadedUpdates, check_optimizer
 from roomier.engine.parallel import Parallel
-from roomier.engine.parameter_tier import NUM_STATE_BUFFERS, tier_of
+from roomier.engine.parameter_tier import tier_of
 from roomier.engine.parameter_updates import ParametersOnDevice, ParameterTier
 from roomier.offload.residency import Residency
 from roomier.offload.staging import staging_of
@@ -62,7 +62,8 @@ def offloaded_updates(
         plan.offload.optimizer_states,
         sizes,
         facts.device,
-        num_buffers=NUM_STATE_BUFFERS,
+        num_buffers=plan.offload.buffers,
+        num_ahead=None if plan.offload.buffers > 1 else 0,
         shares_large=True,
     )
     staging, gathers = staging_of(tier, sizes, facts.device), Gathers(facts.network)

@@ -25,8 +25,6 @@ from roomier.tiers.tier import Tier
 
 NUM_BUFFERS = 4
 """Number of buffers in the ring of a disk tier of parameters."""
-NUM_STATE_BUFFERS = 3
-"""Number of buffers in the ring of a disk tier of optimizer states: one is read, one is updated, and one is written."""
 _NUM_AHEAD = 2
 """Number of records of parameters that are read ahead. The other buffers are for the current region and for its
 gradients."""

@@ -79,6 +79,7 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
         num_micro_batches=num_micro_batches,
         wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
         on_gloo=device.type == "cpu",
+        is_sequential=parallel.communication == "sequential",
         steps_in_backward=steps_in_backward,
         reads_in_backward=_is_speculative(plan) and num_micro_batches == 1,
         num_backwards=2 if has_two_backwards(plan) else 1,

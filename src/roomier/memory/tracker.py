@@ -294,7 +294,7 @@ class MemoryTracker:
         if known is None:
             known = self._begin(storage, existed)
         _strengthen(known, kind)
-        if known.kind is Kind.GATHERED:
+        if known.kind in (Kind.GATHERED, Kind.COMMUNICATION):
             self._resizing[id(storage)] = known
         elif known.num_bytes != storage.nbytes():
             self._note_size(known)

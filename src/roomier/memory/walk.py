@@ -7,10 +7,11 @@ buffer of a unit in the forward exists until the next unit is copied from a sepa
 ``FSDPParamGroup.wait_for_unshard``). In a backward pass, all backends prefetch the next buffer.
 
 After the backward of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed. On
-gloo, the shards of the other ranks are received into separate buffers, and all buffers exist until the reduction of the
-next unit starts. On other backends, the single buffer exists until the next unit requires a buffer. The reduced shard
-of this rank is its gradient. The inputs of the root and of embeddings have no gradient, so the gradients of these units
-are reduced at the end of the backward of the model.
+gloo, the shards of the other ranks are received into the result and into separate buffers, which exist until the next
+reduction starts. With sequential communication, the reduction completes immediately, and no unit is prefetched. On
+other backends, the single buffer exists until the next unit requires a buffer. The reduced shard of this rank is its
+gradient. The inputs of the root and of embeddings have no gradient, so the gradients of these units are reduced at the
+end of the backward of the model.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Layout:
         num_micro_batches: number of micro-batches per optimizer step.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of the gradients.
         on_gloo: True if the ranks exchange their shards point to point.
+        is_sequential: True if transfers complete before the computation continues.
         steps_in_backward: True if gradients are used and freed during backward.
         reads_in_backward: True if gradients are read during backward, but not freed, as in a speculative update.
         num_backwards: number of backwards per micro-batch; with 2, the first backward pass computes the norm.
@@ -68,6 +70,7 @@ class Layout:
     num_micro_batches: int = 1
     wire_dtype: torch.dtype | None = None
     on_gloo: bool = True
+    is_sequential: bool = False
     steps_in_backward: bool = False
     reads_in_backward: bool = False
     num_backwards: int = 1
@@ -103,9 +106,10 @@ class UnitBytes:
         last_share: fraction of the gradients that belongs to the last weight. ``fully_shard`` retains the gradient of
             this weight until the reduction ends.
         sent: buffer from which gradients are sent.
-        received: on gloo, buffers that receive the shards of the other ranks.
+        received: on gloo, buffers that receive the shards of the other ranks, in addition to the output.
         part: gradient of this rank's shard.
         output: output of the reduction, if the output and the gradient are separate tensors.
+        is_direct: True if one of the received shards is stored in the output.
         comes_late: True if the reduction may stay pending until the next reduction starts.
     """
 
@@ -120,6 +124,7 @@ class UnitBytes:
     received: int
     part: int
     output: int
+    is_direct: bool
     comes_late: bool
 
 
@@ -148,9 +153,10 @@ def _unit_bytes(
     sent = num_sent * wire_dtype.itemsize
     own = num_sent // layout.num_shards
     result_dtype = sum_dtype if layout.on_gloo else wire_dtype
+    is_direct = layout.on_gloo and layout.num_shards > 1 and wire_dtype == result_dtype
     # A reduction must complete if its result is reduced over replicas, or if an update in backward uses it.
     is_used = layout.steps_in_backward or layout.reads_in_backward
-    may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not is_used
+    may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not is_used and not layout.is_sequential
     return UnitBytes(
         stored=sum(num // layout.num_shards * each.dtype.itemsize for each, num in zip(shapes, padded, strict=True))
         + sum(each.dtype.itemsize for each in whole),
@@ -161,9 +167,10 @@ def _unit_bytes(
         summed=num_trained * sum_dtype.itemsize,
         last_share=trained[-1][0] / num_trained if num_trained else 0.0,
         sent=sent,
-        received=sent - sent // layout.num_shards if layout.on_gloo else 0,
+        received=sent - sent // layout.num_shards * (2 if is_direct else 1) if layout.on_gloo else 0,
         part=own * weight_dtype.itemsize,
         output=own * result_dtype.itemsize if result_dtype != weight_dtype else 0,
+        is_direct=is_direct,
         comes_late=may_come_late and weight_dtype == sum_dtype,
     )
 
@@ -259,7 +266,7 @@ class Walk:
             else:
                 self.now[_SENT] -= size.gathered
             self._gathered.add(unit)
-        for each in following:
+        for each in following if not self.layout.is_sequential else ():
             if each not in self._gathered:
                 self._send(each, phase)
 
@@ -339,16 +346,17 @@ class Walk:
         # If the result of a reduction is added to gradients of an earlier micro-batch, this reduction must complete
         # before the addition.
         comes_late = size.comes_late and is_new
-        if not comes_late:
-            self._free_sent()
+        self._free_sent()
         self.now[_SENT] += size.sent
         self.note("backward", unit, "packed")
         last_bytes = int(whole_bytes * size.last_share)
         self.now[_GRADIENT] += last_bytes - whole_bytes
         self.now[_SENT] += size.received
         is_summed_again = layout.strategy == "hsdp" and not is_new
-        part_kind = _GRADIENT if is_new else _SENT if is_summed_again and not size.output else _TEMPORARY
-        output_kind = _TEMPORARY if layout.on_gloo and layout.strategy != "hsdp" else _SENT
+        is_received = not size.output and (is_summed_again or size.is_direct)
+        part_kind = _GRADIENT if is_new else _SENT if is_received else _TEMPORARY
+        is_sent = layout.strategy == "hsdp" or not layout.on_gloo or size.is_direct
+        output_kind = _SENT if is_sent else _TEMPORARY
         self.now[output_kind] += size.output
         self.now[part_kind] += 0 if size.output else size.part
         self.note("backward", unit, "reduced")
@@ -369,8 +377,9 @@ class Walk:
             self._summed_bytes += size.part
         elif not is_new:
             self.now[part_kind] -= size.part
-        self._free_sent()
-        self._sent_bytes = size.sent + size.received if comes_late else size.sent
+        is_freed = layout.is_sequential and layout.on_gloo
+        self.now[_SENT] -= size.sent if is_freed else 0
+        self._sent_bytes = 0 if is_freed else size.sent + size.received if comes_late else size.sent
 
     def _free_sent(self) -> None:
         self.now[_SENT] -= self._sent_bytes

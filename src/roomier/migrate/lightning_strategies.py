@@ -54,7 +54,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     ),
     "use_orig_params": "parameters always keep their names and shapes",
     "limit_all_gathers": "at most one block is all-gathered before its computation",
-    "backward_prefetch": "the next block is always prefetched",
+    "backward_prefetch": "the next block is prefetched; strategy={'name': 'zero3', 'communication': 'sequential'} "
+    "prefetches no block",
     "forward_prefetch": "the next block is always prefetched",
     "sync_module_states": _SYNCED,
     "param_init_fn": "reset_parameters initializes modules on the meta device",
@@ -239,6 +240,8 @@ def _fsdp(answers: Answers, strategy: object) -> None:
     state_dict = setting_of(strategy, "_state_dict_type")
     if state_dict not in (None, "full"):
         answers.ignore("state_dict_type", state_dict, WITHOUT_EFFECT["state_dict_type"])
+    if keywords.get("backward_prefetch", True) is None:
+        answers.use("backward_prefetch", None, "strategy.communication", "sequential")
     _answer_rest(answers, keywords)
 
 

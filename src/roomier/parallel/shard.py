@@ -84,6 +84,8 @@ class Sharding:
         by_hand: manual optimization, in which backward and update run inside ``training_step``. With manual
             optimization, gradients are averaged over the ranks instead of summed.
         is_pairwise: use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
+        is_sequential: do not start an all-gather before its unit is needed. Pairwise reductions complete before
+            backward continues.
     """
 
     mesh: DeviceMesh
@@ -94,6 +96,7 @@ class Sharding:
     finds_unused: bool = False
     by_hand: bool = False
     is_pairwise: bool = True
+    is_sequential: bool = False
 
     @property
     def has_copies(self) -> bool:
@@ -145,11 +148,16 @@ class Shards:
         parts = [self._shard_unit(unit) for unit in units]
         for number, unit in enumerate(units, start=1):
             unit.register_forward_pre_hook(partial(self._note, number))
-        if sharding.is_pairwise:
+        self.gathers_ahead = sharding.is_pairwise and not sharding.is_sequential
+        if self.gathers_ahead:
             _gather_ahead([[root], *parts])
         self.units: Sequence[nn.Module] = units
-        self.gathers_ahead = sharding.is_pairwise
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
+        if sharding.is_sequential:
+            for (
+                unit
+            ) in self._units:  # replaces the implicit prefetching by an all-gather of the unsharded unit, a no-op
+                unit.set_modules_to_backward_prefetch([unit])
 
     def begin_run(self) -> None:
         """Set whether each unit is resharded after its forward. Call this method after all forwards have been wrapped.
@@ -294,8 +302,12 @@ class Shards:
             own = compute_dtype if sharding.reduces_each_micro_batch else None
             reduce_scatter = PairwiseReduceScatter(
                 self._reductions,
-                may_wait=dtypes <= {sum_dtype} and not sharding.has_copies and not sharding.by_hand,
+                may_wait=dtypes <= {sum_dtype}
+                and not sharding.has_copies
+                and not sharding.by_hand
+                and not sharding.is_sequential,
                 wire_dtype=sharding.wire_dtype or own,
+                frees_input=sharding.is_sequential,
             )
             unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]

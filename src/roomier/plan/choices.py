@@ -85,6 +85,10 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "none": _exact(),
         "powersgd": _approximate("low-rank gradients with error feedback, after a warm-up"),
     },
+    "parallel.communication": {
+        "overlapped": _exact("transfers run while neighboring units compute"),
+        "sequential": _exact("transfers complete before the computation continues; fewer buffers"),
+    },
     "parallel.accelerator": {
         "auto": Choice(None, "the accelerator of this machine, otherwise the CPU"),
         "cpu": Choice(None, ""),

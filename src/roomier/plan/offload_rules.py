@@ -67,6 +67,10 @@ def offload_settings_have_a_tier(plan: Plan) -> Iterator[PlanError]:
     if offload.optimizer_states == "none" and offload.share != default.share:
         problem = "has no effect if the optimizer states are not offloaded"
         yield PlanError("offload.share", offload.share, problem, action)
+    if offload.optimizer_states != "disk" and offload.buffers != default.buffers:
+        problem = "has no effect if the optimizer states are not on disk"
+        action = "Remove it, or set offload.optimizer_states to 'disk'"
+        yield PlanError("offload.buffers", offload.buffers, problem, action)
     if offload.optimizer_states == offload.parameters == "none" and offload.update != default.update:
         problem = "has no effect if neither optimizer states nor parameters are offloaded"
         yield PlanError("offload.update", offload.update, problem, action)

@@ -95,6 +95,11 @@ class ParallelPlan(Part):
             ``compression_rank * (n + m)`` numbers. None means 4.
         compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send full
             gradients, at least 3. None means 100.
+        communication: with a sharded strategy, time of the transfers between ranks. ``"overlapped"`` all-gathers a unit
+            while the previous unit computes, and reduces gradients while the next unit computes. ``"sequential"``
+            completes each transfer before the computation continues, so fewer buffers exist at the same time. This
+            saves about twice the bytes of the largest unit. On accelerators, only the all-gathers in backward are
+            sequential.
         find_unused_parameters: support steps whose used parameters differ between steps or ranks. This option is not
             required for parameters that no rank uses in the first step.
     """
@@ -109,6 +114,7 @@ class ParallelPlan(Part):
     gradient_compression: str = "none"
     compression_rank: int | None = None
     compression_warmup_steps: int | None = None
+    communication: str = "overlapped"
     find_unused_parameters: bool = False
 
     @property
@@ -254,6 +260,9 @@ class OffloadPlan(Part):
             earlier blocks compute. ``"speculative"`` updates each block in the last backward, before the norm of the
             gradients is known. If the norm requires clipping, the update is repeated from the old states.
             ``"auto"`` selects one of these modes.
+        buffers: number of buffers in host memory for optimizer states on disk. With 3, one record is read, one is
+            updated, and one is written at the same time. With 1, a record is read when it is needed, and the memory of
+            the buffer is free between updates. This needs the least memory, and the update waits for the disk.
     """
 
     SECTION: ClassVar[str] = "offload"
@@ -263,6 +272,7 @@ class OffloadPlan(Part):
     folder: str | None = None
     share: float = 1.0
     update: str = "auto"
+    buffers: int = 3
 
     @property
     def uses_disk(self) -> bool:

@@ -121,6 +121,7 @@ RANGES: dict[str, _Range] = {
     ),
     "activation.budget_fraction": _Range(0, "Use 0 for the least memory, or 1 for the least computation", high=1),
     "offload.share": _Range(0, "Use 1.0 for all optimizer states, or a fraction such as 0.5", high=1),
+    "offload.buffers": _Range(1, "Use 3, or 1 for the least memory"),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
     "choice.memory_budget_bytes": _Range(MIN_BUDGET_BYTES, "Use a size such as '22GiB', or None", is_in_bytes=True),
     "adapter.lora_rank": _Range(1, "Use a rank such as 8, or None for no adapters"),
@@ -243,6 +244,15 @@ def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
         fitting = [size for size in range(1, parallel.num_ranks + 1) if parallel.num_ranks % size == 0]
         problem = f"must divide the number of ranks ({parallel.num_ranks})"
         yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")
+
+
+def communication_is_of_shards(plan: "Plan") -> Iterator[PlanError]:
+    """Reject sequential communication if no parameters are sharded, because other strategies do not all-gather."""
+    parallel = plan.parallel
+    if parallel.communication != "overlapped" and parallel.strategy in ("single", "ddp"):
+        problem = f"is supported only if the model is sharded, not with strategy {parallel.strategy!r}"
+        action = "Use strategy='zero3', or remove communication"
+        yield PlanError("parallel.communication", parallel.communication, problem, action)
 
 
 def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
@@ -379,6 +389,7 @@ def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
 RULES: list[Rule] = [
     single_has_one_rank,
     shards_fill_the_ranks,
+    communication_is_of_shards,
     mps_is_one_device,
     compression_is_of_ddp,
     compression_settings_are_complete,

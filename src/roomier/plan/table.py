@@ -9,6 +9,7 @@ from roomier.plan.choices import SWITCHES, Kind, kind_of, note_of
 from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.levers import used_levers
 from roomier.plan.offload_rules import update_mode
+from roomier.plan.parts import OffloadPlan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,6 +118,9 @@ def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
     yield Row("strategy", choice, *_label("parallel.strategy", parallel.strategy))
     if parallel.strategy != "single":
         yield Row("reduce", parallel.reduce_dtype, *_label("parallel.reduce_dtype", parallel.reduce_dtype))
+    if parallel.communication != "overlapped":
+        label = _label("parallel.communication", parallel.communication)
+        yield Row("communication", parallel.communication, *label)
     if parallel.find_unused_parameters:
         yield Row("unused", "supported", *_switch_label("parallel.find_unused_parameters"))
     if parallel.gradient_compression != "none":
@@ -204,6 +208,8 @@ def _offload_rows(plan: "Plan") -> Iterator[Row]:
     moved = {name: tier for name, tier in tiers.items() if tier != "none"}
     for name, tier in moved.items():
         part = f", {100 * offload.share:g} %" if name == "optimizer_states" and offload.share != 1 else ""
+        if name == "optimizer_states" and offload.buffers != OffloadPlan.buffers:
+            part += f", {offload.buffers} buffers" if offload.buffers > 1 else ", 1 buffer"
         yield Row("offload", f"{name} to {tier}{part}", *_label(f"offload.{name}", tier))
     if not moved:
         yield Row("offload", "none", *_label("offload.optimizer_states", "none"))

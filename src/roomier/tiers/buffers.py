@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 _mapped: dict[int, tuple[int, bool]] = {}  # address -> number of bytes, and whether the memory is a file
+_anonymous: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
 
 ALIGNMENT_BYTES = 4096  # A multiple of the block sizes of disks.
 
@@ -62,7 +63,22 @@ def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor
     if is_shared:
         register(mapping, is_file=False)
     storage = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+    _anonymous[storage.data_ptr()] = mapping
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # an operation, so that trackers count this memory
+
+
+def discard_content(memory: Tensor) -> None:
+    """Return the pages of ``memory`` to the operating system until the next access. The content becomes undefined.
+
+    This function has no effect on pinned memory, and on systems without ``MADV_DONTNEED``.
+
+    Args:
+        memory: aligned memory from :func:`allocate`.
+    """
+    start = memory.untyped_storage().data_ptr()
+    mapping = _anonymous.get(start)
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED, memory.data_ptr() - start, memory.nbytes)
 
 
 def register(mapping: mmap.mmap, *, is_file: bool) -> None:

@@ -27,7 +27,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from roomier.tiers.buffers import buffer_sizes, padded, record_memory
+from roomier.tiers.buffers import buffer_sizes, discard_content, padded, record_memory
 from roomier.tiers.scratch import Scratch
 from roomier.tiers.transfers import Job
 
@@ -64,7 +64,8 @@ class DiskTier:
         num_buffers: number of buffers.
         pinned: allocate pinned memory, for copies to and from an accelerator.
         num_ahead: maximum number of expected records that are in buffers before they are taken; by default
-            ``num_buffers``. A smaller number leaves buffers free for :meth:`blank`.
+            ``num_buffers``. A smaller number leaves buffers free for :meth:`blank`. With 0, :meth:`expect` returns the
+            memory of free buffers to the operating system, because the caller is not about to use them.
         shares_large: whether large records share one buffer; see :func:`roomier.tiers.buffers.buffer_sizes`. In this
             case, the caller must hold at most one large record at a time. Otherwise, each buffer has the size of the
             largest record.
@@ -131,6 +132,10 @@ class DiskTier:
             for slot in (*unused, *before.values()):
                 self._discard(slot)
             self._fill()
+            if self._num_ahead == 0:
+                for slot in self._free:
+                    if slot.wait is None:
+                        discard_content(slot.memory)
 
     def is_ready(self, record: int) -> bool:
         """Return whether the record was expected, and its read is complete."""

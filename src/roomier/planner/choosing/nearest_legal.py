@@ -301,7 +301,7 @@ def _of_offload(asked: Keywords) -> Iterator[_Edit]:
             yield _Edit({**strategy, **together}, 1)
 
 
-_SETTINGS_OF_TIERS = ("folder", "share", "update")
+_SETTINGS_OF_TIERS = ("folder", "share", "buffers", "update")
 
 
 def _of_arithmetic(asked: Keywords) -> Iterator[_Edit]:

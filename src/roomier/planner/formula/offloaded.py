@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from roomier.engine.parameter_tier import NUM_BUFFERS, NUM_STATE_BUFFERS
+from roomier.engine.parameter_tier import NUM_BUFFERS
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.memory.model_states import StateBytes
 from roomier.memory.walk import Layout, own_shape
@@ -34,7 +34,7 @@ from roomier.memory.weights import Weight
 from roomier.offload.regions import ALIGNMENT as PARAMETER_ALIGNMENT
 from roomier.offload.states import aligned, record_size
 from roomier.offload.units import first_leaving
-from roomier.plan import Plan
+from roomier.plan import OffloadPlan, Plan
 from roomier.plan.offload_rules import update_mode
 from roomier.planner.dry_runs.dry_run import Interval, NumBytes
 from roomier.planner.forecast import Traffic
@@ -80,6 +80,7 @@ class Offloaded:
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
         on_cpu: whether the device is the host.
         num_micro_batches: number of micro-batches per optimizer step.
+        num_state_buffers: number of buffers for optimizer states on disk.
         completes_ahead: number of units by which deferred updates are ahead of the forward.
         in_buckets: whether gradients are in the buckets of DDP. DDP replaces its buckets in its second step, while
             deferred updates still use the earlier buckets.
@@ -92,6 +93,7 @@ class Offloaded:
     mode: str = "plain"
     on_cpu: bool = True
     num_micro_batches: int = 1
+    num_state_buffers: int = OffloadPlan.buffers
     completes_ahead: int = 0
     in_buckets: bool = False
 
@@ -131,7 +133,7 @@ class Offloaded:
         num_bytes = 0
         if self.state_tier == "disk":
             sizes = [each.record_bytes for each in self.states] * self._num_copies
-            num_bytes += sum(buffer_sizes(sizes, NUM_STATE_BUFFERS))
+            num_bytes += sum(buffer_sizes(sizes, self.num_state_buffers))
         if self.parameter_tier == "disk":
             sizes = [size for each in self.parameters for size in (each.record_bytes, each.gradient_bytes)]
             num_bytes += NUM_BUFFERS * max(map(padded, sizes), default=0)
@@ -179,8 +181,15 @@ class Offloaded:
     def ring_share(self) -> float:
         """Fraction of the transfers of the updates that fills the buffers of the tier before the first update."""
         updated = self.states or self.parameters
-        num_buffers = NUM_STATE_BUFFERS if self.states else NUM_BUFFERS
+        if self.is_serial:
+            return 0.0
+        num_buffers = self.num_state_buffers if self.states else NUM_BUFFERS
         return min(1.0, num_buffers / len(updated)) / 2 if updated else 0.0
+
+    @property
+    def is_serial(self) -> bool:
+        """True if updates wait for all transfers, because the tier has one buffer."""
+        return self.state_tier == "disk" and self.num_state_buffers == 1
 
     @property
     def _parameter_sizes(self) -> list[int]:
@@ -384,7 +393,8 @@ def offloaded(
         mode=mode,
         on_cpu=on_cpu,
         num_micro_batches=plan.batch.accumulate_grad_batches,
-        completes_ahead=int(layout.strategy in ("zero1", "zero2", "zero3", "hsdp")),
+        num_state_buffers=offload.buffers,
+        completes_ahead=int(layout.is_sharded and not (on_cpu and layout.is_sequential)),
         in_buckets=layout.strategy == "ddp",
     )
 

@@ -191,6 +191,7 @@ class _Step:
             is_cpu=self.machine.device.kind == "cpu",
             waits_each=not is_ddp,
             bucket_s=link_s / self.num_buckets if is_ddp and exchanges else 0.0,
+            is_sequential=self.layout.is_sequential,
         )
 
     def forward_s(self) -> float:

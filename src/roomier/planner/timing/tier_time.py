@@ -9,6 +9,8 @@ during backward:
     deferred     C - F + max(F + U, IO - ring)
     speculative  max(C + U, IO)
 
+With a single buffer, updates wait for all transfers, and each mode takes ``C + U + IO``.
+
 On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. The reads and writes
 of a disk share its time. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
 together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers in both
@@ -54,7 +56,8 @@ def added_s(away: Offloaded, machine: Machine, step: Durations) -> float:
     backward_s = max(step.backward_s, transfer_s(away.backward_traffic, machine))
     added = forward_s - step.forward_s + backward_s - step.backward_s
     window = Durations(step.first_forward_s, forward_s, backward_s, step.update_s)
-    return added + waits_s(away.mode, transfer_s(away.update_traffic, machine), away.ring_share, window)
+    transfers_s = transfer_s(away.update_traffic, machine)
+    return added + (transfers_s if away.is_serial else waits_s(away.mode, transfers_s, away.ring_share, window))
 
 
 def waits_s(mode: str, transfers_s: float, ring_share: float, step: Durations) -> float:

@@ -78,7 +78,13 @@ class _Clocks:
 
 
 def play(
-    segments: Sequence[Segment], num_micro_batches: int, *, is_cpu: bool, waits_each: bool, bucket_s: float = 0.0
+    segments: Sequence[Segment],
+    num_micro_batches: int,
+    *,
+    is_cpu: bool,
+    waits_each: bool,
+    bucket_s: float = 0.0,
+    is_sequential: bool = False,
 ) -> float:
     """Return the duration of forward and backward of all micro-batches, in seconds.
 
@@ -88,6 +94,7 @@ def play(
         is_cpu: simulate ranks on a CPU, without overlap.
         waits_each: the end of each backward pass waits for its reductions (``fully_shard``).
         bucket_s: time that one bucket occupies the link (DDP); 0 sends each reduction separately.
+        is_sequential: all-gathers in backward start when their unit is needed.
     """
     num_played = min(num_micro_batches, _MOST_PLAYED)
     clocks, ends = _Clocks(), [0.0]
@@ -96,7 +103,9 @@ def play(
         if is_cpu:
             clocks.device_s += _alone_s(segments, is_first=is_first, is_last=is_last)
         else:
-            _play_micro_batch(clocks, segments, is_first=is_first, is_last=is_last, bucket_s=bucket_s)
+            _play_micro_batch(
+                clocks, segments, is_first=is_first, is_last=is_last, bucket_s=bucket_s, is_sequential=is_sequential
+            )
             if waits_each or is_last:
                 clocks.device_s = max(clocks.device_s, clocks.link_s)
         ends.append(clocks.device_s)
@@ -121,7 +130,13 @@ def _takes_place(transfer: Transfer, *, is_first: bool, is_last: bool) -> bool:
 
 
 def _play_micro_batch(
-    clocks: _Clocks, segments: Sequence[Segment], *, is_first: bool, is_last: bool, bucket_s: float
+    clocks: _Clocks,
+    segments: Sequence[Segment],
+    *,
+    is_first: bool,
+    is_last: bool,
+    bucket_s: float,
+    is_sequential: bool,
 ) -> None:
     pending_s, was_backward = 0.0, False
     gathers = [
@@ -134,7 +149,8 @@ def _play_micro_batch(
             was_backward = True
             _begin_copy(clocks, segment.copy_s)
         if gathers[index]:
-            _gather(clocks, gathers[index], following_gather[index])
+            ahead_s = 0.0 if is_sequential and segment.is_backward else following_gather[index]
+            _gather(clocks, gathers[index], ahead_s)
         if segment.copy_s:  # waits for the copy of an earlier block (forward) or of this block (backward)
             clocks.device_s = max(clocks.device_s, clocks.copies_s)
         begin_s = clocks.device_s
