@@ -99,6 +99,15 @@ def test_levers_under_a_strategy(on_simulated: SimulatedRanks, strategy: str, sc
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("strategy", ["zero3 on 2", "hsdp on 4"])
+def test_sequential_communication(on_simulated: SimulatedRanks, strategy: str) -> None:
+    num_ranks, keywords = STRATEGIES[strategy]
+    settings = keywords["strategy"] if isinstance(keywords["strategy"], dict) else {"name": keywords["strategy"]}
+    sequential = {"strategy": {**settings, "communication": "sequential"}, "devices": num_ranks}
+    results = on_simulated(num_ranks, compare, sequential, {}, False, schedule="OTHERS_FIRST")
+    assert problems_of("none", strategy, results) == []
+
+
 def problems_of(lever: str, strategy: str, results: list[Comparison]) -> list[str]:
     """Return the expectations that the results of the ranks do not meet."""
     found = []

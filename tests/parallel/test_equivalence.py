@@ -112,6 +112,22 @@ def test_norms_in_the_root_unit_train_bit_identically(on_ranks: RankPool, setup:
     assert distance(joined, separate).weights == 0.0
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hsdp"])
+def test_sequential_communication_trains_bit_identically(on_ranks: RankPool, strategy: str) -> None:
+    num_ranks, shard_size = (4, 2) if strategy == "hsdp" else (2, None)
+    plain = Setup(strategy, num_ranks, shard_size, accumulate=2, clip=0.5, num_steps=3)
+    setups = [
+        replace(plain, precision=precision, options=options, levers=levers)
+        for precision, levers in (("32-true", {}), ("bf16-mixed", {"activation_checkpointing": "full"}))
+        for options in ({}, {"communication": "sequential"})
+    ]
+    results = on_ranks.each(num_ranks, train_on_ranks, [(Language, each) for each in setups])
+    for overlapped, sequential in (results[:2], results[2:]):
+        assert sequential[0].losses == overlapped[0].losses
+        assert sequential[0].norms == overlapped[0].norms
+        assert distance(sequential[0], overlapped[0]).weights == 0.0
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_clipping_by_value(on_ranks: RankPool, strategy: str) -> None:
     check(on_ranks, Language, Setup(strategy, 2, accumulate=2, clip=0.01, clip_algorithm="value"))

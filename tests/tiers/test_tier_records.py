@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scratch]:
 def make_tier(kind: str, num_buffers: int, scratch: Scratch) -> Tier:
     if kind == "host":
         return HostTier(SIZES, pinned=False)
-    return DiskTier(scratch, SIZES, num_buffers, pinned=False, shares_large=kind == "disk with one large buffer")
+    num_ahead = 0 if kind == "disk without reading ahead" else None
+    shares_large = kind == "disk with one large buffer"
+    return DiskTier(scratch, SIZES, num_buffers, pinned=False, num_ahead=num_ahead, shares_large=shares_large)
 
 
 class Model:
@@ -108,7 +111,7 @@ names = st.sampled_from(["expect", "take", "take", "take", "blank", "switch", "d
 calls = st.lists(st.tuples(names, st.integers(0, len(SIZES) - 1), st.integers(0, 100)), min_size=20, max_size=80)
 
 
-@pytest.mark.parametrize("kind", ["host", "disk", "disk with one large buffer"])
+@pytest.mark.parametrize("kind", ["host", "disk", "disk with one large buffer", "disk without reading ahead"])
 @given(calls=calls, num_buffers=st.integers(1, 4))
 def test_records_have_the_content_of_a_dict(
     kind: str, scratch: Scratch, calls: list[tuple[str, int, int]], num_buffers: int
@@ -172,6 +175,17 @@ def test_calls_do_not_wait_for_transfers(scratch: Scratch) -> None:
     assert tier.take(0).eq(1).all()
     tier.drop(third)
     tier.close()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="the system cannot return pages of a buffer")
+def test_a_free_buffer_has_no_memory_if_records_are_not_read_ahead(scratch: Scratch) -> None:
+    for num_ahead, content in ((0, 0), (1, 7)):
+        tier = DiskTier(scratch, [10_000], num_buffers=1, pinned=False, num_ahead=num_ahead)
+        tier.put(0, tier.blank(0).fill_(7))
+        tier.settle()
+        tier.expect([])
+        assert tier.blank(0).eq(content).all()  # pages that were returned contain zeros
+        tier.close()
 
 
 def test_a_buffer_is_not_reused_before_its_wait(scratch: Scratch) -> None:
