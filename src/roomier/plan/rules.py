@@ -246,15 +246,6 @@ def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")
 
 
-def communication_is_of_shards(plan: "Plan") -> Iterator[PlanError]:
-    """Reject sequential communication if no parameters are sharded, because other strategies do not all-gather."""
-    parallel = plan.parallel
-    if parallel.communication != "overlapped" and parallel.strategy in ("single", "ddp"):
-        problem = f"is supported only if the model is sharded, not with strategy {parallel.strategy!r}"
-        action = "Use strategy='zero3', or remove communication"
-        yield PlanError("parallel.communication", parallel.communication, problem, action)
-
-
 def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
     """Reject several ranks on mps, because torch has no collectives for mps."""
     if plan.parallel.accelerator == "mps" and plan.parallel.strategy != "single":
@@ -263,14 +254,18 @@ def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.strategy", plan.parallel.strategy, problem, action)
 
 
-def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
-    """Reject gradient compression with strategies other than ddp, because other strategies use different
-    collectives."""
+def communication_fits_the_strategy(plan: "Plan") -> Iterator[PlanError]:
+    """Reject gradient compression with strategies other than ddp, because other strategies use different collectives.
+    Also reject sequential communication with strategies that do not shard parameters."""
     parallel = plan.parallel
     if parallel.gradient_compression != "none" and parallel.strategy != "ddp":
         problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}"
         action = "Use strategy='ddp', or use reduce_dtype='bf16' to halve the gradient traffic"
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
+    if parallel.communication != "overlapped" and parallel.strategy in ("single", "ddp"):
+        problem = f"is supported only if the model is sharded, not with strategy {parallel.strategy!r}"
+        action = "Use strategy='zero3', or remove communication"
+        yield PlanError("parallel.communication", parallel.communication, problem, action)
 
 
 def compression_settings_are_complete(plan: "Plan") -> Iterator[PlanError]:
@@ -389,9 +384,8 @@ def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
 RULES: list[Rule] = [
     single_has_one_rank,
     shards_fill_the_ranks,
-    communication_is_of_shards,
     mps_is_one_device,
-    compression_is_of_ddp,
+    communication_fits_the_strategy,
     compression_settings_are_complete,
     onebit_adam_sends_for_itself,
     float64_needs_hardware,
