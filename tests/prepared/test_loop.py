@@ -11,7 +11,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from safetensors.torch import load_model
+from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -339,8 +339,33 @@ def test_saved_weights(tmp_path: Path) -> None:
     assert largest_difference(other.state_dict(), tied.state_dict()) == 0
     accelerator.save_model(model, tmp_path / "weights", safe_serialization=False)
     accelerator.save(accelerator.get_state_dict(model), tmp_path / "saved.pt")
+    accelerator.save(accelerator.get_state_dict(model), tmp_path / "saved.safetensors", safe_serialization=True)
+    nn.init.zeros_(other[0].weight)
+    load_model(other, tmp_path / "saved.safetensors")
+    assert largest_difference(other.state_dict(), tied.state_dict()) == 0
     for path in (tmp_path / "weights" / "pytorch_model.bin", tmp_path / "saved.pt"):
         assert largest_difference(torch.load(path), tied.state_dict()) == 0
+
+
+class Tied(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+        self[2].weight = self[0].weight
+
+
+def save_tied_shards(folder: Path) -> None:
+    torch.manual_seed(0)
+    accelerator = roomier.Accelerator(plan=plan_from_flags(strategy="zero3", accelerator="cpu", devices=2))
+    accelerator.save_model(accelerator.prepare(Tied()), folder)
+
+
+def test_tied_shards_are_written_once(on_ranks: RankPool, tmp_path: Path) -> None:
+    on_ranks(2, save_tied_shards, tmp_path)
+    assert len(load_file(tmp_path / "model.safetensors")) == 3
+    torch.manual_seed(0)
+    expected, loaded = Tied(), Tied()
+    load_model(loaded, tmp_path / "model.safetensors")
+    assert largest_difference(loaded.state_dict(), expected.state_dict()) == 0
 
 
 def test_trackers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from roomier.core.tree import to_device
 from roomier.core.units import parse_bytes
 from roomier.device.rng import rng_state, set_rng_state
 from roomier.engine.model_engine import ModelEngine
-from roomier.export.shards import ToWrite, write_tensors
+from roomier.export.shards import ToWrite, write_shard, write_tensors
 
 _HOST = torch.device("cpu")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -90,16 +90,22 @@ def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """Return the unsharded state of ``network``. Tensors that were sharded are in host memory on rank 0, and are
     omitted on other ranks.
 
-    Every rank must call this function. One sharded tensor at a time is unsharded on the device.
+    Every rank must call this function. One sharded tensor at a time is unsharded on the device, and tied parameters are
+    one tensor.
     """
+    tied = {name: id(each) for name, each in network.named_parameters(remove_duplicate=False)}
+    unsharded: dict[int, Tensor] = {}
     found: dict[str, Any] = {}
     for name, each in network.state_dict().items():
         if not isinstance(each, Tensor) or not is_sharded(each):
             found[name] = each
             continue
-        full = each.full_tensor()
+        key = tied.get(name, id(each))
+        if key not in unsharded:
+            full = each.full_tensor()
+            unsharded[key] = to_device(full, _HOST) if ranks.is_zero else each
         if ranks.is_zero:
-            found[name] = to_device(full, _HOST)
+            found[name] = unsharded[key]
     return found
 
 
@@ -112,15 +118,8 @@ def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int 
         RoomierError: a value is not a tensor.
     """
     size = max_shard_size if isinstance(max_shard_size, int) else parse_bytes("max_shard_size", max_shard_size)
-    names: dict[tuple[Any, ...], list[str]] = {}
-    for name, each in weights.items():
-        if not isinstance(each, Tensor):
-            action = "Use safe_serialization=False, which writes a pickle"
-            raise RoomierError(name, type(each).__name__, "is not a tensor, so safetensors cannot store it", action)
-        key = (each.data_ptr(), each.shape, each.stride(), each.dtype) if each.numel() else (name,)
-        names.setdefault(key, []).append(name)
+    tensors = _to_write(weights)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = [_to_write(first, weights[first], tuple(tied)) for first, *tied in names.values()]
     with TemporaryDirectory(dir=folder) as new:
         write_tensors(Path(new), tensors, size)
         for earlier in folder.iterdir():
@@ -130,5 +129,25 @@ def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int 
             file.replace(folder / file.name)
 
 
-def _to_write(name: str, tensor: Tensor, tied: tuple[str, ...]) -> ToWrite:
+def write_file(path: Path, weights: Mapping[str, Any]) -> None:
+    """Write one safetensors file. Tied weights are written once.
+
+    Raises:
+        RoomierError: a value is not a tensor.
+    """
+    write_shard(path, _to_write(weights))
+
+
+def _to_write(weights: Mapping[str, Any]) -> list[ToWrite]:
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, each in weights.items():
+        if not isinstance(each, Tensor):
+            action = "Use safe_serialization=False, which writes a pickle"
+            raise RoomierError(name, type(each).__name__, "is not a tensor, so safetensors cannot store it", action)
+        key = (each.data_ptr(), each.shape, each.stride(), each.dtype) if each.numel() else (name,)
+        names.setdefault(key, []).append(name)
+    return [_tensor_to_write(first, weights[first], tuple(tied)) for first, *tied in names.values()]
+
+
+def _tensor_to_write(name: str, tensor: Tensor, tied: tuple[str, ...]) -> ToWrite:
     return ToWrite(name, tensor.dtype, tuple(tensor.shape), lambda: [tensor.detach()], tied)

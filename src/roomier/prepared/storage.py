@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from roomier.core.errors import RoomierError
@@ -19,7 +18,7 @@ from roomier.prepared.model import PreparedModel
 from roomier.prepared.optimizer import PreparedScheduler
 from roomier.prepared.processes import Processes
 from roomier.prepared.project import last_checkpoint, next_checkpoint, project_of, remove_oldest
-from roomier.prepared.saving import full_weights, load_loop, save_loop, write_weights
+from roomier.prepared.saving import full_weights, load_loop, save_loop, write_file, write_weights
 from roomier.prepared.trackers import NO_TRACKER, Trackers
 
 
@@ -84,12 +83,16 @@ class Storage(Processes):
         return full_weights(self.unwrap_model(model), self.ranks)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save ``obj`` on rank 0 with ``torch.save``, or with ``safetensors`` if ``safe_serialization`` is set."""
+        """Save ``obj`` on rank 0 with ``torch.save``, or as a safetensors file if ``safe_serialization`` is set.
+
+        Raises:
+            RoomierError: ``safe_serialization`` is set, and a value of ``obj`` is not a tensor.
+        """
         on_each_node = self.project_configuration.save_on_each_node
         if not (self.is_local_main_process if on_each_node else self.is_main_process):
             return
         if safe_serialization:
-            save_file(dict(obj), f, metadata={"format": "pt"})
+            write_file(Path(f), obj)
         else:
             torch.save(obj, f)
 
