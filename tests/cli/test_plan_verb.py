@@ -122,7 +122,7 @@ def test_table_shows_the_plan_and_exit_code_1_if_none_fits(capsys: pytest.Captur
     assert main(["plan", *GPT, *TWO, "--memory_budget", "2MiB"]) == 1
     expected = " ".join(capsys.readouterr().out.split())
     assert "No plan fits." in expected
-    assert "of 2.0 MiB" in expected
+    assert "but the budget is 2.0 MiB" in expected
 
 
 def test_what_if_shows_the_peak_of_other_batches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -369,7 +369,7 @@ class Source:
             self._feed.check(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a position from :meth:`state_dict`. The next :meth:`start` resumes there.
+        """Load a position from :meth:`state_dict`. The next call of :meth:`start` resumes at this position.
 
         Raises:
             DataError: the position belongs to a different kind of loader.

@@ -232,7 +232,7 @@ def computed(output: Any) -> Any:
 
 
 def _rows_of(logits: LazyLogits) -> Rows:
-    """Return the rows of ``logits``.
+    """Return the rows that ``logits`` represents.
 
     Raises:
         TrainingError: the autograd graph contains an operation that the rows do not include.

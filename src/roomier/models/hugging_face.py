@@ -107,7 +107,7 @@ def _converter(
     model: Any, rule: Any, target: str, sources: list[tuple[str, str]]
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = copy.deepcopy(rule)  # a copy, because the rule stores its inputs
+        own = copy.deepcopy(rule)  # the rule stores its inputs, so it is copied
         for name, pattern in sources:
             own.add_tensor(target, name, pattern, tensors[name])
         return _whole(own.convert(target, model=model, config=model.config))
