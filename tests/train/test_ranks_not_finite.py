@@ -146,7 +146,7 @@ def test_both_ranks_stop_at_the_same_step_with_one_error(on_ranks, tmp_path, str
         found_field, found_problem, action = first[name]["error"]
         assert (found_field, found_problem.startswith(problem)) == (field, True), (name, found_problem)
         assert ("checkpoint of step 2 is unchanged" in action) == ("checkpoint" in name), (name, action)
-        assert ("To find the rank in which it starts" in action) == ("all 2 ranks" in problem), (name, action)
+        assert ("To find the rank on which it starts" in action) == ("all 2 ranks" in problem), (name, action)
 
 
 def skip(strategy: str, root: Any) -> list[dict[str, Any]]:

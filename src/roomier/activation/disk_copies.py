@@ -62,7 +62,7 @@ class _Read:
 
     Attributes:
         job: the job.
-        mark: position of its copy to the device, when the job is complete.
+        mark: position of the copy to the device on the stream of the copies; None until the job is complete.
     """
 
     job: Job

@@ -1,9 +1,9 @@
 """Resident-set measurement of ``roomier bench planner``, which runs as ``python -m roomier.bench.planner_rss FOLDER
 SETTINGS``.
 
-The module measures the increase of the resident set of a fresh process. The increase is counted from the time before
-the model exists to the peak of the third step. The model is so wide that the memory of libraries and of the allocator
-is negligible.
+The module measures the increase of the resident set of a fresh process. It is measured from before the
+model is created to the peak during the third step. The model is so wide that the memory of libraries and of the
+allocator is negligible.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.workload import Workload
 
 CONTEXT_MIB = 1343
-"""Memory of the CUDA context and kernels on a V100, measured by the Hugging Face guide."""
+"""Memory that the CUDA context and kernels use on a V100, as reported in the Hugging Face guide."""
 
 _SHAKESPEARE = 65  # number of different characters in the text of the minGPT benchmark
 _MINGPT, _BERT, _SHARDED = "Lightning + DeepSpeed", "Hugging Face guide", "Lightning Sharded"

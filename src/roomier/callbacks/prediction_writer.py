@@ -167,7 +167,9 @@ def _check_plain(value: Any, name: str) -> None:
         children = list(value)
     else:
         problem = f"cannot be written to {name}"
-        action = "Return tensors, numbers, strings, dicts and lists from predict_step, or override write_on_batch_end"
+        action = (
+            "Return only tensors, numbers, strings, dicts or lists from predict_step, or override write_on_batch_end"
+        )
         raise _wrong("predict_step", type(value).__name__, problem, action)
     for each in children:
         _check_plain(each, name)

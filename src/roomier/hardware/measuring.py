@@ -26,7 +26,7 @@ _PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine, the ranks n
 
 
 def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
-    """Measure this machine with ``num_ranks`` processes at the same time, and the disk.
+    """Measure this machine with ``num_ranks`` concurrent processes, and measure its disk.
 
     Args:
         device: device of the ranks; each rank uses a different accelerator of this type.

@@ -47,7 +47,7 @@ def _mentions(node: ast.AST) -> bool:
 
 
 def _is_missing(test: ast.expr) -> bool:
-    """Return True for the conditions ``closure is None`` and ``not closure``."""
+    """Return True if ``test`` is the expression ``closure is None`` or ``not closure``."""
     if isinstance(test, ast.Compare):
         return len(test.ops) == 1 and isinstance(test.ops[0], (ast.Is, ast.Eq))
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)

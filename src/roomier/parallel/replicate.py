@@ -47,7 +47,7 @@ class Replicas(Unsharded):
 
     Attributes:
         runner: module that runs a step in its forward.
-        loss_factor: the number of ranks, by which DDP divides.
+        loss_factor: the number of ranks, by which DDP divides the gradients.
 
     Raises:
         RoomierError: ``compression`` is used with manual optimization.

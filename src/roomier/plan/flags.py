@@ -293,7 +293,7 @@ def _set_compile(draft: _Draft, given: Mapping[str, object]) -> None:
             draft.ask(f"compile.{name}", value, f"compile.{name}")
         else:
             action = did_you_mean(str(name), ["backend", "mode"])
-            draft.errors.append(PlanError("compile", name, "is an unknown setting of compilation", action))
+            draft.errors.append(PlanError("compile", name, "is an unknown compilation setting", action))
 
 
 def _set_lever(draft: _Draft, lever: Lever, given: object) -> None:

@@ -89,7 +89,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        action = "Pass numbers, or pass texts in the argument config of init_trackers"
+        action = "Pass numbers, or pass strings in the argument 'config' of init_trackers"
         raise RoomierError("values", {name: value}, "contains a value that is not a number", action) from error
 
 

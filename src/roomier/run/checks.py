@@ -147,7 +147,7 @@ def _batch_without_terms(run: Run) -> str | None:
 def _way_back(run: Run, found: Sequence[int]) -> str:
     advice = "Lower the learning rate, set gradient_clip_val, or find the operation with Trainer(detect_anomaly=True)"
     if len(found) > 1:  # the summed gradients made the weights NaN on all ranks
-        advice += ". To find the rank in which it starts, also set log_every_n_steps=1"
+        advice += ". To find the rank on which it starts, also set log_every_n_steps=1"
     return f"{_saved(run)} {advice}"
 
 

@@ -121,7 +121,7 @@ class Schedulers:
     def load_planned(
         self, states: Sequence[Mapping[str, Any]], num_steps: float, *, has_other_step_count: bool
     ) -> None:
-        """Restore ``states`` with the schedule that the Plan specifies, until the end of this run.
+        """Restore ``states``. Until the end of this run, the schedule is the one that the Plan specifies.
 
         Args:
             states: values of :meth:`state`.

@@ -90,7 +90,7 @@ class Scratch:
         return start
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` is true after a transfer.
+        """Wait for transfers to end, and check ``condition`` after each transfer, until ``condition`` is true.
 
         Raises:
             TierError: a transfer failed.

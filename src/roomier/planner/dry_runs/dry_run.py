@@ -134,7 +134,7 @@ def dry_run(
         workload: module and micro-batch.
         plan: plan with a concrete strategy.
         rank: rank to simulate. Rank 0 requires at least as much memory as any other rank.
-        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        is_pairwise: True for the pairwise exchange of ranks on gloo; False for the collectives of NCCL.
         like: kind of the device whose kernels determine the saved memory; see
             :func:`roomier.planner.fake.fake_world.fake_world`.
         device: device whose speed determines the time of recomputation, for an activation budget.

@@ -209,9 +209,9 @@ class _Row:
             self.by_depth.append(_Change(*changes))
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
-        """Return the direction in which the row runs in the visit before interval ``index`` of the base. True means
-        that the visit follows the previous period of the row (forward). False means that the visit follows the next
-        period (backward)."""
+        """Return the direction in which the row is visited before interval ``index`` of the base. True means that the
+        periods of the row are visited in their order, as in a forward pass. False means the reverse order, as in a
+        backward pass."""
         for interval in reversed(base.intervals[:index]):
             if interval.place in self.repeat.places(_NUM_FIRST - 1):
                 return True

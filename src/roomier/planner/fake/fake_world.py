@@ -35,7 +35,7 @@ class FakeRanks(Ranks):
 
     Args:
         world: number of ranks, and the rank that this process represents.
-        is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        is_pairwise: True for the pairwise exchange of ranks on gloo; False for the collectives of NCCL.
     """
 
     def __init__(self, world: World, *, is_pairwise: bool) -> None:
@@ -72,7 +72,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
 
     Args:
         world: number of ranks, and the rank that this process represents.
-        is_pairwise: whether to use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        is_pairwise: True for the pairwise exchange of ranks on gloo; False for the collectives of NCCL.
         like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
             GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU, with two exceptions: Attention
             saves its scores, because torch has no fused attention for many of these devices, and autocast uses the

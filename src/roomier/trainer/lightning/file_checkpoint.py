@@ -1,4 +1,4 @@
-"""Checkpoints as one file for ``torch.load`` and Lightning's ``load_from_checkpoint``.
+"""Single-file checkpoints for ``torch.load`` and Lightning's ``load_from_checkpoint``.
 
 The run is saved as a folder, which is then exported and removed. A killed process therefore leaves either the previous
 file or the new file.
