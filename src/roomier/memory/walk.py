@@ -7,11 +7,12 @@ buffer of a unit in the forward exists until the next unit is copied from a sepa
 ``FSDPParamGroup.wait_for_unshard``). In a backward pass, all backends prefetch the next buffer.
 
 After the backward of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed. On
-gloo, the shards of the other ranks are received into the result and into separate buffers, which exist until the next
-reduction starts. With sequential communication, the reduction completes immediately, and no unit is prefetched. On
-other backends, the single buffer exists until the next unit requires a buffer. The reduced shard of this rank is its
-gradient. The inputs of the root and of embeddings have no gradient, so the gradients of these units are reduced at the
-end of the backward of the model.
+gloo, the shards of the other ranks are received into the result and into separate buffers. All buffers are freed when
+the reduction is complete. A reduction that may stay pending is completed before the next reduction, or at the end of
+backward. With sequential communication, no reduction stays pending, and no unit is prefetched. On other backends, the
+single buffer exists until the next unit requires a buffer. The reduced shard of this rank is its gradient. The inputs
+of the root and of embeddings have no gradient, so the gradients of these units are reduced at the end of the backward
+of the model.
 """
 
 from __future__ import annotations
@@ -377,7 +378,7 @@ class Walk:
             self._summed_bytes += size.part
         elif not is_new:
             self.now[part_kind] -= size.part
-        is_freed = layout.is_sequential and layout.on_gloo
+        is_freed = layout.on_gloo and not comes_late
         self.now[_SENT] -= size.sent if is_freed else 0
         self._sent_bytes = 0 if is_freed else size.sent + size.received if comes_late else size.sent
 

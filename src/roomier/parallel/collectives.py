@@ -79,22 +79,12 @@ class PairwiseReduceScatter:
         reductions: pending reduction, shared by all units of a model.
         may_wait: whether reductions may finish later. False if ``fully_shard`` reads the values of each result.
         wire_dtype: dtype in which gradients are sent; None means the reduction dtype of ``fully_shard``.
-        frees_input: whether the memory of the input is freed when the reduction is complete. ``fully_shard`` retains
-            the input until the next reduction, without reading it.
     """
 
-    def __init__(
-        self,
-        reductions: Reductions,
-        *,
-        may_wait: bool,
-        wire_dtype: torch.dtype | None = None,
-        frees_input: bool = False,
-    ) -> None:
+    def __init__(self, reductions: Reductions, *, may_wait: bool, wire_dtype: torch.dtype | None = None) -> None:
         self._reductions = reductions
         self._may_wait = may_wait
         self._wire_dtype = wire_dtype
-        self._frees_input = frees_input
         self._num_sent = 0
         self._last_window = reductions.window
 
@@ -133,8 +123,9 @@ class PairwiseReduceScatter:
                 output_tensor.copy_(received[0])
             for part in received[2 if is_direct else 1 :]:
                 output_tensor.add_(part)
-            if self._frees_input:
-                input_tensor.untyped_storage().resize_(0)
+            # fully_shard retains the input until the next reduction, and threads of gloo can retain all buffers.
+            for part in [input_tensor, *(each for each in received if each is not output_tensor)]:
+                part.untyped_storage().resize_(0)
 
         self._reductions.begin(finish)
         if not self._may_wait or self._last_window == self._reductions.window:

@@ -307,7 +307,6 @@ class Shards:
                 and not sharding.by_hand
                 and not sharding.is_sequential,
                 wire_dtype=sharding.wire_dtype or own,
-                frees_input=sharding.is_sequential,
             )
             unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
