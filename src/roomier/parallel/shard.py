@@ -154,9 +154,8 @@ class Shards:
         self.units: Sequence[nn.Module] = units
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
         if sharding.is_sequential:
-            for (
-                unit
-            ) in self._units:  # replaces the implicit prefetching by an all-gather of the unsharded unit, a no-op
+            # An explicit list replaces implicit prefetching. Prefetching an unsharded unit is a no-op.
+            for unit in self._units:
                 unit.set_modules_to_backward_prefetch([unit])
 
     def begin_run(self) -> None:
