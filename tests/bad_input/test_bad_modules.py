@@ -290,7 +290,7 @@ LOSSES = {
         TrainingError,
         "training_step",
         "'Net'",
-        "self.optimizers().step()",
+        "call step() of self.optimizers()",
     ),
     "manual_backward in automatic optimization": (
         lambda d: d.fit(d.net(training_step=lambda self, batch, i: self.manual_backward(self.loss(batch)))),
