@@ -188,8 +188,8 @@ def check_outcome(desk: Desk, mutation: Mutation, content: Json) -> bool:
     if error is not None:
         entry = next((key for key in mutation[0] if key != "tree"), "tree")
         assert any(name in str(error) for name in ("run.json", str(desk.newest), "optimizer", "lr_scheduler")), error
-        # Weights are reported with their names. A mutation of the entry of all weights concerns each weight.
-        weights = (mutation[0][2:3] or content["tree"]["module"]) if entry == "module" else ()
+        # Weights are reported with their names. A mutation of the entry of all weights is reported for the model.
+        weights = (mutation[0][2:3] or ("model",)) if entry == "module" else ()
         assert any(str(each).rstrip("s") in str(error) for each in (entry, *weights)), (mutation, error)
     return error is not None
 
