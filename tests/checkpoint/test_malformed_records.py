@@ -187,10 +187,14 @@ def check_outcome(desk: Desk, mutation: Mutation, content: Json) -> bool:
     error = resume_from(desk, desk.newest)
     if error is not None:
         entry = next((key for key in mutation[0] if key != "tree"), "tree")
-        assert any(name in str(error) for name in ("run.json", str(desk.newest), "optimizer", "lr_scheduler")), error
+        assert any(
+            name in str(error)
+            for name in ("run.json", str(desk.newest), "optimizer", "lr_scheduler", "train_dataloaders")
+        ), error
         # Weights are reported with their names. A mutation of the entry of all weights is reported for the model.
         weights = (mutation[0][2:3] or ("model",)) if entry == "module" else ()
-        assert any(str(each).rstrip("s") in str(error) for each in (entry, *weights)), (mutation, error)
+        names = (entry, str(entry).replace("_", " "), *weights)
+        assert any(str(each).rstrip("s") in str(error) for each in names), (mutation, error)
     return error is not None
 
 
@@ -204,6 +208,19 @@ def test_a_mutated_field_is_rejected_with_its_name_or_loaded(desk: Desk) -> None
     assert sum(outcomes) > NUM_QUICK / 2
     write_content(desk.newest, content)
     assert resume_from(desk, desk.newest) is None
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        (("tree", "schedulers", 0, "state", "_schedulers"), "delete", None),
+        (("tree", "schedulers", 0, "state", "_milestones"), "insert", None),
+        (("tree", "callbacks", "Timer", "time_elapsed", "train"), "replace", 2**53 + 1),
+    ],
+    ids=["parts of a scheduler", "milestones of a scheduler", "elapsed time"],
+)
+def test_a_state_that_torch_or_python_cannot_use_is_rejected(desk: Desk, mutation: Mutation) -> None:
+    assert check_outcome(desk, mutation, content_of(desk.newest))
 
 
 @pytest.mark.slow

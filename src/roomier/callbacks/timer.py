@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
-from roomier.core.forms import fields, finite, mapping_of
+from roomier.core.forms import FormError, fields, finite, mapping_of
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
@@ -89,6 +89,9 @@ class Timer(Callback):
     def check_stored_state(self, state: Any, place: str) -> None:
         """See :class:`roomier.api.callback.ChecksState`."""
         fields({}, others={"time_elapsed": mapping_of(finite)})(state, place)
+        for stage, elapsed_s in state.get("time_elapsed", {}).items():
+            if elapsed_s > timedelta.max.total_seconds():
+                raise FormError(f"{place}.time_elapsed.{stage}", elapsed_s, f"at most {timedelta.max}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._started_s["train"] is not None:  # do not reset the elapsed time after a rollback

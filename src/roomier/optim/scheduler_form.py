@@ -36,6 +36,7 @@ _FACTOR = fields(
     others={"log_warmup": flag, "decay_steps": optional(count)},
 )
 _PARTS = "_schedulers"  # attribute of SequentialLR and ChainedScheduler
+_MILESTONES = "_milestones"  # attribute of SequentialLR: the first step of each part, except the first part
 _FUNCTIONS = "lr_lambdas"  # contains objects with a state, or functions without a state
 
 
@@ -57,6 +58,10 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
         fields({key: known[key] for key in known.keys() & own.keys()}, others=anything)(saved, place)
     for key in own.keys() & saved.keys() - {_PARTS, _FUNCTIONS, "_last_lr"}:
         like(own[key])(saved[key], item_of(place, key))
+    if _PARTS in own and _PARTS not in saved:
+        raise FormError(place, saved, f"a mapping with the key {_PARTS!r}")
+    if _MILESTONES in own.keys() & saved.keys():
+        list_of(anything, len(own[_MILESTONES]))(saved[_MILESTONES], item_of(place, _MILESTONES))
     for key in {_PARTS, _FUNCTIONS} & own.keys() & saved.keys():
         objects = getattr(scheduler, key)
         list_of(anything, len(objects))(saved[key], item_of(place, key))
