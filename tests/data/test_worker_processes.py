@@ -152,7 +152,7 @@ def test_no_open_file_remains_after_a_fit(make_trainer):
         time.sleep(0.1)
         gc.collect()
         num_files = psutil.Process().num_fds()
-    assert num_files == first
+    assert num_files <= first
 
 
 @pytest.mark.timeout(120)
