@@ -159,6 +159,7 @@ OF_FSDP = [
     Spelling(fsdp(forward_prefetch=True), ZERO3, ("forward_prefetch",)),
     Spelling(fsdp(backward_prefetch="BACKWARD_PRE"), ZERO3, ("backward_prefetch",)),
     Spelling(fsdp(backward_prefetch=None), {**ZERO3, "parallel.communication": "sequential"}),
+    Spelling(fsdp(backward_prefetch=None, sharding_strategy="NO_SHARD"), DDP),
     Spelling(fsdp(sync_module_states=True), ZERO3, ("sync_module_states",)),
     Spelling(fsdp(param_init_fn=len), ZERO3, ("param_init_fn",)),
     Spelling(fsdp(ignored_states=[]), error="all parameters are sharded"),

@@ -177,7 +177,7 @@ def test_calls_do_not_wait_for_transfers(scratch: Scratch) -> None:
     tier.close()
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="the system cannot return pages of a buffer")
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="Windows has no madvise")
 def test_a_free_buffer_has_no_memory_if_records_are_not_read_ahead(scratch: Scratch) -> None:
     for num_ahead, content in ((0, 0), (1, 7)):
         tier = DiskTier(scratch, [10_000], num_buffers=1, pinned=False, num_ahead=num_ahead)

@@ -240,7 +240,7 @@ def _fsdp(answers: Answers, strategy: object) -> None:
     state_dict = setting_of(strategy, "_state_dict_type")
     if state_dict not in (None, "full"):
         answers.ignore("state_dict_type", state_dict, WITHOUT_EFFECT["state_dict_type"])
-    if keywords.get("backward_prefetch", True) is None:
+    if keywords.get("backward_prefetch", True) is None and SHARDINGS[name] != "ddp":
         answers.use("backward_prefetch", None, "strategy.communication", "sequential")
     _answer_rest(answers, keywords)
 

@@ -97,9 +97,8 @@ class ParallelPlan(Part):
             gradients, at least 3. None means 100.
         communication: with a sharded strategy, time of the transfers between ranks. ``"overlapped"`` all-gathers a unit
             while the previous unit computes, and reduces gradients while the next unit computes. ``"sequential"``
-            completes each transfer before the computation continues, so fewer buffers exist at the same time. This
-            saves about twice the bytes of the largest unit. On accelerators, only the all-gathers in backward are
-            sequential.
+            completes each transfer before the computation continues, so fewer buffers exist at the same time. On
+            accelerators, only the all-gathers in backward are sequential.
         find_unused_parameters: support steps whose used parameters differ between steps or ranks. This option is not
             required for parameters that no rank uses in the first step.
     """
