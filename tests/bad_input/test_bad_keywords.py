@@ -78,15 +78,15 @@ WRONG = {
     "max_steps": [(None, "Use an integer"), (-5, "Use an integer of -1 or more"), (1e3, "Use an integer")],
     "min_steps": [(-1, "Use an integer of 0 or more"), (2.0, "Use an integer")],
     "max_time": [
-        ("an hour", "Write 'DD:HH:MM:SS'"),
-        (timedelta(0), "Write"),
+        ("an hour", "Use 'DD:HH:MM:SS'"),
+        (timedelta(0), "Use"),
         ({"hour": 1}, "{'hours': 1}"),
-        (60, "Write"),
+        (60, "Use"),
     ],
     "hang_timeout": [
-        ("ten minutes", "Write 'DD:HH:MM:SS'"),
-        (600, "Write"),
-        (timedelta(0), "Write"),
+        ("ten minutes", "Use 'DD:HH:MM:SS'"),
+        (600, "Use"),
+        (timedelta(0), "Use"),
         ("00:01:00:00", "Use '00:00:30:00' or less, or None"),
     ],
     "limit_train_batches": [(1.5, "a float in [0.0, 1.0]"), ("all", "Use an integer"), (-1, "Use an integer of 0")],
@@ -163,7 +163,7 @@ def test_former_keywords_are_not_current_and_their_replacements_are():
     known = set(inspect.signature(roomier.Trainer.__init__).parameters)
     assert not known & set(FORMER_KEYWORDS)
     for sentence in FORMER_KEYWORDS.values():
-        for name in re.findall(r"(?:^Write |, )(\w+)=", sentence.partition("(")[0]):
+        for name in re.findall(r"(?:^Use |, )(\w+)=", sentence.partition("(")[0]):
             assert name in known, sentence
 
 
@@ -176,7 +176,7 @@ ROWS_OF_TWO = [
         RoomierError,
         "gpus",
         "2",
-        "Write Trainer(accelerator='gpu', devices=2",
+        "Use Trainer(accelerator='gpu', devices=2",
         id="a keyword of an old version of Lightning",
     ),
     pytest.param(
@@ -206,8 +206,8 @@ ROWS_OF_TWO = [
     *[
         pytest.param(act, RoomierError, field, "5", action, id=f"{field} is no argument")
         for act, field, action in [
-            (lambda d: d.trainer().fit(d.net(), train_loader=5), "train_loader", "Write train_dataloaders"),
-            (lambda d: d.trainer().fit(d.net(), train_dataloader=5), "train_dataloader", "Write train_dataloaders"),
+            (lambda d: d.trainer().fit(d.net(), train_loader=5), "train_loader", "Use train_dataloaders"),
+            (lambda d: d.trainer().fit(d.net(), train_dataloader=5), "train_dataloader", "Use train_dataloaders"),
             (lambda d: d.trainer().fit(d.net(), val_dataloader=5), "val_dataloader", "Pass val_dataloaders to fit"),
             (lambda d: d.trainer().fit(d.net(), ckpt_pth=5), "ckpt_pth", "Did you mean 'ckpt_path'?"),
             (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "See help(roomier.Trainer.fit)"),

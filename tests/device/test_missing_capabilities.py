@@ -97,7 +97,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tpu_cores": 8},
-        "tpu_cores=8: was removed from the Trainer. Write Trainer(accelerator='tpu', devices=8, strategy='ddp'). "
+        "tpu_cores=8: was removed from the Trainer. Use Trainer(accelerator='tpu', devices=8, strategy='ddp'). "
         "accelerator='tpu' requires the package torch-tpu.",
     ),
     (

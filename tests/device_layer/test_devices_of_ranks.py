@@ -38,6 +38,6 @@ def test_a_launcher_can_make_one_device_visible_to_each_rank(kind, monkeypatch):
 @pytest.mark.parametrize(("accelerator", "kind"), [("auto", "xpu"), ("gpu", "cuda"), ("xpu", "xpu")])
 def test_the_advice_for_selected_devices_names_the_variable(accelerator, kind, monkeypatch):
     have_accelerator(monkeypatch, kind, count=4)
-    with pytest.raises(RoomierError, match=f"Write devices=2, .* variable {VARIABLES[kind]}"):
+    with pytest.raises(RoomierError, match=f"Use devices=2, .* variable {VARIABLES[kind]}"):
         Trainer(accelerator=accelerator, strategy="ddp", devices=[1, 3])
     assert Trainer(accelerator=accelerator, strategy="ddp", logger=False).num_devices == 4

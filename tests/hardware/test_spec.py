@@ -80,7 +80,7 @@ def test_the_current_machine(text, asked, monkeypatch):
         ("RTX 3090 Ti", "Did you mean 'rtx3090'"),
         ("potato", "Use one of: this, cpu, .*h100, .*YAML"),
         ("", "hardware='': "),
-        ("a100:x", "'x' is not a number of devices. Write the number of devices per node: 'a100:8'"),
+        ("a100:x", "'x' is not a number of devices. Add the number of devices per node: 'a100:8'"),
         ("a100:0", "'0' is not a number"),
         ("a100:-1", "'-1' is not a number"),
         ("a100:", "'' is not a number"),

@@ -34,7 +34,7 @@ ROWS = [
     Spelling({"num_train_epochs": 3.0}, options={"max_epochs": 3}),
     Spelling({"num_train_epochs": 0.5}, error="Use max_steps"),
     Spelling({"logging_steps": 10}, options={"log_every_n_steps": 10}),
-    Spelling({"logging_steps": 0.1}, error="Write a number of steps"),
+    Spelling({"logging_steps": 0.1}, error="Use a number of steps"),
     Spelling({"optim": "adamw_torch", "learning_rate": 1e-3}, {**OF_ADAMW, "optimizer.lr": 1e-3}),
     Spelling(
         {"optim": "adamw_torch_fused", "weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-6},

@@ -105,9 +105,28 @@ def test_candidates_with_slow_tiers_are_a_last_resort() -> None:
     assert found(2, gpus()) == {("none", "none"), ("cpu", "none")}
     assert found(1, machine(), is_last_resort=True) == {("disk", "none"), ("disk", "disk")}
     both = {(one, other) for one in ("cpu", "disk") for other in ("cpu", "disk")}
-    assert found(2, gpus(), is_last_resort=True) == {("disk", "none"), *both}
+    assert found(2, gpus(), is_last_resort=True) == {("none", "none"), ("disk", "none"), *both}
     named = candidates(language(), plan_from_flags(), machine(), is_last_resort=True)
     assert named == ()
+
+
+def test_candidates_with_few_buffers_are_a_last_resort() -> None:
+    def found(**more: Any) -> set[tuple[str, str, int]]:
+        options = ((each.plan, each.refusal) for each in candidates(language(), auto(devices=2), machine(), **more))
+        return {
+            (plan.parallel.strategy, plan.parallel.communication, plan.offload.buffers)
+            for plan, refusal in options
+            if not refusal
+        }
+
+    assert {options[1:] for options in found()} == {("overlapped", 3)}
+    everything = found(is_last_resort=True)
+    sharded = {("zero1", "sequential"), ("zero2", "sequential"), ("zero3", "sequential")}
+    assert {options[:2] for options in everything if options[1] == "sequential"} == sharded
+    assert {options[2] for options in everything} == {3, 1}
+    # Plans without a slow option were evaluated before.
+    plans = [each.plan for each in candidates(language(), auto(devices=2), machine(), is_last_resort=True)]
+    assert all(each.parallel.communication == "sequential" or tiers_of(each)[0] == "disk" for each in plans)
 
 
 class TierPrices(FixedPrices):

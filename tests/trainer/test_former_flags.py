@@ -59,7 +59,7 @@ SPELLED = [
 def test_the_error_shows_the_current_call(flags: dict[str, Any], today: str) -> None:
     with pytest.raises(RoomierError) as caught:
         roomier.Trainer(**flags)
-    assert f"Write Trainer({today})." in str(caught.value)
+    assert f"Use Trainer({today})." in str(caught.value)
     assert caught.value.received == flags[caught.value.field]
 
 
@@ -80,11 +80,11 @@ def test_the_current_call_is_accepted(today: str) -> None:
         ({"plugins": [object()]}, "Use the argument that replaces the plugin"),
         (
             {"devices": [1, 3], "strategy": "ddp"},
-            "Write devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES",
+            "Use devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES",
         ),
         (
             {"devices": "1,3", "strategy": "ddp"},
-            "Write devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES",
+            "Use devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES",
         ),
     ],
 )

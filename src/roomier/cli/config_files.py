@@ -33,10 +33,10 @@ def read_config(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         kind = "is empty" if content is None else f"contains a {type(content).__name__}"
         problem = f"must contain a mapping of options, but {kind}"
-        raise RoomierError("config", path, problem, "Write sections, such as trainer: {max_steps: 100}")
+        raise RoomierError("config", path, problem, "Use sections, such as trainer: {max_steps: 100}")
     trainer = content.get("trainer")
     if trainer is not None and not isinstance(trainer, (dict, str)):  # a string is the path of a separate file
-        action = "Write the options of the section as a mapping, such as trainer: {max_steps: 100}"
+        action = "Pass the options of the section as a mapping, such as trainer: {max_steps: 100}"
         raise RoomierError("trainer", trainer, f"must be a mapping, in {path}", action)
     return content
 

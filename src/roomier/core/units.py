@@ -49,7 +49,7 @@ def parse_bytes(field: str, text: str) -> int:
     Raises:
         RoomierError: ``text`` is not a number with a unit of bytes.
     """
-    action = "Write a number and a unit, such as '6GiB' or '500MB'"
+    action = "Use a number and a unit, such as '6GiB' or '500MB'"
     found = _SIZE.fullmatch(text)
     unit_bytes = None if found is None else _UNIT_BYTES.get(found["unit"].lower() or "b")
     if found is None or unit_bytes is None:
@@ -63,7 +63,7 @@ def parse_duration_s(field: str, value: object) -> float:
     Raises:
         RoomierError: ``value`` has an unsupported form or is not positive.
     """
-    action = "Write 'DD:HH:MM:SS', a datetime.timedelta, or its keywords such as {'hours': 1}"
+    action = "Use 'DD:HH:MM:SS', a datetime.timedelta, or its keywords such as {'hours': 1}"
     try:
         if isinstance(value, timedelta):
             seconds = value.total_seconds()

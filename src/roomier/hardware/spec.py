@@ -120,7 +120,7 @@ def _name_and_count(text: str) -> tuple[str, int]:
     count = found["count"].strip()
     if not count.isdigit() or int(count) < 1:
         problem = f"{count!r} is not a number of devices"
-        raise RoomierError("hardware", text, problem, f"Write the number of devices per node: '{found['name']}:8'")
+        raise RoomierError("hardware", text, problem, f"Add the number of devices per node: '{found['name']}:8'")
     return found["name"], int(count)
 
 

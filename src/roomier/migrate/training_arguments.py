@@ -201,20 +201,20 @@ def _fsdp_config(answers: Answers, name: str, value: Any) -> None:
 _LOADER = "Pass it to your DataLoader"
 _BATCH_SIZE = "Pass batch_size to your DataLoader"
 _METRICS = "Compute metrics in validation_step of a Module, and log them with self.log"
-_CHECKPOINT = "Write callbacks=[ModelCheckpoint(every_n_train_steps=..., save_top_k=...)]"
-_BEST = "Write callbacks=[ModelCheckpoint(monitor='val_loss', mode='min')], and pass ckpt_path='best' to test"
+_CHECKPOINT = "Use callbacks=[ModelCheckpoint(every_n_train_steps=..., save_top_k=...)]"
+_BEST = "Use callbacks=[ModelCheckpoint(monitor='val_loss', mode='min')], and pass ckpt_path='best' to test"
 _HUB = "Run `roomier export CHECKPOINT --to hugging-face OUT --push-to-hub USER/MODEL` after the run"
-_NAMES = "Write logger=WandbLogger(...), whose arguments include the name and the project"
+_NAMES = "Use logger=WandbLogger(...), whose arguments include the name and the project"
 _SEED = "Call roomier.seed_everything before the model is created"
 _BY_LENGTH = "roomier.data.LengthGroupedBatchSampler(lengths, batch_size=...)"
-_LENGTHS = f"Write DataLoader(dataset, batch_sampler={_BY_LENGTH}, collate_fn=...)"
+_LENGTHS = f"Use DataLoader(dataset, batch_sampler={_BY_LENGTH}, collate_fn=...)"
 _DATA = "Pass a DataLoader to fit: trainer.fit(model, train_dataloaders, val_dataloaders)"
 _OWN_LOSS = "Compute the loss in training_step of a Module"
-_EVERY_STEP = "Write val_check_interval with check_val_every_n_epoch=None, which counts micro-batches"
+_EVERY_STEP = "Use val_check_interval with check_val_every_n_epoch=None, which counts micro-batches"
 _CONSOLE = "rank 0 prints the messages of roomier"
 _GROUPS = "roomier selects the process groups and the buckets"
 _LIGER = "Use chunked_loss=True, which computes the loss of a language model without the logits of all tokens"
-_WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}, in which the warm-up is a number of steps"
+_WARM_UP = "Use lr_schedule={'name': 'cosine', 'warmup_steps': 100}, in which the warm-up is a number of steps"
 _FIRST_STEP = "the first step uses 1 / warmup_steps of the rate, but in transformers the first rate is 0"
 _RESUME = "a resumed run restores the position in the data and all callbacks"
 _CALL = "the methods fit, validate, test and predict replace this field"
@@ -233,8 +233,8 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     ),
     "warmup_ratio": Unsupported(_WARM_UP),
     "optim": Converted(_optimizer, is_default_used=True),
-    "optim_args": Unsupported("Write the options into the optimizer: optimizer={'name': 'adamw', 'eps': 1e-6}"),
-    "optim_target_modules": Unsupported("Write lora={'rank': 8, 'targets': [...]} to train adapters"),
+    "optim_args": Unsupported("Pass the options with the optimizer: optimizer={'name': 'adamw', 'eps': 1e-6}"),
+    "optim_target_modules": Unsupported("Use lora={'rank': 8, 'targets': [...]} to train adapters"),
     "weight_decay": Converted(_as("optimizer.weight_decay"), is_default_used=True),
     "adam_beta1": Converted(_beta(0)),
     "adam_beta2": Converted(_beta(1)),
@@ -245,8 +245,8 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "label_smoothing_factor": Unsupported(_OWN_LOSS),
     "bf16": Converted(_if_true("precision", "bf16-mixed")),
     "fp16": Converted(_if_true("precision", "16-mixed")),
-    "bf16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Write precision='bf16-mixed'"),
-    "fp16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Write precision='16-mixed'"),
+    "bf16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Use precision='bf16-mixed'"),
+    "fp16_full_eval": Elsewhere("Evaluations use the precision of the Trainer. Use precision='16-mixed'"),
     "tf32": Converted(_if_set(_as("matmul_precision", lambda value: "high" if value else "highest"))),
     "gradient_checkpointing": Converted(_if_true("activation_checkpointing", "full")),
     "activation_checkpointing": Converted(_if_true("activation_checkpointing", "full")),
@@ -265,14 +265,14 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "auto_find_batch_size": Converted(
         _if_true("auto_scale_batch_size", True, "the tuner determines the size before the fit")
     ),
-    "logging_strategy": Elsewhere("Write log_every_n_steps, or logger=False"),
-    "logging_steps": Converted(_count("log_every_n_steps", "Write a number of steps"), is_default_used=True),
-    "logging_first_step": Elsewhere("Write log_every_n_steps=1"),
-    "logging_dir": Elsewhere("Write default_root_dir, which contains the logs of each run"),
+    "logging_strategy": Elsewhere("Use log_every_n_steps, or logger=False"),
+    "logging_steps": Converted(_count("log_every_n_steps", "Use a number of steps"), is_default_used=True),
+    "logging_first_step": Elsewhere("Use log_every_n_steps=1"),
+    "logging_dir": Elsewhere("Use default_root_dir, which contains the logs of each run"),
     "log_on_each_node": NoEffect(_CONSOLE),
     "logging_nan_inf_filter": NoEffect("by default, a loss that is not finite ends the run"),
-    "include_num_input_tokens_seen": Elsewhere("Write callbacks=[Throughput()], which logs tokens per second"),
-    "include_tokens_per_second": Elsewhere("Write callbacks=[Throughput()], which logs tokens per second"),
+    "include_num_input_tokens_seen": Elsewhere("Use callbacks=[Throughput()], which logs tokens per second"),
+    "include_tokens_per_second": Elsewhere("Use callbacks=[Throughput()], which logs tokens per second"),
     "log_level": NoEffect(_CONSOLE),
     "log_level_replica": NoEffect(_CONSOLE),
     "disable_tqdm": Converted(_if_true("enable_progress_bar", False)),
@@ -296,10 +296,10 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "include_for_metrics": Elsewhere(_METRICS),
     "include_inputs_for_metrics": Elsewhere(_METRICS),
     "batch_eval_metrics": Elsewhere(_METRICS),
-    "save_only_model": Elsewhere("Write callbacks=[ModelCheckpoint(save_weights_only=True)]"),
+    "save_only_model": Elsewhere("Use callbacks=[ModelCheckpoint(save_weights_only=True)]"),
     "save_strategy": Elsewhere(_CHECKPOINT),
     "save_steps": Elsewhere(_CHECKPOINT),
-    "save_total_limit": Elsewhere("Write callbacks=[ModelCheckpoint(save_top_k=...)]"),
+    "save_total_limit": Elsewhere("Use callbacks=[ModelCheckpoint(save_top_k=...)]"),
     "save_safetensors": NoEffect("checkpoints never contain code; roomier.export writes safetensors"),
     "save_on_each_node": NoEffect("each rank writes its shards to default_root_dir"),
     "enable_jit_checkpoint": NoEffect("after SIGTERM, a run always saves a checkpoint before it ends"),
@@ -326,10 +326,10 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "parallelism_config": Unsupported("Use strategy='zero3' or 'hsdp'"),
     "train_sampling_strategy": Elsewhere(f"{_LENGTHS}, or DataLoader(dataset, shuffle=...)"),
     "group_by_length": Elsewhere(_LENGTHS),
-    "length_column_name": Elsewhere(f"Write {_BY_LENGTH} with lengths=dataset[length_column_name]"),
+    "length_column_name": Elsewhere(f"Use {_BY_LENGTH} with lengths=dataset[length_column_name]"),
     "remove_unused_columns": Elsewhere("Select the columns in collate_fn of your DataLoader"),
     "label_names": Elsewhere("Name the labels as the arguments of the model's forward in collate_fn"),
-    "ddp_find_unused_parameters": Elsewhere("Write strategy={'name': 'ddp', 'find_unused_parameters': True}"),
+    "ddp_find_unused_parameters": Elsewhere("Use strategy={'name': 'ddp', 'find_unused_parameters': True}"),
     "ddp_bucket_cap_mb": NoEffect(_GROUPS),
     "ddp_broadcast_buffers": NoEffect(_GROUPS),
     "ddp_static_graph": NoEffect(_GROUPS),
@@ -339,8 +339,8 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "fsdp_config": Converted(_if_set(_fsdp_config, bool)),
     "fsdp_transformer_layer_cls_to_wrap": NoEffect("each block of the model is a unit"),
     "deepspeed": Converted(_if_set(_as("deepspeed"))),
-    "debug": Unsupported("Write detect_anomaly=True"),
-    "skip_memory_metrics": Elsewhere("Write callbacks=[MemoryAnatomy()]"),
+    "debug": Unsupported("Use detect_anomaly=True"),
+    "skip_memory_metrics": Elsewhere("Use callbacks=[MemoryAnatomy()]"),
     "do_train": NoEffect(_CALL),
     "do_eval": NoEffect(_CALL),
     "do_predict": NoEffect(_CALL),
@@ -378,7 +378,7 @@ OF_TRAINER: dict[str, str] = {
     "compute_metrics": _METRICS,
     "preprocess_logits_for_metrics": _METRICS,
     "optimizers": "Pass optimizer=(a function that receives the parameters), or return them from configure_optimizers",
-    "optimizer_cls_and_kwargs": "Write optimizer=lambda parameters: kind(parameters, **keywords)",
+    "optimizer_cls_and_kwargs": "Use optimizer=lambda parameters: kind(parameters, **keywords)",
 }
 """Mapping from each argument of transformers' Trainer to its equivalent."""
 

@@ -9,6 +9,7 @@ from roomier.core.units import format_bytes, format_seconds
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.levers import used_levers
+from roomier.plan.parts import OffloadPlan
 from roomier.planner.forecast import Forecast
 
 
@@ -185,6 +186,10 @@ def levers_of(plan: Plan) -> list[str]:
         tier = getattr(plan.offload, name)
         if tier != "none":
             words.append(f"{name.replace('_', ' ')} {tiers[tier]}")
+    if plan.offload.buffers != OffloadPlan.buffers:
+        words.append(f"{plan.offload.buffers} buffer{'s' * (plan.offload.buffers > 1)}")
+    if plan.parallel.communication != "overlapped":
+        words.append(f"{plan.parallel.communication} communication")
     words += (lever.words for lever in used_levers(plan))
     if plan.precision.mode != "32-true":
         words.append(plan.precision.mode)

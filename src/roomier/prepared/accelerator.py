@@ -333,9 +333,8 @@ class Accelerator(Storage):
         for engine in self._engines:
             if not self.sync_gradients and (engine.is_sharded or engine.scaler.is_on):
                 problem = "was called while gradients accumulate"
-                raise TrainingError(
-                    name, None, problem, f"Write if accelerator.sync_gradients: accelerator.{name}(...)"
-                )
+                action = f"Call accelerator.{name}(...) only if accelerator.sync_gradients is True"
+                raise TrainingError(name, None, problem, action)
             engine.begin_clip(own)
         return own
 

@@ -81,7 +81,7 @@ def _logger_of(given: Any) -> Any:
         return given
     name = str(getattr(given, "value", given))
     if name == "all":
-        raise PlanError("log_with", name, "is ambiguous", "Write log_with=['tensorboard', 'wandb']")
+        raise PlanError("log_with", name, "is ambiguous", "Use log_with=['tensorboard', 'wandb']")
     return _NAMES.get(name, name)
 
 

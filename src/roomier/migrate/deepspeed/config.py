@@ -178,7 +178,7 @@ def _answer_zero(answers: Answers, leaves: dict[str, Any]) -> None:
     section = "zero_optimization"
     whole = leaves.pop(section, None)
     if not isinstance(whole, (bool, NoneType)):
-        answers.reject(section, whole, "must be a section", "Write {'stage': 3}")
+        answers.reject(section, whole, "must be a section", "Use {'stage': 3}")
     stage = leaves.pop(f"{section}.stage", 1 if whole is True else 0)
     strategies = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in strategies:

@@ -86,7 +86,7 @@ def _is_section(answers: Answers, name: str, section: Any) -> bool:
     params = section.get("params") if isinstance(section, Mapping) else None
     if isinstance(section, Mapping) and (params is None or isinstance(params, Mapping)):
         return True
-    answers.reject(name, section, "must be a section with type and params", "Write {'type': ..., 'params': {...}}")
+    answers.reject(name, section, "must be a section with type and params", "Use {'type': ..., 'params': {...}}")
     return False
 
 

@@ -59,8 +59,8 @@ def candidates(
         plan: requested plan.
         machine: machine to plan for.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
-        is_last_resort: return only plans that offload model states in the ways that are slow in most cases: parameters,
-            and optimizer states on disk.
+        is_last_resort: return only the plans that are slow in most cases: offloaded parameters, optimizer states on
+            disk, and sequential communication.
     """
     if plan.parallel.strategy != "auto":
         return () if is_last_resort else (Candidate(plan, workload.batch_size),)
@@ -68,6 +68,7 @@ def candidates(
         _strategies(plan),
         _kept_activations(plan, workload, machine),
         _tiers(plan, workload, machine, is_last_resort=is_last_resort),
+        _communications(plan, is_last_resort=is_last_resort),
         *(_lever_positions(lever, plan, workload) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
@@ -77,7 +78,9 @@ def candidates(
     refused: dict[tuple[str, str], Candidate] = {}
     for combined in itertools.product(*axes):
         changes = {field: value for change in combined for field, value in change.items()}
-        if not _goes_with_tiers(plan, changes):
+        if not _goes_with_tiers(plan, changes) or not _goes_with_communication(changes):
+            continue
+        if is_last_resort and not _is_slow(changes):
             continue
         candidate = _candidate(plan, changes, workload)
         if candidate.refusal:
@@ -168,15 +171,34 @@ def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: 
     states, parameters = "offload.optimizer_states", "offload.parameters"
     offload = plan.offload
     if offload.optimizer_states != "none" or offload.parameters != "none" or plan.optimizer.name == "onebit_adam":
-        return [] if is_last_resort else [{}]
+        return [{}]
     has_host = machine.device.has_own_memory
     if not is_last_resort:
         return [{}, {states: "cpu"}] if has_host else [{}]
     places = ("cpu", "disk") if has_host else ("disk",)
-    found: list[Changes] = [{states: "disk"}]
+    found: list[Changes] = [{}, {states: "disk"}, {states: "disk", "offload.buffers": 1}]
     if workload.blocks and not plan.compile.enabled and plan.adapter.frozen_base == "as_is":
         found += [{states: one, parameters: other} for one, other in itertools.product(places, repeat=2)]
+        found += [{states: "disk", "offload.buffers": 1, parameters: other} for other in places]
     return found
+
+
+def _communications(plan: Plan, *, is_last_resort: bool) -> list[Changes]:
+    """Return ways to communicate, the fastest first."""
+    if not is_last_resort or plan.parallel.communication != "overlapped":
+        return [{}]
+    return [{}, {"parallel.communication": "sequential"}]
+
+
+def _is_slow(changes: Changes) -> bool:
+    """Return whether ``changes`` contain an option that is evaluated only if no other plan fits."""
+    return any(field in changes for field in ("parallel.communication", "offload.optimizer_states"))
+
+
+def _goes_with_communication(changes: Changes) -> bool:
+    """Return whether the strategy shards the model, if ``changes`` contain sequential communication. Unsupported
+    combinations are omitted without a reason, as with tiers."""
+    return "parallel.communication" not in changes or changes["parallel.strategy"] not in ("single", "ddp")
 
 
 def _goes_with_tiers(plan: Plan, changes: Mapping[str, Any]) -> bool:

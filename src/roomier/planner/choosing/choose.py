@@ -13,6 +13,7 @@ from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.choices import Kind, kind_of
 from roomier.plan.levers import used_levers
+from roomier.plan.parts import OffloadPlan
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.choosing.candidates import STAGES, candidates
 from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
@@ -49,7 +50,8 @@ def choose(
 ) -> Choice:
     """Return the fastest plan that fits, among all plans for the settings that ``plan`` leaves open.
 
-    Plans that offload parameters, or optimizer states to disk, are evaluated only if no other plan fits.
+    Plans that offload parameters, offload optimizer states to disk, or communicate sequentially are evaluated only if no
+    other plan fits.
 
     If several plans are equally fast (within :data:`TIE`), the simplest plan is chosen. Exact plans precede near plans,
     and near plans precede approximate plans. Among plans with the same label, the plan with fewer memory techniques is
@@ -211,6 +213,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     offload = plan.offload
     tiers = (offload.optimizer_states, offload.parameters, offload.activations)
     num_levers = len(used) + (plan.activation.policy != "none") + sum(tier != "none" for tier in tiers)
+    num_levers += (plan.parallel.communication != "overlapped") + (offload.buffers != OffloadPlan.buffers)
     order = list(Kind)
     worst = max(order.index(kind) for kind in kinds if kind is not None)
     return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches

@@ -93,7 +93,7 @@ def _number_of(devices: Any, accelerator: object) -> Any:
         return len(listed)
     kind = accelerator if accelerator not in ("auto", "gpu", "cpu") else accelerator_type() or "cuda"
     variable = visible_devices_variable(str(kind))
-    action = f"Write devices={len(listed)}, and select the devices with the environment variable {variable}"
+    action = f"Use devices={len(listed)}, and select the devices with the environment variable {variable}"
     raise PlanError(
         "devices", devices, "is not supported, because each rank uses the device with its local rank", action
     )

@@ -69,7 +69,7 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
     problem = _PROBLEMS.get(name, "was removed from the Trainer")
     if found[1:]:
         problem += f", like {', '.join(found[1:])}"
-    raise RoomierError(name, given[name], problem, ". ".join([f"Write Trainer({call})", *remarks]))
+    raise RoomierError(name, given[name], problem, ". ".join([f"Use Trainer({call})", *remarks]))
 
 
 def written_today(name: str, value: Any) -> tuple[dict[str, Any], list[str]] | None:

@@ -70,7 +70,7 @@ def _with_training_arguments(given: dict[str, Any], defaults: Mapping[str, Any])
             found["optimizer"] = {"name": name} if settings else name
         elif settings and name is None and answers.meaning_of("optimizer.name") is None:
             setting, value = settings[0].setting, settings[0].value
-            answers.reject(setting, value, "requires a named optimizer", "Write optimizer={'name': 'adamw', ...}")
+            answers.reject(setting, value, "requires a named optimizer", "Use optimizer={'name': 'adamw', ...}")
         found = merged(answers, found, defaults)
         answers.report()
     return found

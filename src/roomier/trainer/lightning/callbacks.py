@@ -40,8 +40,8 @@ _SHOWN = (
     "dirpath",
 )
 REFUSED = {
-    "BatchSizeFinder": "Write Trainer(auto_scale_batch_size=True)",
-    "LearningRateFinder": "Write Trainer(auto_lr_find=True)",
+    "BatchSizeFinder": "Use Trainer(auto_scale_batch_size=True)",
+    "LearningRateFinder": "Use Trainer(auto_lr_find=True)",
     "ModelPruning": "Call torch.nn.utils.prune in on_fit_start of a callback, before the weights are sharded",
     "ThroughputMonitor": "Use roomier.callbacks.Throughput()",
     "SpikeDetection": "Use roomier.callbacks.SpikeGuard()",
