@@ -50,8 +50,8 @@ def choose(
 ) -> Choice:
     """Return the fastest plan that fits, among all plans for the settings that ``plan`` leaves open.
 
-    Plans that offload parameters, offload optimizer states to disk, or communicate sequentially are evaluated only if no
-    other plan fits.
+    Plans that offload parameters, offload optimizer states to disk, or communicate sequentially are evaluated only if
+    no other plan fits.
 
     If several plans are equally fast (within :data:`TIE`), the simplest plan is chosen. Exact plans precede near plans,
     and near plans precede approximate plans. Among plans with the same label, the plan with fewer memory techniques is
