@@ -12,6 +12,7 @@ from roomier.plan import OffloadPlan, Plan, plan_from_flags
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import choose
 from roomier.planner.choosing.nearest import no_plan_fits
+from roomier.planner.choosing.pricing import prices_of
 from roomier.planner.forecast import Forecast, StepTime, Traffic
 from roomier.planner.formula.offloaded import MovedUnit, Offloaded
 from roomier.planner.timing.tier_time import Durations, added_s, transfer_s
@@ -121,12 +122,24 @@ def test_candidates_with_few_buffers_are_a_last_resort() -> None:
 
     assert {options[1:] for options in found()} == {("overlapped", 3)}
     everything = found(is_last_resort=True)
-    sharded = {("zero1", "sequential"), ("zero2", "sequential"), ("zero3", "sequential")}
-    assert {options[:2] for options in everything if options[1] == "sequential"} == sharded
+    assert {options[:2] for options in everything if options[1] == "sequential"} == {("zero3", "sequential")}
     assert {options[2] for options in everything} == {3, 1}
     # Plans without a slow option were evaluated before.
     plans = [each.plan for each in candidates(language(), auto(devices=2), machine(), is_last_resort=True)]
     assert all(each.parallel.communication == "sequential" or tiers_of(each)[0] == "disk" for each in plans)
+
+
+def test_sequential_communication_is_chosen_before_a_disk() -> None:
+    two_ranks, plan = machine(devices=2), auto(devices=2)
+    prices = prices_of(language(1), two_ranks)
+    possible = [each for each in candidates(language(1), plan, two_ranks) if not each.refusal]
+    smallest = min(prices.estimate(each.plan, each.micro_batch).peak_bytes for each in possible)
+    choice = choose(language(1), plan, two_ranks, budget_bytes=smallest - 1, prices=prices)
+    assert choice.chosen is not None
+    assert choice.chosen.plan.parallel.communication == "sequential"
+    assert tiers_of(choice.chosen.plan) == ("none", "none")
+    assert choice.chosen.peak_bytes < smallest
+    assert "sequential communication" in choice.why
 
 
 class TierPrices(FixedPrices):

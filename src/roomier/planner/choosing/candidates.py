@@ -196,9 +196,9 @@ def _is_slow(changes: Changes) -> bool:
 
 
 def _goes_with_communication(changes: Changes) -> bool:
-    """Return whether the strategy shards the model, if ``changes`` contain sequential communication. Unsupported
-    combinations are omitted without a reason, as with tiers."""
-    return "parallel.communication" not in changes or changes["parallel.strategy"] not in ("single", "ddp")
+    """Return whether the strategy shards parameters, if ``changes`` contain sequential communication. With other
+    strategies, sequential communication saves little memory, so these combinations are omitted without a reason."""
+    return "parallel.communication" not in changes or changes["parallel.strategy"] in ("zero3", "hsdp")
 
 
 def _goes_with_tiers(plan: Plan, changes: Mapping[str, Any]) -> bool:

@@ -224,7 +224,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
 
 def _considered(chosen: Forecast | None, search: _Search, priced: Priced) -> tuple[Considered, ...]:
     fitting = sorted(search.fitting, key=time_s)
-    too_large = sorted(search.too_large, key=lambda each: each.peak_bytes)
+    too_large = sorted(search.too_large, key=lambda each: (bool(each.full_tier), each.peak_bytes))
     found: list[Considered] = []
     if chosen is not None:
         found.append(Considered(chosen.plan, chosen.micro_batch, chosen, fits=True))
