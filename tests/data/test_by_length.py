@@ -172,7 +172,7 @@ def test_a_resume_within_an_epoch_requires_the_same_order(changes: dict[str, Any
     [
         ([1, 2], {}, "batch_size=None: is required without max_tokens"),
         ([1, 2], {"batch_size": 0}, "batch_size=0: must be a positive integer"),
-        ([1, 9, 2], {"max_tokens": 8}, "max_tokens=8: is smaller than sample 1, which has 9 tokens"),
+        ([1, 9, 2], {"max_tokens": 8}, "max_tokens=8: is less than the 9 tokens of sample 1"),
         ([1, 2], {"batch_size": 1, "spread": 1.0}, r"spread=1.0: must be in \[0, 1\)"),
         ([1, 2], {"batch_size": 1, "batches_per_step": 0}, "batches_per_step=0: must be a positive"),
         ([], {"batch_size": 1}, "lengths=.* must contain one integer for each sample"),

@@ -1,6 +1,7 @@
-"""Feeds whose position counts batches, because the user's code orders and groups the samples.
+"""Feeds that count batches instead of samples, because the user's code orders and groups the samples.
 
-With ``N`` ranks, each rank reads every ``N``-th batch of one order that is identical on all ranks (:class:`Share`).
+The order of the batches is identical on all ranks. With ``N`` ranks, each rank reads every ``N``-th batch
+(:class:`Share`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SpeaksState(Protocol):
 
 
 class EpochStart:
-    """Random states at the start of an epoch, from which a loader repeats its random draws.
+    """Random states at the start of an epoch. With these states, a loader draws the same random numbers again.
 
     Args:
         own: generators of the user's loader, dataset and samplers.
@@ -55,17 +56,19 @@ class EpochStart:
         self._state = {"global": rng_state(), "own": self._own.states()}
 
     def position(self) -> dict[str, Any]:
-        """Return the saved states and the current states of the user's generators."""
+        """Return the saved states, and the current states of the user's generators."""
         return {"random_at_start": self._state, "random_now": self._own.states()}
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Restore all generators to their states at the start of the epoch of ``position``, and save these states."""
+        """Set all generators to the states that ``position`` stores for the start of its epoch, and save these
+        states."""
         set_rng_state(position["random_at_start"]["global"])
         self._own.set_states(position["random_at_start"]["own"])
         self.remember()
 
     def leave(self, position: dict[str, Any]) -> None:
-        """Set the user's generators to their states at ``position``. The caller restores the global generators."""
+        """Set the user's generators to the current states that ``position`` stores. The caller restores the global
+        generators."""
         self._own.set_states(position["random_now"])
 
 
@@ -74,11 +77,11 @@ class BatchFeed(Feed):
 
     Args:
         loader: the loader that the user passed, or a copy of it.
-        share: batches of this rank.
+        share: share of the batches that this rank reads.
         ranks: ranks that gather their positions if the loader shards itself.
         seed: seed of the random numbers that must be identical on all ranks.
-        draws_apart: run the loader's code with separate random states, so that the random numbers of the loader do not
-            depend on other code, such as a second loader.
+        draws_apart: if True, the loader's code uses separate random states, so that its random numbers do not depend on
+            other code, such as a second loader.
     """
 
     def __init__(
@@ -90,8 +93,8 @@ class BatchFeed(Feed):
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws() if share.divides or draws_apart else None
-        self._num_before = 0  # Batches of all ranks that were done when this feed started the epoch.
-        self._first = 0  # Batches of this rank that were done when this feed started the epoch.
+        self._num_before = 0  # Number of batches of all ranks that were done when this feed started.
+        self._first = 0  # Number of batches of this rank that were done when this feed started.
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -194,7 +197,7 @@ class WalkedFeed(BatchFeed):
         loader: DataLoader that reads the indices of ``sampler``.
         sampler: sampler that yields the batches of this rank.
         own_generators: generators of the user's loader.
-        epoch_seed: seed of the random numbers of batches in worker processes; None without workers.
+        epoch_seed: seed of the random numbers that worker processes draw for each batch; None without workers.
     """
 
     kind = "walked"
@@ -317,7 +320,7 @@ class ReplayedFeed(BatchFeed):
         return self._one_pass(iterator, epoch, is_repeated) if self._may_restart else iterator
 
     def _one_pass(self, iterator: Iterator[Any], epoch: int, is_repeated: bool) -> Iterator[Any]:
-        # A generator, because each further call of iter() would restart the iterator itself.
+        # This function is a generator, because each further call of iter(iterator) would restart the iterator.
         is_empty = True
         for batch in iterator:
             is_empty = False
@@ -360,7 +363,7 @@ class ReplayedFeed(BatchFeed):
 
 
 def _restarts(kind: type) -> bool:
-    """Return True if ``kind`` belongs to a library in which every new iterator starts a new epoch."""
+    """Return True if the class ``kind`` belongs to a library in which every new iterator starts a new epoch."""
     return kind.__module__.partition(".")[0] in ("torchdata", "datasets")
 
 
@@ -399,7 +402,7 @@ class StatefulFeed(BatchFeed):
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)
         with self._alike():
-            if self._unread is not None:  # an __iter__ that is a generator applies the loaded state on its first next
+            if self._unread is not None:  # if __iter__ is a generator, its first next() applies the loaded state
                 next(self._unread, None)
                 self._unread = None
             iterator = iter(self._loader)
@@ -412,7 +415,7 @@ class StatefulFeed(BatchFeed):
         return batches
 
     def _past_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        # After the state of a finished epoch is loaded, some loaders start the next epoch, and other loaders are
+        # After the state of a finished epoch is loaded, some loaders start the next epoch, but other loaders are
         # exhausted.
         is_empty = True
         for batch in iterator:

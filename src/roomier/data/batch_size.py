@@ -26,7 +26,7 @@ def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]
 
     Args:
         loader: DataLoader for which :func:`batch_size_of` is not None.
-        batch_size: samples per micro-batch.
+        batch_size: number of samples per micro-batch.
     """
     batching, sampler = loader.batch_sampler, plain_sampler(loader)
     assert isinstance(batching, BatchSampler)

@@ -16,23 +16,23 @@ from torch.utils.data import Sampler
 from roomier.core.errors import DataError
 from roomier.data.seeding import mix_seed
 
-_MIN_BATCHES = 8  # Minimum of a bucket, so that the samples of a batch differ between epochs.
-_NUM_BUCKETS = 4  # Minimum of a small dataset, whose buckets have fewer batches.
+_MIN_BATCHES = 8  # Minimum number of batches in a bucket, so that the samples of a batch differ between epochs.
+_NUM_BUCKETS = 4  # Minimum number of buckets for a small dataset. These buckets have fewer than _MIN_BATCHES batches.
 
 
 class LengthGroupedBatchSampler(Sampler[list[int]]):
-    """Batch sampler of the indices ``0 .. len(lengths) - 1`` whose batches contain samples of similar length.
+    """Batch sampler over the indices ``0 .. len(lengths) - 1`` whose batches contain samples of similar length.
 
     The samples are sorted by length and split into buckets. In each epoch, the samples of each bucket are shuffled and
     split into batches. Then, groups of ``batches_per_step`` consecutive batches are shuffled. Each sample is in exactly
     one batch of an epoch, and the number of batches is the same in each epoch. The longest sample is in the first
     batch, so the first step requires the most memory.
 
-    The order depends on ``(seed, epoch)`` only. The order does not depend on the ranks, so a run can resume within an
-    epoch with any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks read the same number of
-    batches. In a step, all ranks read batches of similar length. If fewer than ``N`` batches remain at the end of an
-    epoch, roomier drops these batches. With shuffling, different samples are dropped in each epoch. If the lengths or
-    other arguments of the sampler have changed, a resume within an epoch raises an error.
+    The order depends only on the arguments of the sampler and on the epoch. The order does not depend on the ranks, so
+    a run can resume within an epoch with any number of ranks. Rank ``r`` of ``N`` reads every ``N``-th batch. All ranks
+    read the same number of batches. In a step, all ranks read batches of similar length. If fewer than ``N`` batches
+    remain at the end of an epoch, roomier drops these batches. With shuffling, different samples are dropped in each
+    epoch. If the lengths or other arguments of the sampler have changed, a resume within an epoch raises an error.
 
     Args:
         lengths: length of each sample, in tokens.
@@ -40,7 +40,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         max_tokens: maximum number of tokens in a padded batch, which is the number of samples times the length of the
             longest sample. At least one of ``batch_size`` and ``max_tokens`` is required.
         shuffle: use a new order in each epoch. If False, the batches are in descending order of length.
-        seed: seed of the order of the batches.
+        seed: seed for the order of the batches.
         batches_per_step: number of consecutive batches of similar length. Pass the number of ranks times
             ``accumulate_grad_batches``, or a multiple of this product.
         spread: maximum relative difference between the lengths in a bucket. Buckets with fewer than 8 batches also
@@ -88,7 +88,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
 
     @property
     def order_settings(self) -> dict[str, int | float | None]:
-        """Settings that determine the order of an epoch, with a checksum of the lengths.
+        """Settings that determine the order of the batches in an epoch, and a checksum of the lengths.
 
         Checkpoints contain these settings. A run that resumes within an epoch requires equal settings.
         """
@@ -96,14 +96,14 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         return {**self._settings, **own}
 
     def check_order(self, settings: Mapping[str, int | float | None], name: str) -> None:
-        """Check that the order is the order of a saved run.
+        """Check that the batches have the same order as in a saved run.
 
         Args:
             settings: :attr:`order_settings` of the saved run.
             name: name of the loader, for the error.
 
         Raises:
-            DataError: a setting is different.
+            DataError: a setting differs from the saved run.
         """
         for setting, value in self.order_settings.items():
             stored = settings.get(setting, value)
@@ -121,7 +121,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of batches of one epoch, for all ranks."""
+        """Return the number of batches in one epoch, for all ranks together."""
         return len(self._bounds) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -133,7 +133,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
             yield indices[self._bounds[number] : self._bounds[number + 1]].tolist()
 
     def _places(self, generator: torch.Generator) -> Tensor:
-        """Return the samples, as indices of the order by length, with the samples of each bucket shuffled.
+        """Return the positions of the samples in the order by length, shuffled within each bucket.
 
         The longest sample remains in the first batch.
         """
@@ -153,7 +153,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         order = (1 + torch.randperm(num_groups - 1, generator=generator)).tolist()
         num_missing = num_groups * size - num_batches
         small = num_groups
-        if num_missing:  # the smaller group is random and comes last, so that each other step has batches of one group
+        if num_missing:  # the smaller group is chosen at random and comes last, so that each other step reads one group
             small = order.pop()
             order.append(small)
         for group in (0, *order):
@@ -199,7 +199,7 @@ def _checked(lengths: Sequence[int] | Tensor | NDArray[Any], most_tokens: int | 
         raise DataError("lengths", lengths, "must contain one integer for each sample", action)
     longest = int(found.argmax())
     if most_tokens is not None and int(found[longest]) > most_tokens:
-        problem = f"is smaller than sample {longest}, which has {int(found[longest])} tokens"
+        problem = f"is less than the {int(found[longest])} tokens of sample {longest}"
         raise DataError("max_tokens", most_tokens, problem, "Truncate or remove this sample, or raise max_tokens")
     return found.to(torch.int64)
 

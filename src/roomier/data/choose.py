@@ -52,7 +52,8 @@ def training_feed(
     draws_order: bool = False,
     place: LoaderPlace | None = None,
 ) -> Feed:
-    """Return the feed that resumes ``loader`` at the lowest cost. :class:`Source` documents the other arguments.
+    """Create a feed for ``loader``, of the kind that resumes at the lowest cost. :class:`Source` documents the other
+    arguments.
 
     Args:
         place: place of ``loader`` among several loaders that are read together; None for a single loader.
@@ -181,7 +182,8 @@ def speaks_state(loader: object) -> TypeGuard[Any]:
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
-    """Return True if ``dataset`` is a stream of the package datasets whose samples pass through a shuffle buffer.
+    """Return True if ``dataset`` is a stream from the package datasets that passes its samples through a shuffle
+    buffer.
 
     The state of such a dataset does not contain the samples in the buffer, so a run that resumes from this state would
     skip these samples.
@@ -213,7 +215,8 @@ def check_is_one_loader(loader: Any, name: str) -> None:
 
 
 def in_own_processes(loader: DataLoader[Any], pin_memory: bool) -> DataLoader[Any]:
-    """Return ``loader``, or a copy whose worker processes and pinning are configured for a run."""
+    """Return ``loader`` if no change is required, otherwise a copy whose worker processes and pinned memory are
+    configured for a run."""
     changes = _process_changes(loader, pin_memory) if can_be_rebuilt(loader) else {}
     return rebuilt(loader, **changes) if changes else loader
 
@@ -231,7 +234,7 @@ def _process_changes(loader: DataLoader[Any], pin_memory: bool) -> dict[str, Any
 def _changes(loader: DataLoader[Any], name: str, pin_memory: bool) -> dict[str, Any]:
     changes = _process_changes(loader, pin_memory)
     if loader.num_workers and not loader.in_order:
-        notice(f"{name}: in_order=False cannot be resumed, so roomier yields the batches in order.")
+        notice(f"{name}: a loader with in_order=False cannot be resumed, so roomier yields the batches in order.")
         changes["in_order"] = True
     return changes
 
@@ -274,8 +277,8 @@ def _ordered(
     num_left_out = num_samples - sampler.num_read_after(0)
     if num_left_out and not drop_last:
         notice(
-            f"{name}: each epoch drops the last {num_left_out} of {num_samples} samples, which are fewer than "
-            "the number of ranks"
+            f"{name}: each epoch drops the last {num_left_out} of {num_samples} samples, because all ranks must read "
+            "the same number of batches"
         )
     epoch_seed = None
     if loader.num_workers:
@@ -291,7 +294,7 @@ def _ordered(
 
 
 def _num_samples(sampler: RandomSampler | SequentialSampler, loader: DataLoader[Any], name: str) -> int:
-    action = "Define __len__ in the dataset, which returns the number of samples"
+    action = "Define a method __len__ in the dataset that returns the number of samples"
     try:
         num_samples = len(sampler)
     except (TypeError, NotImplementedError) as error:

@@ -72,7 +72,7 @@ class CombinedLoader(Iterable[Any]):
         return map_loaders(lambda loader: getattr(loader, "batch_sampler", None), self.iterables)
 
     def __len__(self) -> int:
-        """Return the number of batches of one pass. Raises TypeError if this number is unknown."""
+        """Return the number of batches in one pass. Raises TypeError if this number is unknown."""
         num_batches = num_joined([length_of(each) for each in self.flattened], self.mode)
         if not isinstance(num_batches, int):
             raise TypeError(f"{self!r} has no length")
@@ -124,10 +124,10 @@ def read_on(parts: Sequence[Part], loader: CombinedLoader) -> Generator[Any, Non
 
 
 class JointBatches(Iterable[Any]):
-    """Batches of a CombinedLoader without indices, for an evaluation.
+    """Iterable over the batches of a CombinedLoader in an evaluation, without indices.
 
     Args:
-        combined: loaders that are read together.
+        combined: CombinedLoader that is read.
         shards_by_rank: True if the loaders shard themselves across ranks.
     """
 
@@ -167,7 +167,7 @@ def as_loaders(obj: Any, name: str) -> list[Any]:
         The loaders. A CombinedLoader that reads its loaders together is a single loader.
 
     Raises:
-        DataError: ``obj`` yields no batches.
+        DataError: ``obj``, or a loader in ``obj``, yields no batches.
     """
     if obj is None:
         return []

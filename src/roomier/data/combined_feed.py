@@ -43,8 +43,8 @@ class CombinedFeed(Feed):
             for feed in feeds:  # otherwise, one rank could reach the next loader before the other ranks
                 if feed.ends_by_rank:
                     problem = (
-                        "yields different numbers of batches on different ranks, but another loader is read after this "
-                        "loader"
+                        "can yield different numbers of batches on different ranks, which mode 'sequential' does not "
+                        "support"
                     )
                     action = "Set shards_by_rank = False on the dataset, so that roomier shards it, or use another mode"
                     raise DataError(feed.name, loader, problem, action)
@@ -64,7 +64,7 @@ class CombinedFeed(Feed):
 
     @property
     def part_lengths(self) -> list[int | float]:
-        """Number of batches in one pass over each loader on this rank; ``inf`` if this number is unknown."""
+        """For each loader, the number of batches in one pass on this rank; ``inf`` if this number is unknown."""
         return [feed.num_batches for feed in self._feeds]
 
     def limit_parts(self, limits: Sequence[float]) -> None:

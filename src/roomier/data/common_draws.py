@@ -1,4 +1,4 @@
-"""Random draws that are identical on every rank, for loaders whose order must be the same on all ranks."""
+"""Random numbers that are identical on every rank, for loaders whose order must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from roomier.data.seeding import mix_seed, seed_generators
 
 
 class CommonDraws:
-    """Separate states of the CPU generators of Python, NumPy and torch, which replace this rank's states in a context.
+    """Separate states for the CPU generators of Python, NumPy and torch. Within a context, these states replace the
+    states of this rank.
 
     The global states of the ranks can differ, for example after dropout. A sampler that shuffles with the global
     generators yields the same order on all ranks only if the states of these generators are identical.
@@ -38,8 +39,8 @@ class CommonDraws:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use the separate states in this context, and restore the states of this rank at its end. Contexts can be
-        nested."""
+        """Use the separate states in this context, and restore the states of this rank when the context ends. Contexts
+        can be nested."""
         if self._is_inside:
             yield
             return
@@ -55,7 +56,7 @@ class CommonDraws:
             self._is_inside = False
 
     def read(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the elements of ``iterator``, each drawn with the separate states."""
+        """Yield the elements of ``iterator``. Each element is read with the separate states."""
         while True:
             with self.inside():
                 try:

@@ -17,7 +17,7 @@ from roomier.data.share import Share
 SHARD_MARK = "shards_by_rank"
 _ASKS_FOR_RANK = {"get_rank", "get_world_size", "get_node_local_rank", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
 
-# Attributes of samplers for their rank and number of ranks: in torch, in accelerate, and in Megatron.
+# Names of the sampler attributes that contain the rank and the number of ranks, in torch, accelerate and Megatron.
 _PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"), ("data_parallel_rank", "data_parallel_size"))
 
 
@@ -63,7 +63,8 @@ def _check_made_for(sampler: DistributedSampler[Any], world: World) -> None:
     if made_for != (world.rank, world.size):
         problem = f"was created for rank {made_for[0]} of {made_for[1]}, but this is rank {world.rank} of {world.size}"
         action = (
-            "Create it in train_dataloader, where the ranks are known, or remove it, so that roomier shards the data"
+            "Create the sampler in train_dataloader(), which runs on each rank, or remove the sampler, so that roomier "
+            "shards the data"
         )
         raise DataError("DistributedSampler", sampler, problem, action)
 

@@ -5,7 +5,7 @@ This module contains the base class, and the feed for loaders whose order roomie
 
 A feed starts an epoch, or resumes the epoch after a position. In both cases, the feed creates the loader's iterator
 immediately, so that the loader draws from the global generators at the start of the epoch. The feed reads no batch
-before the loop requests one. The exception is a replay, which reads the batches that are done.
+before the loop requests one. The exception is a replay, which reads all batches before the position.
 """
 
 import math
@@ -50,7 +50,7 @@ class Feed(ABC):
     @property
     @abstractmethod
     def loaders(self) -> Sequence[Any]:
-        """Loaders that are read."""
+        """Loaders that this feed reads."""
 
     @property
     def ends_by_rank(self) -> bool:
@@ -59,13 +59,14 @@ class Feed(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """True if the running epoch is known to have no more batches before the loop requests the next batch."""
+        """True if the loader has already reported the end of the current epoch, before the loop requests a further
+        batch."""
         return False
 
     @property
     @abstractmethod
     def num_batches(self) -> int | float:
-        """Number of batches of one full epoch on this rank; ``inf`` if this number is unknown."""
+        """Number of batches in one full epoch on this rank; ``inf`` if this number is unknown."""
 
     @abstractmethod
     def start(self, epoch: int) -> Iterator[Any]:
@@ -92,7 +93,7 @@ class Feed(ABC):
         del position
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        """Restore the state that later epochs need from ``position``, whose epoch has ended.
+        """Restore the state that later epochs need. The epoch of ``position`` has ended.
 
         Args:
             position: position in the last epoch of the saved run.
@@ -101,7 +102,7 @@ class Feed(ABC):
         del position, is_complete
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
-        """Return the dataset indices of this rank's samples in the given batches of the running epoch; None if
+        """Return the dataset indices of this rank's samples in the given batches of the current epoch; None if
         unknown."""
         del first_batch, num_batches
         return None
@@ -112,14 +113,14 @@ class Feed(ABC):
         Every rank must call this method at the same time.
 
         Args:
-            num_batches: batches of the running epoch that are done on this rank.
+            num_batches: number of batches of the current epoch that are done on this rank.
         """
         del num_batches
         return {}
 
 
 def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
-    """Return an iterator of ``loader``.
+    """Return an iterator over ``loader``.
 
     Args:
         loader: loader to iterate.
@@ -147,7 +148,7 @@ class OwnGenerators:
         self._generators = generators_of(loader)
 
     def agree(self, ranks: Ranks) -> None:
-        """Copy the states of rank 0, so that all ranks draw the same order."""
+        """Copy the states from rank 0, so that all ranks draw the same order."""
         if self._generators:
             self.set_states(ranks.from_zero(self.states()))
 
@@ -169,7 +170,7 @@ class OrderedFeed(Feed):
         loader: DataLoader that groups the samples of ``sampler`` into batches.
         sampler: order of the samples.
         own_generators: generators of the user's loader.
-        epoch_seed: seed of the random numbers of samples in worker processes; None without workers.
+        epoch_seed: seed of the random numbers that worker processes draw for each sample; None without workers.
     """
 
     kind = "ordered"
@@ -189,8 +190,8 @@ class OrderedFeed(Feed):
         self._batch_size = sampler.batch_size
         self._own_generators = own_generators
         self._epoch_seed = epoch_seed
-        self._first_sample = 0  # Start of this feed in the running epoch, in samples of the global order.
-        self._first_batch = 0  # Start of this feed in the running epoch, in batches of the current size.
+        self._first_sample = 0  # Start of this feed in the current epoch, in samples of the global order.
+        self._first_batch = 0  # Start of this feed in the current epoch, in batches of the current size.
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -242,7 +243,7 @@ class OrderedFeed(Feed):
         }
 
     def position_in_samples(self, num_batches: int) -> int:
-        """Return how many samples of the global order are in the first ``num_batches`` batches of the running epoch."""
+        """Return how many samples of the global order are in the first ``num_batches`` batches of the current epoch."""
         num_read = (num_batches - self._first_batch) * self._batch_size * self._sampler.world.size
         return min(self._first_sample + num_read, self._sampler.num_samples)
 

@@ -30,7 +30,7 @@ from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuil
 from roomier.data.same import is_same
 from roomier.device.rng import rng_state, set_rng_state
 
-_NUM_LISTED = 1000  # Maximum number of batches of a list whose sizes are compared.
+_NUM_LISTED = 1000  # Maximum number of batches in a list whose sizes are compared.
 _DEPTH = 3  # Maximum nesting depth of datasets.
 
 
@@ -38,8 +38,8 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
     """Return a batch of ``loader``, and a loader that the run reads instead of ``loader``.
 
     For a list of batches, the returned batch is the largest batch. For other loaders, the returned batch is the first
-    batch or a batch with as many samples. For a CombinedLoader, the returned batch contains one batch of each loader.
-    In mode ``"sequential"``, the returned batch is the largest of these batches.
+    batch or a batch with the same number of samples. For a CombinedLoader in mode ``"sequential"``, the returned batch
+    is the largest of the batches of its loaders. In other modes, the returned batch contains one batch of each loader.
 
     Args:
         loader: loader of a run.
@@ -86,7 +86,7 @@ def _no_batch(loader: Any, name: str) -> DataError:
 
 @contextmanager
 def untouched(loader: Any) -> Iterator[None]:
-    """Restore all random states, and the attributes of ``loader`` and its parts, at the end of this context."""
+    """Restore all random states and the attributes of ``loader`` and its parts when this context ends."""
     state = rng_state()
     parts = list(_all_parts(loader))
     attributes = [(each, dict(vars(each))) for each in parts if hasattr(each, "__dict__")]
@@ -115,7 +115,7 @@ def check_is_repeatable(
     Args:
         loader: loader of a run.
         name: name of the argument that the user passed, for errors.
-        instead: action that the error message suggests as an alternative to a change of the loader.
+        instead: action that the error message suggests as an alternative to changing the loader.
 
     Raises:
         DataError: the loader has an iterator that can be read only once. The message names the iterator.
@@ -130,7 +130,7 @@ def check_is_repeatable(
         for attribute, value in vars(part).items() if hasattr(part, "__dict__") else ():
             if isinstance(value, Iterator):
                 problem = f"reads from {type(part).__name__}.{attribute}, which can be iterated only once"
-                action = f"Create it in __iter__, or {instead}"
+                action = f"Create the iterator in __iter__, or {instead}"
                 raise DataError(name, loader, f"{problem}, so its first batch cannot be read in advance", action)
 
 

@@ -27,15 +27,15 @@ class Part:
     Args:
         start: function that starts the pass with a given index, counted from 0 in each epoch. The function returns an
             iterator over the batches and the object that reads them.
-        length: number of batches of a pass; ``inf`` if this number is unknown.
+        length: number of batches in a pass; ``inf`` if this number is unknown.
         name: name of the loader for errors.
 
     Attributes:
         length: the argument ``length``.
         name: the argument ``name``.
         limit: maximum number of batches in mode ``"sequential"``.
-        cycle: index of the running pass; -1 before the first pass.
-        num_read: number of batches of the running pass that were yielded.
+        cycle: index of the current pass; -1 before the first pass.
+        num_read: number of batches that were yielded in the current pass.
         iterator: iterator over the remaining batches; None before the first pass and after the end of a pass.
         came_to_end: True after a complete pass.
     """
@@ -53,7 +53,7 @@ class Part:
 
     @property
     def num_left(self) -> float:
-        """Remaining batches of the running pass; ``inf`` if the number is unknown."""
+        """Number of remaining batches in the current pass; ``inf`` if this number is unknown."""
         if self.cycle >= 0 and self.iterator is None:
             return 0
         return max(min(self.length, self.limit) - self.num_read, 0)
@@ -65,11 +65,11 @@ class Part:
         self.iterator, self._reading = self._start(self.cycle)
 
     def continue_from(self, iterator: Iterator[Any] | None, reading: Any, num_read: int) -> None:
-        """Continue the running pass with ``iterator``, after ``num_read`` batches."""
+        """Continue the current pass with ``iterator``, after ``num_read`` batches."""
         self.iterator, self._reading, self.num_read = iterator, reading, num_read
 
     def read(self) -> Any:
-        """Return the next batch of the running pass, or ``END``."""
+        """Return the next batch of the current pass, or ``END`` if the pass has no more batches."""
         batch = END if self.iterator is None else next(self.iterator, END)
         if batch is END:
             self.iterator, self.came_to_end = None, True
@@ -99,8 +99,8 @@ class Joined(NamedTuple):
 def joined(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
     """Yield the batches of ``parts``, combined according to ``mode``.
 
-    Each part must have been started by :func:`begin`, or must continue a pass. In mode ``"sequential"``, a part begins
-    when it is read.
+    Each part must have been started by :func:`begin`, or must continue a pass. In mode ``"sequential"``, each part
+    after the first begins when it is first read.
     """
     try:
         yield from _one_after_another(parts) if mode == "sequential" else _together(parts, mode)
@@ -123,7 +123,7 @@ def begin(parts: Sequence[Part], mode: str) -> None:
 
 
 def num_joined(lengths: Sequence[float], mode: str) -> float:
-    """Return how many steps :func:`joined` yields for parts with ``lengths`` batches."""
+    """Return how many steps :func:`joined` yields for parts that have ``lengths`` batches."""
     if mode == "sequential":
         return sum(lengths)
     return min(lengths) if mode == "min_size" else max(lengths)
@@ -170,9 +170,9 @@ def _read_again(part: Part) -> Any:
         part.begin()
         batch = part.read()
     if batch is END:
-        problem = "yields no batches in its second iteration, but another loader has batches left"
+        problem = "yields no batches when it restarts, but another loader has batches left"
         action = (
-            "Pass a DataLoader, or an object whose __iter__ returns a new iterator, or end with this loader: "
+            "Pass a DataLoader, or an object whose __iter__ returns a new iterator, or end the epoch with this loader: "
             "CombinedLoader(loaders, 'min_size')"
         )
         raise DataError(part.name, part.cycle, problem, action)

@@ -34,9 +34,9 @@ _MOST_LOADERS = 1000  # A larger collection is treated as data and is not search
 def is_loader(obj: object) -> bool:
     """Return True if ``obj`` yields batches and cannot be a batch.
 
-    A DataLoader is a loader. Any other object with ``__iter__`` is a loader, with two exceptions. Objects of which
-    batches consist (tensor, array, list, tuple, mapping, set, text, number) are not loaders. Objects that can move to a
-    device (``.to``), such as the batches of graph libraries, are not loaders.
+    A DataLoader is a loader. Any other object with ``__iter__`` is a loader, with two exceptions. Types that occur in
+    batches (tensor, array, list, tuple, mapping, set, text, number) are not loaders. Objects that can move to a device
+    (``.to``), such as the batches of graph libraries, are not loaders.
     """
     if isinstance(obj, DataLoader):
         return True
@@ -79,7 +79,7 @@ def map_loaders(function: Callable[[Any], Any], loaders: Any) -> Any:
     """Return ``loaders`` with ``function`` applied to each loader.
 
     Args:
-        function: function of one loader.
+        function: function that receives one loader and returns its replacement.
         loaders: one loader, or lists, tuples and dicts of loaders. A list, tuple or dict at the top level always counts
             as several loaders.
     """
@@ -95,11 +95,11 @@ def _is_lone(obj: object) -> bool:
 
 
 def loaders_in(loaders: Any, name: str) -> dict[str, Any]:
-    """Return the loaders in ``loaders``, in the same order, with their paths as keys, such as
+    """Return a dict of the loaders in ``loaders``, in the same order. The keys are paths, such as
     ``"train_dataloaders['a']"``.
 
     Raises:
-        DataError: there is no loader, or one of the loaders yields no batches.
+        DataError: there is no loader, one of the loaders yields no batches, or one of the loaders is a CombinedLoader.
     """
     found = dict(_named(loaders, name, is_top=True))
     if not found:
@@ -128,7 +128,7 @@ def check_gives_batches(obj: object, name: str) -> None:
     """Check that ``obj`` is a loader or a list of batches.
 
     Raises:
-        DataError: ``obj`` is neither. The message names a valid argument.
+        DataError: ``obj`` is neither. The message suggests a valid argument.
     """
     if isinstance(obj, Dataset) and not isinstance(obj, IterableDataset):
         raise DataError(

@@ -71,7 +71,7 @@ class PackedCollate:
         self.use_cache = use_cache
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of ``samples``."""
+        """Return a batch that contains ``samples``."""
         documents = [_document(sample, number) for number, sample in enumerate(samples)]
         documents = [each for each in documents if len(each["input_ids"])]
         if not documents:
@@ -100,7 +100,8 @@ class PackedCollate:
 
 
 def _document(sample: Any, number: int) -> dict[str, Tensor]:
-    """Return the keys of ``sample`` whose values have one element per token."""
+    """Return the values of ``sample`` that have one element per token, after adding ``position_ids`` and missing
+    labels."""
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         action = "Return {'input_ids': [...]} from the dataset"
         raise DataError(f"samples[{number}]", sample, "must be a mapping with the key 'input_ids'", action)
@@ -118,7 +119,10 @@ def _document(sample: Any, number: int) -> dict[str, Tensor]:
         if row is not None and len(row) == len(tokens):
             found[key] = row
         elif key in ("labels", "targets"):
-            action = "Return labels with one element per token, which the model shifts, or targets that are shifted"
+            action = (
+                "Return one element per token, either in labels, which the model shifts, or in targets, which are "
+                "already shifted"
+            )
             raise DataError(f"samples[{number}]['{key}']", value, f"must have {len(tokens)} elements", action)
     if "labels" in found or "targets" not in found:
         labels = found.get("labels", tokens).clone()

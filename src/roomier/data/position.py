@@ -56,7 +56,7 @@ _FEEDS: dict[str, tuple[Mapping[str, Form], Mapping[str, Form]]] = {
     "replayed": (_COUNTED_IN_BATCHES, _DRAWN),
     "stateful": (_COUNTED_IN_BATCHES, _STATE),
 }
-"""Fields of a position for each kind of feed, and the fields that can differ between ranks."""
+"""For each kind of feed, the fields of a position and the fields that can differ between ranks."""
 
 _ORDER = {"order": optional(either(tensor(torch.uint8), integer(-(2**63), 2**63 - 1)))}
 _SAMPLER = {"sampler": mapping_of(optional(either(flag, number)))}

@@ -14,7 +14,7 @@ from roomier.data.sampler import OrderedSampler
 def can_be_rebuilt(loader: DataLoader[Any]) -> bool:
     """Return True if a copy of the loader with a different sampler iterates in the order of this sampler.
 
-    A subclass must not override ``__iter__`` or ``__len__``.
+    The result is False for a subclass that overrides ``__iter__`` or ``__len__``.
     """
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
@@ -45,8 +45,8 @@ def with_ordered_sampler(loader: DataLoader[Any], sampler: OrderedSampler, **cha
 
 
 def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler | None:
-    """Return the sampler of ``loader``, or None if torch does not batch the loader or if the sampler is not a plain
-    sampler of torch.
+    """Return the sampler of ``loader``, or None if the dataset is iterable-style or the sampler is not a plain sampler
+    of torch.
 
     A plain sampler visits each index once per epoch.
     """

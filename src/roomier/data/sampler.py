@@ -30,7 +30,7 @@ class DrawnOrder:
         ranks: ranks that use the same order; a single rank by default.
 
     Attributes:
-        source: seed, or state of ``generator``, from which the permutation of the running epoch was drawn; None before
+        source: seed, or state of ``generator``, from which the permutation of the current epoch was drawn; None before
             the permutation is drawn.
     """
 
@@ -40,7 +40,7 @@ class DrawnOrder:
         self.source: int | Tensor | None = None
 
     def permutation(self, num_samples: int) -> Tensor:
-        """Return the permutation of the running epoch, an int64 tensor of shape ``(num_samples,)``."""
+        """Return the permutation of the current epoch, an int64 tensor of shape ``(num_samples,)``."""
         generator = torch.Generator()
         if self.source is None:
             if self._generator is None:
@@ -61,7 +61,7 @@ class DrawnOrder:
 
 
 class OrderedSampler(Sampler[int]):
-    """Sampler of the indices ``0 .. num_samples - 1`` whose order depends on ``(seed, epoch)`` only, or is drawn from
+    """Sampler of the indices ``0 .. num_samples - 1`` whose order depends only on ``(seed, epoch)``, or is drawn from
     ``drawn``.
 
     The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` reads every ``N``-th
@@ -80,7 +80,7 @@ class OrderedSampler(Sampler[int]):
         seed: seed of the permutations.
         world: rank and number of ranks.
         batch_size: number of samples in a batch of one rank.
-        drop_last: drop a last batch that is incomplete on any rank.
+        drop_last: if True, drop a last batch that is incomplete on any rank.
         drawn: source of the permutations if they do not depend on ``(seed, epoch)``.
 
     Raises:
@@ -118,7 +118,8 @@ class OrderedSampler(Sampler[int]):
 
     @property
     def position_of_order(self) -> dict[str, Any]:
-        """Fields that :meth:`set_position` needs to resume a running epoch whose order was drawn; otherwise empty."""
+        """Fields that :meth:`set_position` needs to resume the current epoch if its order was drawn; otherwise
+        empty."""
         return {} if self._running is None else {"order": self._running.source}
 
     def set_position(self, epoch: int, num_samples_done: int = 0, of_order: Mapping[str, Any] | None = None) -> None:
@@ -145,7 +146,7 @@ class OrderedSampler(Sampler[int]):
         self._num_samples_done = num_samples_done
         if of_order is None:
             self._running = self._drawn
-        else:  # the running epoch keeps its kind of order, regardless of the order of later epochs
+        else:  # the resumed epoch keeps its kind of order, even if later epochs use the other kind
             self._running = (self._drawn or DrawnOrder()) if "order" in of_order else None
         if self._running is not None:
             self._running.source = None if of_order is None else of_order["order"]
@@ -155,13 +156,14 @@ class OrderedSampler(Sampler[int]):
         return math.ceil((self.num_read_after(num_samples_done) - self.world.rank) / self.world.size)
 
     def num_read_after(self, num_samples_done: int) -> int:
-        """Return how many samples remain for all ranks after ``num_samples_done``, without dropped samples."""
+        """Return how many samples remain for all ranks after ``num_samples_done`` samples, not counting dropped
+        samples."""
         num_left = self.num_samples - num_samples_done
         num_in_last = num_left % (self.batch_size * self.world.size)
         return num_left - num_in_last if self.drop_last or num_in_last < self.world.size else num_left
 
     def __len__(self) -> int:
-        """Return the number of samples of one full epoch on this rank. The number does not depend on the position."""
+        """Return the number of samples in one full epoch on this rank. The number does not depend on the position."""
         return self.num_left_after(0)
 
     def __iter__(self) -> Iterator[int]:
@@ -178,7 +180,8 @@ class OrderedSampler(Sampler[int]):
             self._running.end(self.num_samples)
 
     def indices_behind(self, num_samples_done: int, num_wanted: int) -> list[int]:
-        """Return the next ``num_wanted`` indices of this rank in the running epoch, after ``num_samples_done``."""
+        """Return the next ``num_wanted`` indices of this rank in the current epoch, after ``num_samples_done`` global
+        samples."""
         stop = num_samples_done + self.num_read_after(num_samples_done)
         places = range(num_samples_done + self.world.rank, stop, self.world.size)[:num_wanted]
         return self._permutation()[list(places)].tolist() if self.shuffle else list(places)
@@ -195,8 +198,8 @@ class WalkedSampler(Sampler[Any]):
 
     Args:
         inner: sampler that yields indices, or batch sampler that yields lists of indices.
-        numbered: yield :class:`NumberedIndices` instead of indices.
-        share: batches of this rank; all batches by default.
+        numbered: True to yield :class:`NumberedIndices` instead of indices.
+        share: share of the batches that this rank reads; all batches by default.
 
     Attributes:
         inner: the argument ``inner``.
@@ -227,7 +230,7 @@ class WalkedSampler(Sampler[Any]):
             raise DataError(
                 "sampler",
                 self.inner,
-                f"ended after {num_walked} batches, but the position to resume is {self._num_skipped}",
+                f"ended after {num_walked} batches, but the run must resume after batch {self._num_skipped}",
                 "Resume with the data and the sampler of the saved run",
             )
         return iterator

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Subset
 
 
 def mix_seed(*parts: int) -> int:
-    """Return one seed in ``[0, 2**63)`` from several integers. Adjacent integers give unrelated seeds."""
+    """Combine several integers into one seed in ``[0, 2**63)``. Adjacent integers yield unrelated seeds."""
     packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -25,17 +25,18 @@ def seed_generators(seed: int) -> None:
 
 
 class EpochSeed:
-    """Seed of the running epoch, in shared memory, so that persistent workers read the seed of the next epoch."""
+    """Seed of the current epoch. The seed is in shared memory, so that persistent workers also read the seeds of later
+    epochs."""
 
     def __init__(self) -> None:
         self._value: Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, seed: int, epoch: int) -> None:
-        """Set the seed of ``epoch`` from the seed of the run."""
+        """Derive the seed of ``epoch`` from the seed of the run, and store the result."""
         self._value.fill_(mix_seed(seed, epoch))
 
     def get(self) -> int:
-        """Return the seed of the running epoch."""
+        """Return the seed of the current epoch."""
         return int(self._value)
 
 
@@ -84,7 +85,8 @@ class _SeededDataset(Dataset[Any]):
 
 
 class SampleSeededDataset(_SeededDataset):
-    """Dataset in which the random numbers of each sample depend on (seed, epoch, index), not on the worker or batch.
+    """Dataset in which the random numbers of each sample depend on (seed, epoch, index), but not on the worker or
+    batch.
 
     This guarantee applies to random numbers from the global generators of Python, NumPy and torch.
     """
@@ -94,7 +96,7 @@ class SampleSeededDataset(_SeededDataset):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        # __getitems__ of the dataset is not called; a Subset always has this method.
+        # Do not call __getitems__ of the dataset. A Subset has this method even if its underlying dataset does not.
         return [self[index] for index in indices]
 
 
@@ -107,7 +109,7 @@ class BatchReadSeededDataset(SampleSeededDataset):
 
 
 class NumberSeededDataset(_SeededDataset):
-    """Dataset in which the random numbers of each batch depend on (seed, epoch, number of the batch) only.
+    """Dataset in which the random numbers of each batch depend only on (seed, epoch, index of the batch).
 
     This dataset is used with custom samplers, whose indices can repeat within an epoch or have any type. The dataset
     receives :class:`NumberedIndices` instead of indices.

@@ -19,5 +19,5 @@ def list_of_set(loaders: Set[Any], name: str, ranks: Ranks) -> list[Any]:
     action = "Pass a list"
     if not ranks.is_alone:
         raise DataError(name, loaders, "is a set, whose order can differ between ranks", action)
-    notice(f"{name}: the order of a set is not defined, so a resumed run can read other batches. {action}")
+    notice(f"{name}: the order of a set is not defined, so a resumed run can read different batches. {action}")
     return list(loaders)

@@ -17,8 +17,8 @@ ALONE = World()
 
 @dataclass(frozen=True)
 class Share:
-    """Batches of one rank: rank ``r`` of ``N`` receives the batches ``r``, ``r + N``, ... of an order that all ranks
-    read.
+    """Batches of one rank: rank ``r`` of ``N`` receives the batches ``r``, ``r + N``, ... of an order that is identical
+    on all ranks.
 
     All ranks receive the same number of batches, so the last ``num_batches % N`` batches of an epoch are dropped.
     Positions count the batches of all ranks, so they are valid for a different number of ranks.
@@ -75,8 +75,8 @@ class Share:
             raise DataError(
                 name,
                 loader,
-                f"is sharded across ranks by {divided_by}, so a position of {before} ranks within an epoch cannot be "
-                f"converted to {size} ranks",
-                f"Resume on {before} ranks, or start a new run from its weights",
+                f"is sharded across ranks by {divided_by}, so a position within an epoch that was saved with {before} "
+                f"ranks cannot be used with {size} ranks",
+                f"Resume with {before} ranks, or start a new run from the weights of the checkpoint",
             )
         return own

@@ -57,21 +57,21 @@ class Source:
     - Loader with ``state_dict`` and ``load_state_dict``: its own state, a dict of plain values and tensors.
     - Any other iterable: a number of batches. To resume, roomier reads and discards these batches, and prints a notice.
       A generator can be read for one epoch only.
-    - :class:`CombinedLoader`: the position of each of its loaders, and the index of the running pass over each loader.
+    - :class:`CombinedLoader`: the position of each of its loaders, and the index of the current pass over each loader.
       The loaders of a CombinedLoader draw from separate random states instead of the global generators.
 
     At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
     this method. In evaluation, the epoch is 0, and ``set_epoch`` of the dataset is not called.
 
-    On several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank reads its
-    samples of this order (:class:`OrderedSampler`). For any other loader, each rank reads every ``N``-th batch, unless
-    the loader shards itself (:func:`roomier.data.divided.share_of`). All ranks receive the same number of batches, and
-    positions are valid for a different number of ranks.
+    With several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank reads
+    its samples of this order (:class:`OrderedSampler`). For any other loader, each rank reads every ``N``-th batch,
+    unless the loader shards itself (:func:`roomier.data.divided.share_of`). All ranks receive the same number of
+    batches, and positions are valid for a different number of ranks.
 
     Args:
         loader: loader that the user passed.
         name: name of the argument that the user passed, such as ``"train_dataloaders"``, for errors.
-        seed: seed of the order and of the random numbers of samples. The seed of rank 0 is used on all ranks.
+        seed: seed for the order and for the random numbers of samples. The seed of rank 0 is used on all ranks.
         ranks: ranks that share the data; a single rank by default.
         draws_order: with ``shuffle=True``, use the order that torch's sampler draws on rank 0 at the start of each
             epoch. By default, the order depends on (seed, epoch) only. Loaders in a :class:`CombinedLoader` ignore this
@@ -86,7 +86,7 @@ class Source:
         name: the argument ``name``.
 
     Raises:
-        DataError: ``loader`` yields no batches, or is known to be empty.
+        DataError: ``loader`` is not a loader, or is known to be empty.
 
     Example:
         >>> source = Source(loader, name="train_dataloaders", seed=0)
@@ -169,7 +169,7 @@ class Source:
 
     @property
     def num_batches_done(self) -> int:
-        """Number of batches of the running epoch that were yielded, by this run or by the run that this run resumes.
+        """Number of batches of the current epoch that were yielded, by this run or by the run that this run resumes.
 
         After a resume with a different batch size, the number is ``num_batches`` minus the remaining batches.
         """
@@ -181,7 +181,7 @@ class Source:
 
         Raises:
             DataError: the loader can be iterated only once and was iterated before, or the loaded position does not
-                match this loader. On the first ``next``: the loader is empty.
+                match this loader. If the loader is empty, the first ``next`` raises the error.
         """
         stored, self._stored = self._stored, None
         running = _Running(epoch, 0)
@@ -203,7 +203,7 @@ class Source:
             set_loader_epoch(loader, epoch, training=self._is_training)
 
     def turns(self, limit: float) -> Iterator[Turn]:
-        """Return an iterator over the forwards of this rank in an evaluation; see [Note: turns].
+        """Return an iterator over the forward passes of this rank in an evaluation; see [Note: turns].
 
         Args:
             limit: maximum number of batches of all ranks.
@@ -220,7 +220,7 @@ class Source:
         return self._batches
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
-        """Return the dataset indices of this rank's samples in the given batches of the running epoch.
+        """Return the dataset indices of this rank's samples in the given batches of the current epoch.
 
         Returns None if roomier does not create the order.
         """
@@ -238,12 +238,12 @@ class Source:
         return self._is_training and self.may_end_apart and not self._ranks.is_alone
 
     def end_epoch(self) -> None:
-        """Mark the running epoch as ended, even if this rank has batches left."""
+        """Mark the current epoch as ended, even if this rank has batches left."""
         if self._running is not None:
             self._running.is_exhausted = True
 
     def close(self) -> None:
-        """End the iteration of the running epoch, and terminate its worker processes unless they are persistent."""
+        """End the iteration of the current epoch, and terminate its worker processes unless they are persistent."""
         if self._batches is not None:
             self._batches.close()
 
@@ -324,7 +324,7 @@ class Source:
 
         Args:
             epoch: epoch of the position.
-            num_batches: batches of this epoch that are done on each rank.
+            num_batches: number of batches of this epoch that are done on each rank.
 
         Raises:
             DataError: the position is within an epoch over several loaders, each of which needs its own position.
@@ -405,7 +405,7 @@ def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, st
 
 
 def _evaluated(loader: Any, name: str, world: World, pin_memory: bool) -> Any:
-    """Return ``loader`` for an evaluation, as a single rank would read it."""
+    """Return ``loader`` in the form in which a single rank would read it in an evaluation."""
     if isinstance(loader, CombinedLoader):
         whole = loader.mapped(lambda each: _evaluated(each, name, world, pin_memory))
         divide = {share_of(each, world).divided_by is not None for each in whole.flattened}

@@ -97,7 +97,7 @@ def _check_vocabulary(vocab_size: int, end_of_document: int | None) -> None:
         raise DataError(
             "end_of_document",
             end_of_document,
-            f"must be an id of the vocabulary of {vocab_size} ids",
+            f"must be an id of the vocabulary, which has {vocab_size} ids",
             f"Pass an id in [0, {vocab_size}) or None",
         )
 
@@ -119,7 +119,7 @@ def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
         raise DataError(
             f"{field}[{place}]",
             int(tokens[place]),
-            f"must be an id of the vocabulary of {vocab_size} ids",
+            f"must be an id of the vocabulary, which has {vocab_size} ids",
             "Pass the vocab_size of the tokenizer that created the documents, including added tokens",
         )
     return tokens
@@ -198,7 +198,7 @@ def _read_header(path: Path) -> _Header:
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):
-    """Dataset of fixed-length blocks of a token file, in which documents are packed without padding.
+    """Dataset of fixed-length blocks from a token file, in which documents are packed without padding.
 
     Item ``i`` begins at token ``i * stride``. All tensors are int64 of shape ``(block_size,)``. The keys of an item
     depend on ``labels``:
@@ -214,15 +214,15 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         path: file written by :func:`write_tokens`.
-        block_size: tokens per item.
-        stride: distance in tokens between the beginnings of two items. None means ``block_size``, so that each token is
-            read once.
+        block_size: number of tokens per item.
+        stride: distance in tokens between the beginnings of two consecutive items. None means
+            ``block_size``, so that each token is read once.
         labels: ``"shifted"`` or ``"same"``.
 
     Attributes:
         path: path of the file.
-        block_size: tokens per item.
-        stride: distance in tokens between the beginnings of two items.
+        block_size: number of tokens per item.
+        stride: distance in tokens between the beginnings of two consecutive items.
         labels: the argument ``labels``.
 
     Raises:

@@ -48,7 +48,7 @@ class TurnSampler(Sampler[Any]):
     Args:
         inner: sampler or batch sampler of the user.
         world: rank and number of ranks.
-        draws: random states in which ``inner`` runs, identical on all ranks.
+        draws: random states with which ``inner`` runs. These states are identical on all ranks.
 
     Attributes:
         inner: the argument ``inner``.
@@ -75,7 +75,8 @@ class TurnSampler(Sampler[Any]):
 
 
 def in_rounds(batches: Iterator[Any], world: World, limit: float) -> Iterator[Turn]:
-    """Yield the turns of this rank from ``batches`` of all ranks, up to ``limit`` batches of all ranks."""
+    """Yield the turns of this rank. ``batches`` yields the batches of all ranks, and at most ``limit`` batches are
+    read."""
     for start in count(0, world.size):
         own, num_read = None, 0
         for batch in islice(batches, int(min(world.size, limit - start))):
@@ -92,7 +93,7 @@ class Turns:
     """Turns of this rank with the batches of one loader. Every rank must iterate over all of its turns.
 
     Args:
-        loader: loader as a single rank would read it.
+        loader: loader in the form in which a single rank would read it.
         name: name of the argument that the user passed, for errors and notices.
         ranks: ranks that take turns.
         seed: seed of the loader's random draws, identical on all ranks.

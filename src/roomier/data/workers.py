@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The time is longer than the duration of a step and a save. A worker exits after this time if its training process has
-# exited.
+# During a run, a worker exits this long after a SIGTERM, even if its training process was killed. This time must be
+# longer than a step and a save.
 _GRACE_S = 300
 
 
@@ -50,7 +50,7 @@ class OutlivesSignals:
     process exits.
 
     Args:
-        inner: the user's ``worker_init_fn``; None for none.
+        inner: the user's ``worker_init_fn``; None if the user passed no function.
     """
 
     def __init__(self, inner: Callable[[int], Any] | None) -> None:
