@@ -264,7 +264,7 @@ WRONG = {
         CheckpointError,
         "ckpt_path",
         "'best'",
-        "Pass the path of one",
+        "Pass the path of a checkpoint",
     ),
     "in the middle of other data": (
         from_other_data,

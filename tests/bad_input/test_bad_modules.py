@@ -506,7 +506,7 @@ def test_the_labels_are_not_named_if_the_nan_has_another_cause(desk):
 def test_accumulated_batches_without_labels_are_named(desk):
     with pytest.raises(TrainingError, match="a loss term to average over") as caught:
         desk.fit(train=[*desk.batches, ignored(2), ignored(3)], accumulate_grad_batches=2)
-    assert caught.value.__notes__ == ["the step was on batches 4 to 5 of epoch 0"]
+    assert caught.value.__notes__ == ["the step used batches 4 to 5 of epoch 0"]
 
 
 def test_a_nan_keeps_the_checkpoint_before_it_and_the_run_resumes_from_it(desk):

@@ -187,6 +187,6 @@ def test_mode_is_kept_and_reported(
     opened = transformers.ViTForImageClassification.from_pretrained(tmp_path / "folder")
     trainer = make_trainer(optimizer=ADAMW, max_steps=1)
     trainer.fit(opened, KINDS["vit"].batches(1))
-    assert "modules are in evaluation mode and stay in it" in capsys.readouterr().err
+    assert "modules are in evaluation mode and stay in this mode" in capsys.readouterr().err
     trainer.fit(opened.train(), KINDS["vit"].batches(1))
     assert "evaluation mode" not in capsys.readouterr().err

@@ -164,7 +164,9 @@ def test_a_script_with_two_fits_resumes_the_interrupted_one(
 def test_a_number_of_ranks_that_does_not_divide_the_batch_is_rejected(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
         on_ranks(2, train, tmp_path, "job", 4, 1, (0, 5))
-    with pytest.raises(RankFailed, match=r"devices=3: must divide the 8 samples of a step.*1, 2, 4"):
+    with pytest.raises(
+        RankFailed, match=r"devices=3: must be a divisor of 8, the number of samples in a step.*1, 2, 4"
+    ):
         on_ranks(3, train, tmp_path, "job", 4, 1, None)
 
 

@@ -123,7 +123,7 @@ def test_model_in_evaluation_mode_stays_in_it_with_a_notice(make_trainer, capsys
     model = bert().train()
     model.bert.embeddings.eval()
     trainer.fit(model, token_batches(1))
-    message = "modules are in evaluation mode and stay in it, without dropout (the first: bert.embeddings)"
+    message = "modules are in evaluation mode and stay in this mode, without dropout (the first: bert.embeddings)"
     assert message in capsys.readouterr().err
     assert not model.bert.embeddings.training
     trainer.fit(model.train(), token_batches(1))

@@ -146,7 +146,10 @@ def test_both_ranks_stop_at_the_same_step_with_one_error(on_ranks, tmp_path, str
         found_field, found_problem, action = first[name]["error"]
         assert (found_field, found_problem.startswith(problem)) == (field, True), (name, found_problem)
         assert ("checkpoint of step 2 is unchanged" in action) == ("checkpoint" in name), (name, action)
-        assert ("To find the rank on which it starts" in action) == ("all 2 ranks" in problem), (name, action)
+        assert ("To find the rank on which the first invalid loss occurs" in action) == ("all 2 ranks" in problem), (
+            name,
+            action,
+        )
 
 
 def skip(strategy: str, root: Any) -> list[dict[str, Any]]:
@@ -192,4 +195,4 @@ def test_detect_anomaly_names_the_rank_and_the_batch(on_ranks, tmp_path, strateg
     assert caught.value.rank == 1
     report = caught.value.reports[1]
     assert "Backward0' returned nan values in its" in report
-    assert f"the step on rank 1 was on batch {BAD_STEP} of epoch 0" in report
+    assert f"the step on rank 1 used batch {BAD_STEP} of epoch 0" in report

@@ -20,7 +20,7 @@ class SchedulesAccumulation(Protocol):
     """The epochs in which the accumulation changes, in ascending order, starting with 0."""
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the factor in ``epoch``."""
+        """Return the factor for ``epoch``."""
         ...
 
 
@@ -30,7 +30,7 @@ class Accumulation:
 
     Args:
         size: the number in the plan.
-        schedule: a callback that multiplies ``size`` by a factor for each epoch, or None.
+        schedule: a callback that multiplies ``size`` by a factor that depends on the epoch, or None.
     """
 
     size: int
@@ -38,7 +38,7 @@ class Accumulation:
 
     @staticmethod
     def of(plan: Plan, callbacks: Iterable[object]) -> Accumulation:
-        """Return the accumulation of ``plan`` with the first callback in ``callbacks`` that schedules accumulation."""
+        """Return the accumulation that ``plan`` and the first scheduling callback in ``callbacks`` specify."""
         schedule = next((each for each in callbacks if isinstance(each, SchedulesAccumulation)), None)
         return Accumulation(plan.batch.accumulate_grad_batches, schedule)
 

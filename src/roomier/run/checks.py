@@ -19,8 +19,8 @@ MAX_BATCHES_BEFORE_FIRST_STEP = 1000
 def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = None) -> None:
     """Raise an error if a loss is not finite, before the loss is logged or saved. Every rank must call this function.
 
-    A loss scaler skips the steps of losses that are not finite, and halves its scale each time. A scale below 1 has
-    been halved many times in a row, so a smaller scale would not prevent the problem.
+    A loss scaler skips each step whose loss is not finite, and halves its scale each time. A scale below 1 has been
+    halved many times in a row, so a smaller scale would not prevent the problem.
 
     Args:
         where: location of the check, for the message.
@@ -42,7 +42,7 @@ def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = N
     found = [rank for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
     if found:
         problem = (
-            f"is not finite{_on(run, found)} at step {run.progress.global_step} ({where}; it is checked every "
+            f"is not finite{_on(run, found)} at step {run.progress.global_step} ({where}; the loss is checked every "
             f"log_every_n_steps={run.options.log_every_n_steps} steps, before each checkpoint and after each "
             "epoch)"
         )
@@ -62,7 +62,9 @@ def check_finite_weights(run: Run) -> None:
         name, value = next(iter(found.values()))
         on_ranks = _on(run, [rank for rank, (other, _) in found.items() if other == name])
         problem = f"this parameter is not finite{on_ranks} after step {run.progress.global_step}"
-        raise TrainingError(name, value, f"{problem} (before a checkpoint)", _way_back(run, list(found)))
+        raise TrainingError(
+            name, value, f"{problem} (found before a checkpoint was saved)", _way_back(run, list(found))
+        )
 
 
 def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
@@ -119,7 +121,7 @@ def _on(run: Run, ranks: Sequence[int]) -> str:
 
 
 def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
-    """Return the problem and the recommended action of an error. The problem includes the cause if the last batch
+    """Return the problem and the recommended action for an error. The problem includes the cause if the last batch
     reveals it."""
     empty = _batch_without_terms(run)
     if empty is None:
@@ -131,7 +133,8 @@ def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
 def _batch_without_terms(run: Run) -> str | None:
     """Describe the batch of the last step if its loss is a mean over zero terms; otherwise return None.
 
-    If losses are weighted by their number of terms (several ranks, accumulated gradients), such batches are skipped.
+    With several ranks or accumulated gradients, losses are weighted by their number of terms, so that such batches are
+    skipped.
     """
     window = run.now.window
     if window is None or len(window.batches) > 1 or not run.ranks.is_alone or run.module.loss_reduction != "mean":
@@ -147,7 +150,7 @@ def _batch_without_terms(run: Run) -> str | None:
 def _way_back(run: Run, found: Sequence[int]) -> str:
     advice = "Lower the learning rate, set gradient_clip_val, or find the operation with Trainer(detect_anomaly=True)"
     if len(found) > 1:  # the summed gradients made the weights NaN on all ranks
-        advice += ". To find the rank on which it starts, also set log_every_n_steps=1"
+        advice += ". To find the rank on which the first invalid loss occurs, also set log_every_n_steps=1"
     return f"{_saved(run)} {advice}"
 
 

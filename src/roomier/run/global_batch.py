@@ -12,8 +12,8 @@ class GlobalBatch:
     """The batch of one optimizer step over all ranks.
 
     Args:
-        batch_size: number of samples per micro-batch; None if only the loader determines the number, so that it cannot
-            be changed.
+        batch_size: number of samples per micro-batch; None if the loader determines the number and it cannot be
+            changed.
         accumulate: number of micro-batches per step on each rank.
         num_ranks: number of ranks, each of which processes separate micro-batches.
     """
@@ -28,7 +28,7 @@ class GlobalBatch:
         return (self.batch_size or 1) * self.accumulate * self.num_ranks
 
     def on(self, num_ranks: int, batch_size: int | None) -> GlobalBatch:
-        """Return the same global batch for ``num_ranks``.
+        """Return the same global batch, divided among ``num_ranks`` ranks.
 
         Micro-batches retain their size if a different accumulation compensates for the new number of ranks. Otherwise,
         the size of the micro-batches is reduced by as little as possible, so the micro-batches still fit in memory.
@@ -62,6 +62,6 @@ def _indivisible(num_ranks: int, size: int, unit: str) -> RoomierError:
     return RoomierError(
         "devices",
         num_ranks,
-        f"must divide the {size} {unit} of a step",
+        f"must be a divisor of {size}, the number of {unit} in a step",
         f"Restart with one of these numbers of ranks: {', '.join(map(str, working))}",
     )

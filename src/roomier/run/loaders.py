@@ -1,4 +1,4 @@
-"""The data of a run as sources, created from the arguments of the user, the DataModule or the module."""
+"""The data of a run as sources, which are created from the user's arguments, the DataModule or the module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunLoaders:
         datamodule: the DataModule of the call, or None.
         options: settings that contain the limits on batches.
         ranks: the ranks that share the data.
-        pins: whether batches are copied to pinned memory.
+        pins: True if batches are copied to pinned memory.
 
     Attributes:
         found: the loaders that were used, in the form in which they were passed or defined.
@@ -114,7 +114,7 @@ class RunLoaders:
 
     @property
     def train_source(self) -> Source:
-        """The training data as a source. The source is created once."""
+        """The training data as a source, which is created at the first access."""
         if self._train is None:
             self._train = Source(
                 self.train_loader,

@@ -17,12 +17,12 @@ from roomier.run.profilers import profiler_of
 
 DEFAULT_MAX_EPOCHS = 1000
 DEFAULT_HANG_TIMEOUT = "00:00:10:00"
-MAX_HANG_TIMEOUT_S = 1800.0  # the timeout of operations of the process group
+MAX_HANG_TIMEOUT_S = 1800.0  # the timeout of operations in the process group
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Settings of the loops, which have the names of the Trainer's arguments. The settings are validated at
+    """Settings of the loops. Each setting has the name of an argument of the Trainer. The settings are validated at
     construction.
 
     Attributes:
@@ -32,7 +32,7 @@ class LoopOptions:
         overfit_batches: number or fraction of the training batches that are used for both training and validation.
         fast_dev_run: number of batches of a development run. True means 1.
         val_check_interval: number or fraction of training batches between two validations.
-        check_val_every_n_epoch: number of epochs between two validations. None counts batches across epochs.
+        check_val_every_n_epoch: number of epochs between two validations. With None, batches are counted across epochs.
         num_sanity_val_steps: number of validation batches before training. -1 means all.
         log_every_n_steps: number of optimizer steps between two logged rows.
         reload_dataloaders_every_n_epochs: number of epochs after which the loaders are created again. 0 means never.
@@ -227,7 +227,7 @@ class LoopOptions:
             raise RoomierError(
                 field,
                 fraction,
-                f"is less than one of {num_batches:.0f} batches",
+                f"is less than one batch, because the loader has only {num_batches:.0f} batches",
                 f"Use at least {1 / num_batches:.3g}, or a number of batches",
             )
         return count
@@ -267,5 +267,8 @@ def _check_limit(field: str, value: object) -> None:
     is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
     if not is_fraction and not (_is_count(value) and value >= 0):  # type: ignore[operator]
         raise RoomierError(
-            field, value, "must be a count or a fraction", "Use an integer of 0 or more, or a float in [0.0, 1.0]"
+            field,
+            value,
+            "must be a number of batches or a fraction",
+            "Use an integer of 0 or more, or a float in [0.0, 1.0]",
         )

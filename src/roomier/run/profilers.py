@@ -15,16 +15,16 @@ import torch
 from roomier.core.errors import RoomierError
 
 _NAMES = ("simple", "advanced", "pytorch", "torch")
-_LINES = 40  # of the report of "advanced"
+_LINES = 40  # maximum number of functions in each report of "advanced"
 
 
 class SimpleProfiler:
-    """Measures the duration of each action on the host: reading batches, steps, updates and hooks.
+    """Profiler that measures the duration of each action on the host: reading batches, steps, updates and hooks.
 
     ``with trainer.profiler.profile(name)`` measures an action of the user's code.
 
     Attributes:
-        durations_s: durations by action, in the order in which the actions ended.
+        durations_s: durations of each action, in the order in which the actions ended.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class SimpleProfiler:
             self.durations_s.setdefault(action_name, []).append(time.perf_counter() - start_s)
 
     def summary(self) -> str:
-        """Return a table with one line per action, the longest total first."""
+        """Return a table with one line per action. The action with the longest total time is first."""
         total_s = max(time.perf_counter() - self._start_s, 1e-9)
         rows = sorted(((sum(all_s), len(all_s), name) for name, all_s in self.durations_s.items()), reverse=True)
         lines = [f"{'action':60} {'calls':>8} {'mean':>11} {'total':>11} {'share':>7}"]
@@ -58,11 +58,11 @@ class SimpleProfiler:
 
 
 class AdvancedProfiler:
-    """Profiles all Python functions of this process with cProfile. Each action has one report of the functions that it
-    calls.
+    """Profiler that measures all Python functions of this process with cProfile. Each action has one report of the
+    functions that it calls.
 
     Attributes:
-        reports: the profiles by action.
+        reports: the profile of each action.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class AdvancedProfiler:
             self._is_active = False
 
     def summary(self) -> str:
-        """Return the functions of each action, the largest cumulative time first."""
+        """Return the functions of each action. The function with the largest cumulative time is first."""
         texts = []
         for name, report in self.reports.items():
             text = io.StringIO()
@@ -117,5 +117,5 @@ def profiler_of(value: Any) -> Any:
     is_class = isinstance(value, type)
     if isinstance(value, torch.profiler.profile) or (callable(getattr(value, "profile", None)) and not is_class):
         return value
-    action = "Use 'simple', 'advanced', 'pytorch', a torch.profiler.profile object, or a profiler of Lightning"
+    action = "Use 'simple', 'advanced', 'pytorch', a torch.profiler.profile object, or a Lightning profiler"
     raise RoomierError("profiler", value, "is not a known profiler", action)

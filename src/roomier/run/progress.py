@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass
 class Progress:
-    """Counters of a run. Checkpoints store them.
+    """Counters of a run, which checkpoints store.
 
     Attributes:
         global_step: number of completed optimizer steps.
@@ -69,7 +69,7 @@ class Now:
         batch_number: index of the current batch of an evaluation among the batches of all ranks. Steps and hooks
             receive a different index as ``batch_idx``, which counts only the batches of their rank.
         num_batches_before: ``progress.num_batches`` when this fit began.
-        last_loss: loss of the last optimizer step (0-dim, on the device). With several ranks, the share of this rank.
+        last_loss: loss of the last optimizer step (0-dim, on the device); with several ranks, this rank's share.
         window: micro-batches of the current or last step; None before the first step.
         leaves_out_step: True if a hook requested to skip the update. The step is not counted.
         is_in_step: True if the run is between two save points, so that its state cannot be resumed exactly.

@@ -44,7 +44,7 @@ class Batches:
         num_training: number of batches in a training epoch on each rank; infinite if unknown.
         evaluated: the loaders of an evaluation, or of the validation within a fit; empty if no validation runs.
         limits: maximum number of batches of each loader in ``evaluated``, over all ranks.
-        val_interval: training batches between two validations; infinite if validation runs at the end of an epoch.
+        val_interval: number of training batches between two validations; infinite to validate when an epoch ends.
     """
 
     train: Source | None = None
@@ -68,7 +68,7 @@ class Run:
         stop: the signals that end the run.
         batches: the data that the loops read.
         progress: the counters that checkpoints store.
-        now: the state of the current step. It is not stored.
+        now: the state of the current step, which is not stored.
         saves: checkpoints, written and pending.
         looks: functions that every rank calls before a loss that is not finite stops the run.
         profiler: profiler that is stepped after each optimizer step; None if no profiler is used.
@@ -175,7 +175,7 @@ class Run:
         See [Note: ranks end together] in ``docs/design/train.md``.
 
         Args:
-            waits: wait for the other ranks, so that the outcome applies immediately and not at the next vote.
+            waits: True to wait for the other ranks, so that the outcome applies immediately and not at the next vote.
 
         Raises:
             TrainingError: the ranks ran different units of a sharded model.
@@ -257,7 +257,7 @@ class Run:
         return column
 
     def loss_number(self) -> float | None:
-        """Return the loss of the last step as a number, or None. This method waits for the device."""
+        """Return the loss of the last step as a number, or None without a loss. This method waits for the device."""
         return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:

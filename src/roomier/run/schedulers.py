@@ -45,11 +45,11 @@ class Schedulers:
         """Step the schedulers that are due.
 
         Args:
-            interval: the interval of the schedulers.
+            interval: the interval of the schedulers to step.
             count: number of completed epochs for ``"epoch"``, and number of completed micro-batches of the epoch for
                 ``"step"``, as in Lightning.
             results: the logged values, which contain the metrics that schedulers monitor.
-            watching: step only schedulers that monitor a metric. If False, step only the other schedulers.
+            watching: True to step only schedulers that monitor a metric; False to step only the other schedulers.
 
         Raises:
             TrainingError: a monitored metric was not logged, or a scheduler has reached its end.
@@ -121,7 +121,7 @@ class Schedulers:
     def load_planned(
         self, states: Sequence[Mapping[str, Any]], num_steps: float, *, has_other_step_count: bool
     ) -> None:
-        """Restore ``states``. Until the end of this run, the schedule is the one that the Plan specifies.
+        """Restore ``states``. Until the end of this run, the schedule follows the Plan.
 
         Args:
             states: values of :meth:`state`.
@@ -160,7 +160,7 @@ def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
     for name in LENGTHS:
         if name in saved and repr(saved[name]) != repr(now.get(name)):
             notice(
-                f"{type(scheduler).__name__} resumes with {name}={saved[name]} of the checkpoint, instead of "
+                f"{type(scheduler).__name__} resumes with {name}={saved[name]} from the checkpoint, instead of "
                 f"{name}={now.get(name)}. For a different schedule, start a new fit from the weights"
             )
 

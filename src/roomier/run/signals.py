@@ -63,7 +63,7 @@ class GracefulStop:
         if self._is_alone:
             self.received = self.noted
         with suppress(RuntimeError):  # printing fails if the signal interrupted another print
-            notice(f"{self.noted.name}: finishing this step, then saving (send it again to exit immediately)")
+            notice(f"{self.noted.name}: finishing this step, then saving (send the signal again to exit immediately)")
 
 
 class _Watch:
@@ -74,7 +74,7 @@ class _Watch:
     collective for a rank that does not respond, it runs no bytecode instructions until the collective times out after
     minutes. However, the interpreter immediately writes the signal number to the file descriptor of
     ``signal.set_wakeup_fd``, and this thread reads the number. A process that is forked while the thread runs, such as
-    a loader worker, stops using that file, because it receives separate signals.
+    a loader worker, stops using that file descriptor, because the process receives separate signals.
 
     Attributes:
         is_obeyed: True if Python called the handler for the second signal.

@@ -22,7 +22,7 @@ def note_batches(error: Exception, window: Window, world: World) -> None:
         first, last = window.first_batch, window.first_batch + len(window.batches) - 1
         batches = f"batch {first}" if first == last else f"batches {first} to {last}"
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
-        error.add_note(f"the step{on_rank} was on {batches} of epoch {window.epoch}")
+        error.add_note(f"the step{on_rank} used {batches} of epoch {window.epoch}")
     note_text(error, window.batches[0], "train_dataloaders")
 
 
@@ -30,7 +30,7 @@ def note_text(error: Exception, batch: Any, name: str) -> None:
     """Add a note to ``error`` if ``batch`` contains text and no tensor.
 
     Args:
-        name: name of the loader's argument in the message.
+        name: name of the user's argument that contains the loader, for the message.
     """
     is_text = any(isinstance(leaf, (str, bytes)) for leaf in _leaves(batch)) and next(tensors(batch), None) is None
     if is_text and not isinstance(error, RoomierError):

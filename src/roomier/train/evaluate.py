@@ -40,7 +40,7 @@ def evaluate(
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
         limits: maximum number of batches of each source, over all ranks.
-        keeps_predictions: whether the outputs of ``"predict"`` are returned.
+        keeps_predictions: True to return the outputs of ``"predict"``.
 
     Returns:
         For ``"predict"``, a list for each source, which contains the output of the step for each batch in host memory.
@@ -225,8 +225,8 @@ def sanity_check(run: Run, num_batches: float) -> None:
 
 @contextmanager
 def evaluation_mode(module: Module, stage: str) -> Iterator[None]:
-    """Set evaluation mode inside the context, and then restore the mode of each submodule. If the module overrides the
-    hook that sets training mode, call this hook instead."""
+    """Set evaluation mode inside the context, and restore the mode of each submodule when the context ends. If the
+    module overrides the hook that sets training mode, call this hook instead."""
     training = [each for each in module.modules() if each.training]
     getattr(module, f"on_{stage}_model_eval")()
     try:

@@ -64,7 +64,7 @@ def fit(run: Run) -> None:
 
 
 def start_epoch(run: Run) -> Iterator[Any]:
-    """Return the remaining batches of the current epoch."""
+    """Start or resume the current epoch, and return an iterator over its remaining batches."""
     progress = run.progress
     if run.settled.request.options.reload_dataloaders_every_n_epochs:
         reload_loaders(run)
@@ -131,7 +131,7 @@ def begin(run: Run) -> bool:
 
 def catch_up(run: Run) -> bool:
     """Run the validation that a signal interrupted in the previous run. Return True if training ends afterwards."""
-    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # then end_epoch validates
+    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # end_epoch validates later
         return False
     validate_within_fit(run)
     step_watching(run)

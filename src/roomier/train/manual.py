@@ -38,14 +38,14 @@ class ManualOptimizer(OptimizerProxy):
                 several times.
 
         Returns:
-            The value that ``closure`` returned first; None without a closure.
+            The value that the first call of ``closure`` returned; None without a closure.
         """
         loss = self._update(closure, self._run.hooks.on_before_optimizer_step)
         self._run.progress.global_step += 1
         return loss
 
     def _update(self, closure: Any, before: Sequence[Callable[[Optimizer], Any]]) -> Any:
-        """Run ``closure``, ``before`` and the update. Return the value that ``closure`` returned first."""
+        """Run ``closure``, ``before`` and the update. Return the value that the first call of ``closure`` returned."""
         engine, optimizer = self._run.engine, self.optimizer
         losses: list[Any] = []
 

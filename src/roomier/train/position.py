@@ -94,7 +94,7 @@ class TrainingThread:
                 frame = frame.f_back
 
     def _frames(self) -> list[FrameType]:
-        """Yield the innermost frame of the thread, and of threads that Python did not start, such as autograd
+        """Return the innermost frame of the thread and of each thread that Python did not start, such as autograd
         threads."""
         started = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
         frames = sys._current_frames()
@@ -103,7 +103,7 @@ class TrainingThread:
 
 
 def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[None]:
-    """Return a context that monitors the ranks of a call with the time limit ``hang_timeout``."""
+    """Return a context that monitors the ranks of a call and applies the time limit ``hang_timeout``."""
     limit_s = request.options.hang_timeout_s
     if ranks.is_alone or limit_s is None:
         return nullcontext()

@@ -27,14 +27,14 @@ SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of t
 
 
 class TrainingStep:
-    """``training_step`` of one micro-batch. The engine calls :meth:`start` before each call and :meth:`end` after it.
+    """Function that runs ``training_step``. The engine calls :meth:`start` before each call and :meth:`end` after it.
 
     Args:
         run: the run.
 
     Attributes:
         batch_idx: index of the current micro-batch in the epoch, starting with 0.
-        counts_batches: True if rows of the log count batches, see ``Run.log_step``.
+        counts_batches: True if the step number of log rows counts batches; see ``Run.log_step``.
         first_step: value of ``Run.log_step`` before this window.
         skips_epoch: True if a hook requested to skip the remaining epoch, including this micro-batch and its step.
         frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.

@@ -23,13 +23,14 @@ class Entry:
         name: the name, including the suffix of the loader, if any.
         on_step, on_epoch, prog_bar, logger, reduce_fx: as in :meth:`roomier.Module.log`.
         value: last value of a step, or None.
-        total, weight: reduction of the epoch so far; the mean is ``total / weight``.
+        total, weight: reduction over the epoch so far; the mean is ``total / weight``.
         metric: the torchmetrics object that was logged, or None.
         asked: arguments of the call that created this entry; None if the entry comes from a checkpoint or from another
             rank.
         syncs: True if the value is reduced across all ranks at a log step.
         step_weight: weight of ``value`` in the reduction across ranks.
-        agreed, agreed_step: values reduced across all ranks; None if they are outdated or not reduced.
+        agreed, agreed_step: values of the epoch and of the step, reduced across all ranks; None if outdated or not
+            reduced.
         updates: number of updates of ``metric`` on each rank when ``agreed`` was computed.
         is_double: True if the logged values are float64. In this case, reduced values are shown as float64.
         is_unseen: True if ``value`` is newer than the shown values of :class:`roomier.run.logged.results.Results`.
@@ -75,7 +76,7 @@ class Entry:
 
     @property
     def columns(self) -> set[str]:
-        """Names of the columns of loggers."""
+        """Names of the columns that loggers write."""
         of_step = {self.names_for_step()[-1]} if self.on_step else set()
         return of_step | ({self.names_for_epoch()[-1]} if self.on_epoch else set())
 
@@ -153,8 +154,8 @@ def num_updates(metric: Any) -> int:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Convert ``value`` to a tensor. A number is converted to float64, because the default dtype may have 16 bits with
-    bf16-true."""
+    """Convert ``value`` to a tensor. A number is converted to float64, because with precision bf16-true, the default
+    dtype has 16 bits."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 

@@ -22,7 +22,7 @@ def weight_of(batch_size: Any) -> Any:
     is_number = isinstance(batch_size, Real) and float(batch_size) >= 0
     if not is_number and not isinstance(batch_size, Tensor):
         action = "Pass the number of samples (or tokens) over which the value is averaged"
-        raise RoomierError("log: batch_size", batch_size, "must be a number of at least 0", action)
+        raise RoomierError("log: batch_size", batch_size, "must be a non-negative number", action)
     return batch_size
 
 

@@ -51,7 +51,7 @@ def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, An
     batch may change them.
 
     Raises:
-        FormError: the name or the kind of a state is different.
+        FormError: the name or the kind of a state differs.
     """
     metrics = metrics_of(module)
     for rank, states in by_rank.items():
@@ -71,7 +71,7 @@ def load_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any
     for rank in sorted(map(int, by_rank)):
         for name, saved in by_rank[str(rank)].items():
             if name not in metrics:
-                action = "which this module does not have. It is ignored"
+                action = "which this module does not have. The state is ignored"
                 notice(f"the checkpoint has a state of metric {name!r}, {action}")
             elif rank % world.size == world.rank:
                 _load(metrics[name], name, saved, merges=rank >= world.size)
@@ -85,7 +85,9 @@ def _load(metric: Any, name: str, saved: Mapping[str, Any], *, merges: bool) -> 
         try:
             metric.merge_state(state)
         except RuntimeError as error:
-            notice(f"metric {name!r} cannot be merged for fewer ranks, so its epoch is incomplete ({error})")
+            notice(
+                f"metric {name!r} cannot be merged for fewer ranks, so its value of this epoch is incomplete ({error})"
+            )
             state, num_updates = own, 0
         else:
             state = dict(metric.metric_state)

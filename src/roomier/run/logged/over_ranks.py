@@ -22,8 +22,8 @@ class RankEntry(NamedTuple):
 
     Attributes:
         options: arguments with which the value is logged.
-        total, weight: reduction of the epoch so far; the mean is ``total / weight``. ``total`` is None if no value was
-            added.
+        total, weight: reduction over the epoch so far; the mean is ``total / weight``. ``total`` is None if no value
+            was added.
         step_value, step_weight: last value of a step and its weight; None if no value exists.
         num_updates: number of updates of a torchmetrics object since its last reset.
         has_metric: True if the value is a torchmetrics object.
@@ -44,7 +44,7 @@ class OfAll:
 
     Attributes:
         options: arguments with which the value is logged.
-        total, weight: reduction of the epoch so far.
+        total, weight: reduction over the epoch so far.
         step_value: reduced value of the last step, or None.
         updates: number of updates of the torchmetrics object, by rank.
     """

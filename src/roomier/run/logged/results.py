@@ -55,8 +55,8 @@ class Results:
 
     Args:
         ranks: the ranks across which values are reduced; None means one rank.
-        allows_overlaps: allow two names that are written to one column, such as ``x_epoch`` and the epoch value of
-            ``x``. The last value is written to the column, and a notice is printed. Otherwise an error is raised.
+        allows_overlaps: True to allow two names that are written to one column, such as ``x_epoch`` and the epoch value
+            of ``x``. The last value is written to the column, and a notice is printed. Otherwise an error is raised.
 
     Attributes:
         stage: ``"train"``, or the stage of the current evaluation; None outside a loop.
@@ -77,8 +77,8 @@ class Results:
         self.is_in_batch = False
         self.batch: Any = None
         self.dataloader_idx: int | None = None
-        # Entries by stage, then by name and by whether a batch was running. If a hook at the end of an epoch logs a
-        # value under the same name as steps, the two values are separate.
+        # Entries by stage, and for each stage by name and by whether the value was logged within a batch. If a hook at
+        # the end of an epoch logs a value under the same name as steps, the two values are separate.
         self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
         # Values that are shown, excluding newer values of steps. See callback_metrics.
         self._callback_values: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ class Results:
         entry, asked = table.get(key), (on_step, on_epoch, prog_bar, logger, reduce_fx)
         if entry is None or entry.asked != asked:
             if add_dataloader_idx and isinstance(given, str) and OF_LOADER in given:
-                action = "Remove it, because it is appended to the name, or pass add_dataloader_idx=False"
+                action = "Remove the index, because roomier appends it to the name, or pass add_dataloader_idx=False"
                 raise RoomierError("log", given, "must not contain the index of the loader", action)
             entry = table[key] = self._entry_for(entry, table, name, asked)
             if isinstance(value, Tensor) and value.is_complex():
@@ -160,7 +160,7 @@ class Results:
     def _entry_for(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
-        """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
+        """Create the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
         if not isinstance(name, str):
             raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)
@@ -178,7 +178,7 @@ class Results:
         new = self._new_entry(name, *asked)
         taken = {each: other.name for other in table.values() if other.name != name for each in other.columns}
         for column in sorted(new.columns & taken.keys()):
-            problem = f"would be written to the column {column!r}, which is used by {taken[column]!r}"
+            problem = f"would be written to the column {column!r}, which the name {taken[column]!r} already uses"
             if not self._allows_overlaps:
                 raise RoomierError("log", name, problem, "Use a different name for one of them")
             notice(f"log({name!r}): is written to the column {column!r}, like {taken[column]!r}. Use a different name")
@@ -256,7 +256,7 @@ class Results:
             extra: an additional value to send to the other ranks.
 
         Returns:
-            ``extra`` of each rank.
+            The values of ``extra`` on all ranks, in the order of the ranks.
 
         Raises:
             RoomierError: ranks logged a name with different arguments, or only some ranks logged a torchmetrics object.
@@ -290,7 +290,8 @@ class Results:
             self.settle()
 
     def _reduced(self, entry: Entry) -> Any:
-        """Return the value of the epoch so far, reduced across ranks if they exchanged their values, or None."""
+        """Return the value of the epoch so far, or None if no value exists. The value is reduced across ranks if the
+        ranks exchanged their values."""
         if not entry.on_epoch:
             return None
         if self._ranks.is_alone:
@@ -300,7 +301,7 @@ class Results:
         return entry.agreed
 
     def step_values(self) -> dict[str, Any]:
-        """Return the ``on_step`` values of the running stage, which loggers receive."""
+        """Return the ``on_step`` values of the current stage, which loggers receive."""
         return {
             entry.names_for_step()[-1]: entry.agreed_step if entry.syncs and entry.agreed_step is not None else value
             for entry in self._entries.get(self.stage or "train", {}).values()
@@ -314,7 +315,8 @@ class Results:
         """Reduce the epoch values of ``stage`` across all ranks, clear them, and return the values for the loggers."""
         self.settle()
         ending = self._entries.get(stage, {}).values()
-        values = [self._reduced(entry) for entry in ending]  # before any reset: metrics can contain other metrics
+        # read before any reset, because metrics can contain other metrics
+        values = [self._reduced(entry) for entry in ending]
         # An evaluation updates only the names that it logs, so it does not change other names in a checkpoint.
         names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
         self._show_steps(names)
@@ -351,8 +353,8 @@ class Results:
             entry.reset()
 
     def _show_steps(self, names: set[str] | None) -> None:
-        """Show the logged values of training steps for ``names``, or for all names, before newer values replace these
-        values."""
+        """Show the logged values of training steps before newer values replace them. Only ``names`` are shown, or all
+        names if ``names`` is None."""
         shown = self._callback_values, self._logged_values, self._bar_values
         for entry in self._unseen_steps():
             if names is None or not names.isdisjoint(entry.names_for_step()):

@@ -17,8 +17,8 @@ class StepRows:
     """Rows of one evaluation.
 
     Args:
-        num_batches: for each loader, the number of batches of earlier evaluations. The row of a batch has the number of
-            the batch as its step.
+        num_batches: for each loader, the number of batches of earlier evaluations. The step of a row is the number of
+            its batch.
     """
 
     def __init__(self, num_batches: dict[str, int]) -> None:
@@ -35,7 +35,7 @@ class StepRows:
             self._rows.append((index, {name: _small(value) for name, value in values.items()}))
 
     def take(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the rows at the end of the evaluation, and add its batches to the numbers of batches.
+        """Return the rows at the end of the evaluation, and add its batches to ``num_batches``.
 
         Batches before the first row of the run are not counted, so a run without rows stores no numbers.
         """

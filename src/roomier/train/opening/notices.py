@@ -23,8 +23,8 @@ def report_evaluation_mode(module: Module) -> None:
     names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]
     if names:
         notice(
-            f"{len(names)} modules are in evaluation mode and stay in it, without dropout (the first: {names[0]}); "
-            "call model.train() before fit to train them in training mode"
+            f"{len(names)} modules are in evaluation mode and stay in this mode, without dropout (the first: "
+            f"{names[0]}). Call model.train() before fit to train them in training mode"
         )
 
 

@@ -32,7 +32,7 @@ def hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dic
     """Return the hyperparameters of the module and the DataModule.
 
     Raises:
-        RoomierError: both set a hyperparameter to different values.
+        RoomierError: the module and the DataModule set a hyperparameter to different values.
     """
     of_module, of_data = module.logged_hparams, {} if datamodule is None else logged_hparams_of(datamodule)
     for name in of_module.keys() & of_data.keys():

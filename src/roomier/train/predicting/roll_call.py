@@ -95,7 +95,7 @@ class RollCall:
                 action = "Iterate over the stream on every rank. Run code that concerns only one rank after the stream"
                 raise RoomierError("predict_stream", f"ranks {absent}", problem, action)
             waits = f"rank {self._world.rank} waits for ranks {absent} to request the next prediction"
-            notice(f"predict_stream: {waits}; every rank must request the same number", every_rank=True)
+            notice(f"predict_stream: {waits}; every rank must request the same number of predictions", every_rank=True)
             is_reported = True
         return [store.get(key).decode() for key in keys]
 

@@ -1,4 +1,4 @@
-"""Return of a running fit to its newest checkpoint, see [Note: rollback] in ``callbacks/spike_guard.py``."""
+"""Return of a running fit to its newest checkpoint; see [Note: rollback] in ``callbacks/spike_guard.py``."""
 
 from __future__ import annotations
 

@@ -79,9 +79,11 @@ def _check_rounding(stored: Plan, plan: Plan) -> None:
     """
     before, now = rounding_in_force(stored), rounding_in_force(plan)
     if plan.optimizer.name in KEEPS_MASTERS and before != now:
-        kept = f"kept {before!r}" if before else f"kept in precision {stored.precision.mode!r}"
+        kept = f"weight_rounding={before!r}" if before else f"precision={stored.precision.mode!r}"
         action = "Resume with the precision and weight_rounding of the saved run, or start a new fit from the weights"
-        raise CheckpointError("optimizer.weight_rounding", now, f"the checkpoint has weights {kept}", action)
+        raise CheckpointError(
+            "optimizer.weight_rounding", now, f"the weights in the checkpoint were trained with {kept}", action
+        )
 
 
 def put_changed(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], changed: Iterable[str]) -> None:

@@ -138,7 +138,7 @@ def restore_lightning(run: Run, path: Path) -> None:
         position, names = file.position(), parameter_names(run.engine.module)
         if run.plan.optimizer.name is not None:
             named = run.plan.optimizer.name
-            problem = f"contains states of the optimizer of the module, but the Trainer specifies {named!r}"
+            problem = f"contains states of the module's optimizer, but the Trainer specifies optimizer={named!r}"
             action = "Remove optimizer from the arguments of the Trainer, or load only the weights: fit(weights=...)"
             raise file.error(problem, action)
         optimizers = file.optimizers(run.engine.optimizers, names)
@@ -194,8 +194,8 @@ def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
     made = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in before | owned]
     if made and owned:
         problem = (
-            f"creates {_some('new parameters', made)}, but the optimizers were created before it and would not train "
-            "them"
+            f"creates {_some('new parameters', made)}, but the optimizers were created before this hook ran and would "
+            "not train them"
         )
         action = "Create them in __init__ or configure_model, with sizes from save_hyperparameters"
         raise CheckpointError("on_load_checkpoint", type(run.module).__name__, problem, action)
@@ -272,7 +272,9 @@ def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
         callback.load_state_dict(state)
         left.pop(key)
     for key in (key for key, state in left.items() if state):
-        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. It is ignored")
+        notice(
+            f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. The state is ignored"
+        )
 
 
 def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Callback, str, Any]]:

@@ -14,8 +14,8 @@ def pretrained_config(module: nn.Module) -> dict[str, Any] | None:
     """Return a description of the Hugging Face model that ``module`` is or contains; None if it contains no such model.
 
     Returns:
-        ``{"prefix": ..., "config": {...}, "generation_config": {...}}``. The names of the model's weights start with a
-        prefix, such as ``"model."`` or ``""``. The generation config is None if the model does not generate text.
+        ``{"prefix": ..., "config": {...}, "generation_config": {...}}``. The names of the model's weights start with
+        the prefix, such as ``"model."`` or ``""``. The generation config is None if the model does not generate text.
     """
     found = find_pretrained(module)
     if found is None:

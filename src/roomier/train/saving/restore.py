@@ -68,7 +68,10 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     if ckpt_path == "best":
         if not best_path:
             raise CheckpointError(
-                "ckpt_path", "best", "no ModelCheckpoint of this Trainer has a best checkpoint", "Pass the path of one"
+                "ckpt_path",
+                "best",
+                "no ModelCheckpoint of this Trainer has a best checkpoint",
+                "Pass the path of a checkpoint",
             )
         return Path(best_path)
     if not isinstance(ckpt_path, (str, Path)):
@@ -142,7 +145,7 @@ def restore(run: Run, path: Path) -> None:
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not match the model or optimizer, or contains only weights.
-        DataError: the data is different from the data of the saved run.
+        DataError: the data differs from the data of the saved run.
     """
     if is_lightning_file(path):
         restore_lightning(run, path)
@@ -199,8 +202,8 @@ def restore(run: Run, path: Path) -> None:
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size
     if num_stored < num_ranks:
         notice(
-            f"the checkpoint has random states of {num_stored} ranks, but this run has {num_ranks}. The other ranks "
-            "start with states derived from the state of rank 0"
+            f"the checkpoint has random states of {num_stored} ranks, but this run has {num_ranks} ranks. The "
+            "other ranks start with states derived from the state of rank 0"
         )
 
 
@@ -222,7 +225,9 @@ def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[s
     for name in own.keys() & stored.keys() if is_strict else ():
         here, there = (getattr(each[name], "shape", None) for each in (own, stored))
         if here is not None and there is not None and tuple(here) != tuple(there):
-            raise _of_another_model(path, f"{name} has shape {tuple(there)}, but {tuple(here)} in this model")
+            raise _of_another_model(
+                path, f"{name} has shape {tuple(there)} in the checkpoint, but {tuple(here)} in this model"
+            )
 
 
 def _of_another_model(path: Path, difference: str) -> CheckpointError:
@@ -293,7 +298,7 @@ def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _named_ckpt_path() -> Iterator[None]:
-    """Raise errors in a checkpoint as errors of the user's argument ``ckpt_path``."""
+    """Re-raise errors about a checkpoint as errors about the argument ``ckpt_path``."""
     try:
         yield
     except CheckpointError as error:
@@ -316,7 +321,9 @@ def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
         if callback.state_key in left:
             callback.load_state_dict(left.pop(callback.state_key))
     for key in (key for key, state in left.items() if state):
-        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. It is ignored")
+        notice(
+            f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. The state is ignored"
+        )
 
 
 def _check_own_callbacks(run: Run, states: Mapping[str, Any]) -> None:

@@ -74,8 +74,8 @@ def save_checkpoint(
 
     Args:
         path: folder of the checkpoint.
-        weights_only: whether to save only the weights and the hyperparameters.
-        asynchronous: return after the state has been copied to host memory, and write the checkpoint during training.
+        weights_only: True to save only the weights and the hyperparameters.
+        asynchronous: True to return after the state is copied to host memory, and write the checkpoint during training.
         when_committed: function that is called on every rank, in this thread, after the checkpoint is committed.
     """
     check_path("filepath", path, CheckpointError)
@@ -91,7 +91,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
 
     Raises:
         TrainingError: the loss or a weight is not finite, so the checkpoint must not replace a valid checkpoint.
-        CheckpointError: this checkpoint, or the previous checkpoint in the background, cannot be written.
+        CheckpointError: this checkpoint, or the previous background checkpoint, cannot be written.
     """
     settle_background_save(run)
     run.engine.settle()  # each rank saves its shard, even if a hook has unsharded the parameters
@@ -262,4 +262,4 @@ def report_nothing_to_do(run: Run) -> None:
         notice("nothing to train: limit_train_batches=0 skips all batches")
     else:
         limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"
-        notice(f"nothing to train: the run is at {at}, and its limits are {limits}. Raise them to continue")
+        notice(f"nothing to train: the run is at {at}, and its limits are {limits}. Raise the limits to continue")

@@ -125,7 +125,7 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer`` requires a closure that it may call several times per step, such as LBFGS."""
+    """Return True if ``optimizer``, such as LBFGS, requires a closure, which it may call several times per step."""
     kind: Any = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is None or closure.default is inspect.Parameter.empty:

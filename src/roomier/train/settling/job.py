@@ -60,7 +60,8 @@ class Job:
     fit: int
 
     def find_earlier(self, root: Path) -> Earlier | None:
-        """Return the newest complete checkpoint of this fit under ``root``, or None."""
+        """Return the newest complete checkpoint of this fit under ``root``, with its global batch; None if none
+        exists."""
         folders = [each for each in root.glob("*") if is_run_folder(each)]
         for folder in sorted(folders, key=lambda each: int(each.name.rpartition("_")[2]), reverse=True):
             try:

@@ -17,8 +17,8 @@ from roomier.run.settled import Request
 
 @dataclasses.dataclass(frozen=True)
 class CutTo:
-    """Makes micro-batches smaller and accumulates a larger number of them, so that the number of samples per step stays
-    the same.
+    """Function that makes micro-batches smaller and accumulates more of them, so that the number of samples per step
+    stays the same.
 
     Args:
         size: maximum number of samples in a micro-batch on each rank. The size is the largest number up to ``size``
@@ -66,7 +66,12 @@ def samples_of_step(request: Request, data: RunLoaders) -> int:
     reason = keeps_micro_batch(request, data, batch_size)
     if batch_size is None or reason:
         action = "Set the batch size of the loader and accumulate_grad_batches manually"
-        raise RoomierError("auto_scale_batch_size", batch_size, f"cannot change micro-batches: {reason}", action)
+        raise RoomierError(
+            "auto_scale_batch_size",
+            batch_size,
+            f"the size of micro-batches cannot be changed, because {reason}",
+            action,
+        )
     return batch_size * request.plan.batch.accumulate_grad_batches
 
 
@@ -96,5 +101,5 @@ def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | Non
     whole = batch_size * request.world.size
     sized: Any = loader.dataset
     if getattr(loader.batch_sampler, "drop_last", False) and len(sized) % whole:
-        return "with drop_last=True, smaller batches drop other samples"
+        return "with drop_last=True, smaller batches would drop different samples"
     return ""

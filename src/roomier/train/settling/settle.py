@@ -117,7 +117,7 @@ def _check_optimizes_itself(asked: Plan, module: Module) -> None:
 
 
 def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
-    """Return the plan of the earlier fit, because its model stays sharded, with micro-batches that are not larger."""
+    """Return the plan of the earlier fit, whose model is still sharded, with micro-batches that are not larger."""
     chosen = choice.chosen
     assert chosen is not None
     given, accumulate = data.batch_size, asked.batch.accumulate_grad_batches

@@ -17,7 +17,7 @@ from roomier.train.settling.job import Job, job_of_fit
 
 @dataclass(frozen=True)
 class Found:
-    """The start of a call and the job of the fit.
+    """The start of a call, and the job to which a fit belongs.
 
     Args:
         start: the checkpoint and the folder of the run.
