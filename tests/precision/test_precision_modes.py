@@ -242,7 +242,7 @@ def test_an_optimizer_that_waits_for_the_device_is_reported(make_trainer, module
     report_waiting_steps(facts, [torch.optim.AdamW(module.parameters(), fused=True)])
     assert "is not fused" not in capsys.readouterr().err
     report_waiting_steps(facts, [torch.optim.RMSprop(module.parameters())])
-    assert "RMSprop is not fused, so each step waits" in capsys.readouterr().err
+    assert "RMSprop is not fused, so in each step, the host waits" in capsys.readouterr().err
 
 
 def test_accumulation_under_a_loss_scale(make_trainer, module, data):

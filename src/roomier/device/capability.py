@@ -1,10 +1,10 @@
 """Capabilities of a device: the features that code may use on the device.
 
 [Note: capabilities are tried]
-Code must not depend on the name of a device, because torch supports devices that roomier does not know. Drivers
-implement torch's interfaces only partially. Therefore, each capability is determined by using the feature once on one
-element. The result is stored for the process. The CPU requires neither streams nor pinned memory, because the CPU is
-the host.
+Code must not depend on the name of a device, because torch supports devices that roomier does not know. Drivers can
+implement torch's interfaces only partially. Therefore, roomier determines each capability by using the feature once on
+one element. Each result is stored until the process ends. The CPU requires neither streams nor pinned memory, because
+the CPU is the host.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Capabilities:
     """Features of one type of device. See [Note: capabilities are tried].
 
     Attributes:
-        has_streams: kernels and copies can run on several streams, which events order and time.
-        has_pinned_memory: host memory can be pinned, so copies from pinned memory run while the host continues.
+        has_streams: kernels and copies can run on several streams, and events can order and time them.
+        has_pinned_memory: host memory can be pinned, so that copies from it run while the host continues.
         has_memory_statistics: the allocator reports current and peak bytes.
         has_memory_info: the driver reports the free and the total memory.
-        fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) with fused kernels.
+        fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) that have fused kernels.
         dtypes: the dtypes among bfloat16, float16 and float64 in which the device computes.
     """
 
@@ -80,7 +80,7 @@ _ON_CPU = Capabilities(
 @cache
 def _tried(device_type: str) -> Capabilities:
     if not is_known_to_torch(device_type):
-        return _NONE  # such as meta
+        return _NONE  # for example, the meta device
     device = torch.device(device_type)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a driver can warn about a feature that it emulates
@@ -95,7 +95,7 @@ def _tried(device_type: str) -> Capabilities:
 
 
 def _works(use: Callable[[], Any]) -> bool:
-    """Return whether ``use`` returns without an error and does not return False."""
+    """Call ``use``, and return False if it raises an error or returns False; otherwise, return True."""
     try:
         return use() is not False
     except torch.OutOfMemoryError:
@@ -137,7 +137,7 @@ def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def usable_device(accelerator: str, mode: str) -> torch.device:
-    """Return the device for ``accelerator``, and report the slower paths that a run on this device uses.
+    """Return the device for ``accelerator``, and print a notice about the slower code paths that a run on it uses.
 
     Args:
         mode: precision mode of the run.
@@ -156,7 +156,7 @@ def check_computes_in(mode: str, device: torch.device) -> None:
     """Check that ``device`` computes in the dtype of a precision mode.
 
     Raises:
-        PlanError: it does not.
+        PlanError: ``device`` does not compute in this dtype.
     """
     dtype = _DTYPES_OF_MODES.get(mode)
     dtypes = capabilities_of(device).dtypes

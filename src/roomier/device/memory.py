@@ -1,7 +1,8 @@
 """Memory of an accelerator. All numbers are bytes.
 
-Functions that read the allocator require the capability ``has_memory_statistics``. *Allocated* bytes belong to
-tensors, rounded up to the block size of the allocator. *Reserved* bytes are taken from the device by the allocator.
+Functions that read the allocator require the capability ``has_memory_statistics``. *Allocated* bytes are the sizes of
+tensors, each rounded up to the block size of the allocator. *Reserved* bytes are the memory that the allocator has
+taken from the device.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Set the peaks to the current values."""
+    """Reset the peaks of :func:`peak_allocated_bytes` and :func:`peak_reserved_bytes` to the current values."""
     torch.accelerator.reset_peak_memory_stats(device)
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and the total memory of ``device`` over all processes; None if the driver does not report
-    them."""
+    """Return the free and the total memory of ``device``, counting the memory of all processes; None if the driver does
+    not report them."""
     return torch.accelerator.get_memory_info(device) if capabilities_of(device).has_memory_info else None
 
 
@@ -55,7 +56,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the memory of ``device``; None if its driver does not report it."""
+    """Return the total memory of ``device``; None if its driver does not report it."""
     module: Any = torch.get_device_module(device)
     if hasattr(module, "recommended_max_memory"):  # Apple's GPUs share the memory of the host
         return int(module.recommended_max_memory())
@@ -69,7 +70,7 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def release_cached(device: torch.device) -> None:
-    """Return unused memory of the allocator to the device."""
+    """Return the unused memory in the allocator's cache to the device."""
     release = None if device.type == "cpu" else getattr(torch.get_device_module(device), "empty_cache", None)
     if release is not None:
         release()

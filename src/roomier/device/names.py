@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PACKAGES = {"npu": "torch-npu", "tpu": "torch-tpu"}
-"""Packages that add a device type to torch when they are imported."""
+"""The package for each device type that torch supports only after the package is imported."""
 
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -14,7 +14,8 @@ _VISIBLE = {
 
 
 def accelerator_of_torch() -> str | None:
-    """Return the type of the accelerator of this build of torch, even if this machine has none. None for the CPU."""
+    """Return the type of accelerator that this build of torch supports, even if this machine has none; None for a CPU
+    build."""
     import torch
 
     found = torch.accelerator.current_accelerator()
@@ -22,10 +23,10 @@ def accelerator_of_torch() -> str | None:
 
 
 def is_known_to_torch(device_type: str) -> bool:
-    """Return whether ``device_type`` is the accelerator of this build of torch, even if this machine has none."""
+    """Return whether this build of torch supports accelerators of ``device_type``, even if this machine has none."""
     return accelerator_of_torch() == device_type
 
 
 def visible_devices_variable(device_type: str) -> str:
-    """Return the environment variable that selects the devices of a process."""
+    """Return the name of the environment variable that selects the devices that a process can use."""
     return _VISIBLE.get(device_type, f"{device_type.upper()}_VISIBLE_DEVICES")

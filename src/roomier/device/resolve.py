@@ -17,7 +17,7 @@ from roomier.device.names import PACKAGES, is_known_to_torch
 
 
 def resolve_device(accelerator: str) -> torch.device:
-    """Return the device for ``accelerator``, with the current index.
+    """Return the device for ``accelerator``. An accelerator has the current device index.
 
     ``"gpu"`` selects the accelerator of this machine. ``"auto"`` selects the CPU if there is no accelerator.
 
@@ -38,7 +38,7 @@ def resolve_device(accelerator: str) -> torch.device:
 
 
 def accelerator_type() -> str | None:
-    """Return the device type of the accelerator of this machine, such as ``"cuda"``; None if the machine has no
+    """Return the device type of this machine's accelerator, such as ``"cuda"``; None if the machine has no
     accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
@@ -56,7 +56,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def group_backend(device_type: str) -> str | None:
-    """Return the backends of a process group for tensors on the CPU and on ``device_type``.
+    """Return the names of the backends of a process group for tensors on the CPU and on ``device_type``.
 
     The result is ``"gloo"`` for the CPU, and for example ``"cpu:gloo,cuda:nccl"`` for a GPU. The result is None if
     torch has no collectives for the device.
@@ -65,7 +65,7 @@ def group_backend(device_type: str) -> str | None:
         return "gloo"
     try:
         backend = dist.get_default_backend_for_device(device_type)
-    except (ValueError, RuntimeError):  # a RuntimeError is raised if torch does not know the name
+    except (ValueError, RuntimeError):  # a RuntimeError is raised if torch does not recognize the name
         return None
     # torch lists gloo for mps, but gloo cannot send tensors on mps.
     is_supported = device_type in dist.Backend.backend_capability.get(backend, [device_type])
@@ -78,7 +78,7 @@ def _available() -> str:
 
 
 def _load_package(device_type: str) -> None:
-    """Import the package that registers ``device_type``, unless torch already knows the device."""
+    """Import the package that registers ``device_type``, unless torch already supports the device."""
     package = PACKAGES.get(device_type)
     if package is None or is_known_to_torch(device_type):
         return

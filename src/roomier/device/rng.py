@@ -39,13 +39,14 @@ _STATES = fields(
         ),
         "torch": _GENERATOR,
     },
-    # A single tensor: the state of mps in earlier versions.
+    # Earlier versions stored the state of mps as a single tensor.
     others=either(_GENERATOR, mapping_of(_GENERATOR, keys=_device_index)),
 )
 
 
 def rng_form(value: Any, place: str) -> None:
-    """Accept the result of :func:`rng_state`. Keys that do not belong to the host must be device types."""
+    """Check that ``value`` has the form of the result of :func:`rng_state`. Each key that is not a generator of the
+    host must be a device type."""
     _STATES(value, place)
     for key in of_devices(value):
         if type(key) is not str or re.fullmatch("[a-z][a-z0-9_]{0,31}", key) is None:
@@ -79,8 +80,8 @@ def seed_everything(seed: int | None = None, workers: bool = False) -> int:
 
 
 def separate_rng(rank: int) -> None:
-    """Reseed the generators of this rank, so that ranks with the same state obtain different states. Rank 0 keeps its
-    state.
+    """Reseed the generators of this rank, so that ranks whose states are equal obtain different states. Rank 0 keeps
+    its state.
 
     The new state depends only on the current state and on ``rank``.
     """
@@ -92,7 +93,7 @@ def separate_rng(rank: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of all generators as tensors, numbers and lists, which a checkpoint can contain."""
+    """Return the states of all generators as nested dictionaries of tensors and plain values, for a checkpoint."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -114,12 +115,12 @@ def rng_state() -> dict[str, Any]:
 
 
 def of_devices(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of devices in ``state``, with the device types as keys."""
+    """Return the entries of ``state`` that belong to devices, with the device types as keys."""
     return {name: each for name, each in state.items() if name not in _OF_HOST}
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Return the state of torch's default generator of ``device``, without a synchronization."""
+    """Return the state of torch's default generator for ``device``, without synchronizing the device."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -135,7 +136,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 def check_rng_state(state: dict[str, Any], place: str) -> None:
-    """Check that the generators on the CPU accept the tensors of ``state``, which has :func:`rng_form`.
+    """Check that the generators on the CPU accept the tensors of ``state``, which :func:`rng_form` has checked.
 
     Raises:
         FormError: a generator does not accept its tensor.
@@ -149,7 +150,7 @@ def check_rng_state(state: dict[str, Any], place: str) -> None:
 
 
 def check_generator_state(state: torch.Tensor, place: str) -> None:
-    """Raise FormError if a generator of torch on the CPU does not accept ``state``.
+    """Raise FormError if torch's generator for the CPU does not accept ``state``.
 
     States of other devices have different sizes and are not checked.
     """

@@ -13,7 +13,7 @@ from roomier.device.streams import computing_stream
 class BatchMover:
     """Callable that moves batches to ``device``. If the device has streams, the copies use a separate stream.
 
-    The host runs ahead of the device, and requests the next batch while kernels of the current batch are queued. On the
+    The host runs ahead of the device and requests the next batch while kernels of the current batch are queued. On the
     stream of these kernels, the copy of the next batch would wait for the kernels. On a separate stream, the copy from
     pinned memory runs concurrently. The loaders pin memory for this purpose. No additional batch is read ahead.
     """

@@ -1,4 +1,4 @@
-"""A model on a single rank."""
+"""The ``Parallel`` of a run with a single rank."""
 
 from __future__ import annotations
 

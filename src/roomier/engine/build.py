@@ -1,4 +1,4 @@
-"""Constructs an engine from a Plan and a module. The comment at each line states the reason for the order."""
+"""Constructs an engine from a Plan and a module. Comments state why the techniques are applied in this order."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def build(
     """Apply the techniques of ``plan`` to ``module`` in place, and return the engine that runs it.
 
     Args:
-        configure_optimizers: function that receives the blocks of the network, after the parameters are final.
+        configure_optimizers: creates the optimizers; called with the network's blocks when the parameters are final.
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
-        weights: file with the initial weights. None preserves the values in the module.
-        facts: facts of ``module``, if :func:`roomier.engine.facts.facts_of` was called for this module.
+        weights: file with the initial weights; None keeps the values of the module.
+        facts: result of :func:`roomier.engine.facts.facts_of` for ``module``; None calls this function.
 
     Raises:
         RoomierError: the device is not available, the optimizer cannot be created, ``weights`` does not match the
@@ -66,7 +66,7 @@ def build(
         parameters = filled_parameters(plan, facts, taken, weights)  # the device never holds all parameters
         taken = weights = None
     if taken is None:
-        if not torch_fake.makes_fake_tensors():  # fake tensors are on the device, and cannot be swapped
+        if not torch_fake.makes_fake_tensors():  # fake tensors are on the device and cannot be swapped
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps

@@ -1,4 +1,4 @@
-"""Choice of the object that updates the parameters of an engine."""
+"""Selects the object that updates the parameters of an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def updates_of(
         residency: the offloaded parameters; None if no parameters are offloaded.
 
     Raises:
-        PlanError: manual optimization or one of the optimizers does not support the updates of ``plan``.
+        PlanError: ``plan`` requests updates that manual optimization or one of the optimizers does not support.
         TierError: the tier of the optimizer states cannot be created.
     """
     has_states = plan.offload.optimizer_states != "none" and bool(optimizers) and not torch_fake.makes_fake_tensors()

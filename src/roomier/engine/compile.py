@@ -2,19 +2,19 @@
 
 [Note: compiled blocks]
 The compiled function replaces the forward of a block and contains its recomputation. The compiler can therefore process
-both and decide which activations to save. Hooks remain outside: ``fully_shard`` unshards before the compiled call and
-reshards after it. torch caches compiled code by the code object of the forward and treats weights as inputs. Blocks of
-one class therefore share the compiled code. The code consists of one graph for training and one graph for evaluation,
-regardless of the number of blocks.
+the forward together with the recomputation and decide which activations to save. Hooks are not compiled:
+``fully_shard`` unshards before the compiled call and reshards after it. torch caches compiled code by the code object
+of the forward and treats weights as inputs. Blocks of one class therefore share the compiled code. It consists of one
+graph for training and one graph for evaluation, regardless of the number of blocks.
 
 The guards of torch's cache do not check which attention kernel is allowed. The cache also stores at most eight variants
-of one code object, and additional variants run uncompiled. Both properties would affect a process that builds several
-models, so each build resets the cache.
+of one code object, and additional variants run uncompiled. In a process that builds several models, compiled code of an
+earlier model could use a kernel that is no longer allowed, or fill the cache. Each build therefore resets the cache.
 
 A key-value cache (Hugging Face's ``use_cache=True``) has a different length in each layer, which would compile one
 graph per layer. In training, empty caches are removed. In evaluation, a block that receives a cache runs uncompiled.
 
-Compiled dropout uses different random numbers than uncompiled dropout, from the same distribution.
+Compiled dropout and uncompiled dropout use different random numbers from the same distribution.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT = CompilePlan(enabled=True)
 
 
 class CompiledForward(WrappedForward):
-    """Forward of a block that is compiled at its first call, and again for inputs of different kinds."""
+    """Forward of a block that is compiled when it is called for the first time, and again for other kinds of inputs."""
 
     is_compiled = True
 
@@ -57,7 +57,7 @@ class CompiledForward(WrappedForward):
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled code belongs to one block. A copy of the block is compiled separately.
+        # Compiled code is not copied with a block. The copy of the block is compiled separately.
         return {"forward": self.forward, "plan": self._plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,7 +80,8 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, plan: Comp
         plan: the backend and the mode.
 
     Raises:
-        RoomierError: there are no blocks, this machine has no compiler, or torch does not have the backend or the mode.
+        RoomierError: ``blocks`` is empty, a package that the compiler requires is missing, or torch does not have the
+            backend or the mode.
     """
     if not blocks:
         action = (
@@ -135,7 +136,7 @@ def _report_uncompiled() -> None:
 
 
 class CompileClock:
-    """Context around the first forward pass, which reports the compile time since the clock was created."""
+    """Context for the first forward pass. When the context ends, it prints the compile time since its construction."""
 
     def __init__(self) -> None:
         self._before_s = torch_private.compile_s()

@@ -1,7 +1,7 @@
 """Distribution of a model across ranks, as the Plan's strategy requires.
 
-The implementations are imported in the functions that use them. The imports take half a second, and a run with a single
-process does not need them.
+The implementations of the strategies are imported in the functions that use them, because the imports take half a
+second and a run with a single process does not need them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         from roomier.parallel.powersgd import PowerSGD  # late: a single process does not need it
         from roomier.parallel.replicate import Replicas  # late: a single process does not need it
 
-        take_values_of_rank_zero(network, ranks)  # DDP also does so, but is created after the first step or never
+        take_values_of_rank_zero(network, ranks)  # DDP would do this, but is created after the first step or never
         compresses = wanted.gradient_compression == "powersgd"
         return Replicas(
             network,
@@ -93,6 +93,6 @@ def _check_same_sharding(earlier: Shards, wanted: Sharding, network: nn.Module) 
 
 
 def _sharded_differently(network: nn.Module) -> RoomierError:
-    problem = "was sharded in a different way by an earlier run, which cannot be undone"
+    problem = "was sharded in a different way by an earlier run, and this sharding cannot be undone"
     action = "Use the strategy, precision and accumulation of that run, or load its checkpoint into a new model"
     return RoomierError("model", type(network).__name__, problem, action)

@@ -35,7 +35,7 @@ class EagerEngine:
         facts: the network with its blocks, device, precision and ranks.
         optimizers: the optimizers of the network's parameters.
         batch_plan: settings for accumulation and clipping.
-        count_terms: function that returns the number of terms in a batch's mean loss. None if the loss is a sum.
+        count_terms: function that returns the number of terms over which a batch's loss is averaged; None for a sum.
         parallel: wrapper that distributes the network across ranks.
         levers: memory techniques installed in the network's forward, such as recomputation.
         updates: object that determines when the optimizers step: during backward or after it.
@@ -126,7 +126,7 @@ class EagerEngine:
             abandon()
 
     def _start_micro_batch(self, index: int, batch: Any) -> Any:
-        """Move micro-batch number ``index`` of the window to the device and call its hooks."""
+        """Move the micro-batch with this ``index`` in the window to the device, and call the batch hooks around it."""
         hooks = self.hooks
         if index:
             hooks.batch_end(index - 1)
@@ -135,10 +135,10 @@ class EagerEngine:
         return on_device
 
     def _micro_batch(self, window: Window, index: int, on_device: Any) -> Tensor | None:
-        """Run forward and backward of one micro-batch. The memory of the micro-batch is freed when this method returns.
+        """Run forward and backward for one micro-batch. Its activations are freed when this method returns.
 
         Returns:
-            The weighted loss on which backward ran (0-dim, detached). None if the step returned None.
+            The weighted loss on which backward ran (0-dim, detached). None if the step returned None or has no terms.
         """
         hooks = self.hooks
         for begin_micro_batch in self._moments.begin_micro_batch:
@@ -189,8 +189,8 @@ class EagerEngine:
         )
 
     def _weigh_again(self, window: Window) -> None:
-        # The step returned None for some micro-batches. The loss is the mean over the terms of the remaining
-        # micro-batches, so the weights of these micro-batches were too small.
+        # The step returned None for some micro-batches. The loss is the mean over the terms of the other micro-batches,
+        # so the weights of the other micro-batches were too small.
         if window.loss is None:
             return
         factor = 1 / (1 - sum(window.left_out))
@@ -221,12 +221,12 @@ class EagerEngine:
 
     @property
     def allows_inference_mode(self) -> bool:
-        """True if :meth:`forward` supports ``torch.inference_mode``. If not, use ``torch.no_grad``."""
+        """True if :meth:`forward` supports ``torch.inference_mode``. If False, use ``torch.no_grad``."""
         return self._parallel.allows_inference_mode
 
     @property
     def trace(self) -> int:
-        """Hash that must be equal on all ranks, see :class:`roomier.engine.parallel.Parallel`."""
+        """Hash that must be equal on all ranks; see :class:`roomier.engine.parallel.Parallel`."""
         return self._parallel.trace
 
     def settle(self) -> None:
@@ -241,11 +241,11 @@ class EagerEngine:
         self._updates.settle()
 
     def trained_parameters_changed(self) -> None:
-        """Adapt to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
+        """Account for parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
         self._parallel.trained_parameters_changed()
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Enter ``context`` around the next training forward, once."""
+        """Enter ``context`` around the next training forward only."""
         self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class EagerEngine:
             end_backward()
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
-        """Divide gradients by the loss scale. Call this before reading gradients. Further calls have no effect."""
+        """Divide the gradients by the loss scale. Further calls before the step of an optimizer have no effect."""
         if not self.scaler.is_on:
             return
         for each in self._chosen(optimizer):
@@ -346,7 +346,7 @@ class EagerEngine:
         self._unscaled.clear()
 
     def zero_grad(self) -> None:
-        """Free the gradients of all optimizers."""
+        """Free the gradients of the parameters of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""State of an engine in a checkpoint: optimizer states of all optimizers, by parameter name."""
+"""The optimizer states in a checkpoint, by parameter name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: 
     """Check that ``saved`` can be loaded, before its tensors are read.
 
     Raises:
-        CheckpointError: ``saved`` belongs to other optimizers.
+        CheckpointError: ``saved`` was not saved by the same optimizers.
     """
     if len(saved) != len(optimizers):
         raise CheckpointError(
@@ -56,7 +56,8 @@ def optimizer_places(
     is_spec: Callable[[Any], bool],
     unneeded: Any,
 ) -> list[dict[str, Any]]:
-    """Return ``saved`` with memory in place of each tensor to read; see :meth:`roomier.api.engine.Engine.places`."""
+    """Return ``saved`` with each tensor to read replaced by the memory into which it is read; see
+    :meth:`roomier.api.engine.Engine.places`."""
     names = parameter_names(module)
     found = [
         state_places(optimizer, state, names, is_spec=is_spec, unneeded=unneeded, away=updates.away)
@@ -73,7 +74,7 @@ def load_optimizers(
     """Load ``saved`` into ``optimizers``.
 
     Raises:
-        CheckpointError: ``saved`` belongs to other optimizers.
+        CheckpointError: ``saved`` was not saved by the same optimizers.
     """
     names = parameter_names(module)
     for optimizer, state in zip(optimizers, saved, strict=True):

@@ -23,7 +23,7 @@ class Facts:
 
     Attributes:
         network: the module whose parameters are trained and saved.
-        blocks: blocks of the network, see :func:`roomier.api.blocks.find_blocks`. Empty if no layer repeats.
+        blocks: blocks of the network (see :func:`roomier.api.blocks.find_blocks`); empty if no layer repeats.
         device: the device of this rank.
         precision: the dtypes of weights and computation.
         ranks: the ranks that train the network together.
@@ -44,8 +44,8 @@ def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
     Techniques replace the parameters and forwards of the network, but its blocks remain the same modules.
 
     Raises:
-        RoomierError: the device is not available, or does not support the precision or the tiers of the plan. The error
-            is also raised if ``model_blocks()`` returns a module that is not part of the network.
+        RoomierError: the device is not available, the device does not support the precision or the tiers of the plan,
+            or ``model_blocks()`` returns a module that is not part of the network.
     """
     device = usable_device(plan.parallel.accelerator, plan.precision.mode)
     check_offload(plan, device.type)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
-"""Creates a context."""
+"""Function that creates a context."""
 
 
 class FirstForward:

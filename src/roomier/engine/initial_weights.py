@@ -1,10 +1,10 @@
 """Initial values of a model that was built on the meta device.
 
 [Note: initial values of a meta model]
-A constructor that runs on the meta device samples no values. The values are sampled afterwards: each module's
-``reset_parameters()`` (Hugging Face: ``initialize_weights()``) is called. Children are initialized before parents,
-which is the order in which constructors call these methods. All other initialization in a constructor is lost.
-``configure_model`` keeps them.
+A constructor that runs on the meta device samples no values. To sample the values afterwards, roomier calls each
+module's ``reset_parameters()`` (Hugging Face: ``initialize_weights()``). Children are initialized before parents, which
+is the order in which constructors call these methods. All other initialization in a constructor is lost. A model that
+is built in ``configure_model`` without the meta device keeps all initialization.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def same_random_numbers(ranks: Ranks) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class EmptyBuffer:
-    """Buffer that was on the meta device and is now on the CPU, with NaN as values if its dtype has NaN.
+    """Buffer that was on the meta device and is now on the CPU. A floating-point buffer is filled with NaN.
 
     Attributes:
         name: fully qualified name.
         owner: module that registered the buffer.
         attribute: name of the buffer in ``owner``.
         tensor: the new tensor.
-        version: autograd's version of ``tensor`` at its creation.
+        version: autograd's version counter of ``tensor`` when the tensor was created.
     """
 
     name: str
@@ -59,8 +59,7 @@ class EmptyBuffer:
     version: int
 
     def is_written(self) -> bool:
-        """Return whether the buffer has values. A buffer has values if it was replaced or written, and contains no
-        NaN."""
+        """Return whether the buffer was replaced or written and contains no NaN."""
         now = getattr(self.owner, self.attribute)
         if now is self.tensor and torch_private.version_of(now) == self.version:
             return False
@@ -87,7 +86,7 @@ def empty_buffers(network: nn.Module) -> list[EmptyBuffer]:
 
 @torch.no_grad()
 def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
-    """Call the initializer of each module, see [Note: initial values of a meta model].
+    """Call the initializer of each module; see [Note: initial values of a meta model].
 
     Args:
         network: model with paged parameters and allocated buffers.
@@ -106,11 +105,11 @@ def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
 
 
 def report_lost_initialization(network: nn.Module, meta_tensors: set[str]) -> None:
-    """Print a notice for a module whose constructor may have initialized its parameters, because this initialization is
-    lost.
+    """Print a notice if a constructor may have initialized the parameters of its module on the meta device, because
+    this initialization is lost.
 
-    A Module that creates its submodules on the meta device in ``configure_model`` was not on the meta device itself, so
-    only its submodules are checked.
+    If ``network`` creates its submodules on the meta device in ``configure_model``, its own constructor did not run on
+    the meta device, so only the submodules are checked.
 
     Args:
         network: model with paged parameters.
@@ -136,7 +135,7 @@ def check_written(network: nn.Module, buffers: list[EmptyBuffer], given: set[str
 
     Args:
         buffers: the result of :func:`empty_buffers`.
-        given: names that will be read from a file.
+        given: names of the tensors that will be read from a file.
 
     Raises:
         RoomierError: a tensor has no values. The error names the tensor and the class of its module.
@@ -181,7 +180,8 @@ def _is_new(name: str, module: nn.Module, meta_tensors: set[str]) -> bool:
 
 
 def _first_lost(module: nn.Module, name: str, meta_tensors: set[str], *, is_configured: bool = False) -> str | None:
-    """Return the class name of the first module on the meta device that has no initializer, parents before children."""
+    """Return the class name of the first module on the meta device that has no initializer; None if all have one.
+    Parents are checked before children."""
     if next(module.parameters(), None) is None:
         return None
     # Constructors of torch's classes initialize parameters in the same way as their reset_parameters method.

@@ -33,10 +33,10 @@ class Levers:
 
     Attributes:
         network: the network in which the techniques are installed.
-        forward_context: object that creates the context of a forward pass.
-        backward_context: function that creates the context of a backward pass, in which blocks can be recomputed.
-        recompute: recomputation of blocks. There are no such blocks if no activations are recomputed or offloaded.
-        output_layer: the layer whose logits are computed in chunks. None without a chunked loss.
+        forward_context: object that creates the context for each forward pass.
+        backward_context: function that creates the context for each backward pass, in which blocks can be recomputed.
+        recompute: the blocks whose activations are recomputed or offloaded. Without such blocks, it has no effect.
+        output_layer: the layer whose logits are computed in chunks; None without a chunked loss.
     """
 
     network: nn.Module
@@ -51,13 +51,13 @@ class Levers:
             torch.autograd.graph.increment_version(list(self.output_layer.parameters()))
 
     def undo(self) -> None:
-        """Restore the forwards of the network, and remove offloaded activations. The parameters keep their values."""
+        """Restore the forwards of the network and free offloaded activations. The parameters keep their values."""
         unwrap(self.network)
         self.recompute.close()
 
 
 def layers_read_later(plan: Plan, facts: Facts) -> list[nn.Module]:
-    """Return the layers whose weights the techniques of ``plan`` read after the forward of the layer.
+    """Return the layers whose weights a technique of ``plan`` reads after the layer's forward has returned.
 
     Raises:
         RoomierError: no output layer is found.
@@ -69,7 +69,7 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
     """Install the techniques of ``plan`` in a network whose parameters are on the device, but not sharded yet.
 
     Args:
-        residency: parameters that are on the device only while their block computes.
+        residency: the offloaded parameters, which are on the device only while their block computes.
 
     Raises:
         RoomierError: the network lacks the blocks or the output layer that a technique requires.

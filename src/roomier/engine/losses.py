@@ -1,4 +1,4 @@
-"""The loss of a training step, and the weights of micro-batches in the loss of the global batch."""
+"""The loss of a training step, and the weight of each micro-batch in the loss of the global batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def _loss_in(output: object) -> Tensor:
-    """Return the loss in an output that is not a tensor itself."""
+    """Return the loss from the output of a training step that is not a tensor.
+
+    Raises:
+        TrainingError: the output contains no tensor at ``"loss"``.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor):
         return loss
@@ -58,7 +62,7 @@ def complex_loss_error(loss: Tensor) -> TrainingError:
 
 
 def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) -> tuple[float | Tensor, ...]:
-    """Return the fraction of the global batch's loss terms in each micro-batch.
+    """Return, for each micro-batch, its number of loss terms divided by the number in the global batch.
 
     Args:
         count_terms: returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.

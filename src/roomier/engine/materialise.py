@@ -1,5 +1,5 @@
-"""Models that never hold all weights in memory: models on the meta device, and models that ``configure_model`` builds
-in shards.
+"""Models whose weights are never all in the memory of one rank: models on the meta device, and models that
+``configure_model`` builds in shards.
 
 The weights are removed, the model is sharded on the meta device, each rank allocates its shards, and the values are
 copied into these shards. A rank never stores more of a model than its shards and one or two full tensors.
@@ -44,11 +44,11 @@ def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> It
     """Keep only this rank's shard of each parameter that is created inside this context, if the strategy of ``plan``
     shards parameters.
 
-    The values are bit-identical to the values of a single process that starts from the random state of rank 0,
-    regardless of the code that initializes them.
+    The values are bit-identical to the values in a single process that starts from the random state of rank 0,
+    regardless of the code that initializes the parameters.
 
     Args:
-        has_weights: whether a file provides all values. No values are sampled in this case.
+        has_weights: whether a file provides all values. If True, no values are sampled.
     """
     if ranks.is_alone:
         yield
@@ -66,7 +66,7 @@ class TakenWeights:
 
     Args:
         pages: the weights by name.
-        has_weights: whether a file provides the values, in which case the pages contain no values.
+        has_weights: whether a file provides the values. If True, the pages contain no values.
         scratch: file that stores the pages; None if they are in host memory.
     """
 
@@ -76,9 +76,9 @@ class TakenWeights:
         self._scratch = scratch
 
     def values_of(self, network: nn.Module) -> Callable[[nn.Parameter], Tensor | None]:
-        """Return a function that returns the values of a parameter of ``network``, or None if a file provides them.
+        """Return a function that maps a parameter of ``network`` to its values, or to None if a file provides them.
 
-        The function can be called once for each parameter.
+        The returned function can be called once for each parameter.
         """
         names = {id(each): name for name, each in network.named_parameters()}
 
@@ -90,7 +90,7 @@ class TakenWeights:
 
     @torch.no_grad()
     def restore(self, root: nn.Module, network: nn.Module, device: torch.device) -> None:
-        """Allocate this rank's shards of ``network`` on ``device``, with their values.
+        """Allocate this rank's shards of ``network`` on ``device`` and copy the values into them.
 
         Args:
             root: the module that wraps ``network``, or ``network`` itself.
@@ -123,15 +123,16 @@ class TakenWeights:
 
 
 def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str] | None = None) -> TakenWeights | None:
-    """Replace the parameters of ``network`` by parameters on the meta device.
+    """Replace the parameters of ``network`` with parameters on the meta device.
 
-    Tensors that are already on the meta device are initialized first, see [Note: initial values of a meta model].
+    Tensors that are already on the meta device are initialized first; see [Note: initial values of a meta model].
 
     Args:
-        given: names of the tensors that will be read from a file, which include all parameters. None without a file.
+        given: names of the tensors that will be read from a file, which must include all parameters; None without a
+            file.
 
     Returns:
-        The weights. None if all tensors of the network are on a device and were not changed.
+        The weights; None if no tensor is on the meta device or sharded, in which case ``network`` is not changed.
 
     Raises:
         RoomierError: a parameter or buffer receives no values.
@@ -143,7 +144,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         return None
     cut = _shard_of(plan, ranks) if shards_parameters(plan, ranks) else Cut()
     stores = plan.offload.parameters == "disk" and cut.num_parts == 1 and not torch_fake.makes_fake_tensors()
-    scratch = Scratch(plan.offload.folder) if stores else None  # at most one parameter is in memory
+    scratch = Scratch(plan.offload.folder) if stores else None  # limits the weights in host memory to one parameter
     pages = Pages(cut, discards=given is not None, scratch=scratch)
     small = {each for name, each in parameters if is_adapter(name)}  # adapters have values, and no file contains them
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
@@ -165,7 +166,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
 
 
 def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
-    # Parameters outside the model would remain paged, and each operation would gather them.
+    # Parameters that do not belong to the network would remain paged, and each operation would all-gather them.
     known = {each.page for each in network.parameters() if isinstance(each, PagedTensor)}
 
     def strays() -> list[Page]:
@@ -189,7 +190,7 @@ def shards_parameters(plan: Plan, ranks: Ranks) -> bool:
 
 def _shard_of(plan: Plan, ranks: Ranks) -> Cut:
     num_shards = plan.parallel.num_shards
-    return Cut(num_shards, ranks.world.rank % num_shards)  # neighboring ranks share a replica, see make_mesh
+    return Cut(num_shards, ranks.world.rank % num_shards)  # neighboring ranks share a replica; see make_mesh
 
 
 def _replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:

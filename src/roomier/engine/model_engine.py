@@ -1,4 +1,4 @@
-"""Engine for a model whose forward is called directly by a custom loop, as in a script for Accelerate."""
+"""Engine for a model whose forward is called directly by a custom loop, such as a script for Accelerate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class ModelEngine(PreparedEngine):
     """A :class:`PreparedEngine` with separate calls for the forward, the backward and the update.
 
-    The gradients of several ranks are the mean over the ranks, as in DistributedDataParallel. Several engines can share
-    one backward pass; see :meth:`chain`.
+    Gradients are averaged over the ranks, as in DistributedDataParallel. Several engines can share one backward pass;
+    see :meth:`chain`.
 
     Args:
         facts: the network with its blocks, device, precision and ranks.
@@ -35,12 +35,12 @@ class ModelEngine(PreparedEngine):
         count_terms: not used, because the loop computes the mean of a loss.
         parallel: wrapper that distributes the network across ranks.
         levers: memory techniques installed in the network's forward.
-        updates: object that determines where the optimizer states are.
+        updates: object that determines where the optimizer states are stored.
 
     Attributes:
         is_sharded: whether gradients are sharded across ranks.
-        reduces: whether the backward of the next forward reduces the gradients over the ranks. If False, gradients
-            accumulate.
+        reduces: whether the backward pass of the next forward reduces the gradients across the ranks. If False, the
+            gradients accumulate on each rank.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ModelEngine(PreparedEngine):
             updates=updates,
         )
         self.is_sharded = parallel.runner is not None and parallel.loss_factor == 1
-        # With manual optimization, the gradients of a sharded model are already the mean.
+        # With manual optimization, the gradients of a sharded model are already averaged.
         self._mean_factor = 1.0 if facts.is_manual else parallel.loss_factor / self.ranks.world.size
         # Autocast returns 16-bit outputs, and a loss in the loop would be computed in 16 bits. If the loss is computed
         # in chunks, the output is a placeholder for logits that are never materialized, so it is not converted.
@@ -160,8 +160,8 @@ class ModelEngine(PreparedEngine):
         return any(id(each) in own for each in parameters)
 
     def begin_clip(self, parameters: Sequence[Tensor]) -> None:
-        """Unscale the gradients of ``parameters``. In this step, the clipping settings of the Plan do not apply to
-        these gradients."""
+        """Unscale the gradients of the optimizers that update any of ``parameters``. In this step, the clipping
+        settings of the Plan do not apply to these optimizers."""
         own = {id(each) for each in parameters}
         for optimizer in self.optimizers:
             if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
@@ -169,7 +169,8 @@ class ModelEngine(PreparedEngine):
                 self._clipped.add(id(optimizer))
 
     def clip_norm_of(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients of ``parameters`` to at most ``max_norm``. Return the norm before clipping (0-dim).
+        """Scale the gradients of ``parameters`` to a norm of at most ``max_norm``, and return the norm before clipping
+        (0-dim).
 
         Raises:
             TrainingError: ``norm_type`` is not 2, and the gradients are sharded.

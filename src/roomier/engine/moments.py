@@ -1,9 +1,9 @@
-"""Moments of a step. For each moment, the techniques of an engine provide methods that the engine calls.
+"""Moments of a step. At each moment, the engine calls the methods that its techniques provide for this moment.
 
 [Note: moments]
-An object with empty methods can replace ``None`` for a technique that is not used, but calling the empty methods in
-every step takes time. Instead, the engine determines once which techniques are active, and collects their methods
-in one tuple per moment. Most tuples are empty. A new technique adds its methods in :func:`moments_of`.
+A technique that is not used could be an object with empty methods, but calling these methods in every step would take
+time. Instead, the engine determines once which techniques are active, and collects their methods in one tuple per
+moment. Most tuples are empty. A new technique adds its methods in :func:`moments_of`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def moments_of(parallel: Parallel, levers: Levers, updates: Updates) -> Moments:
     recompute = levers.recompute
     divides, recomputes, chunks = parallel.runner is not None, bool(recompute.blocks), levers.output_layer is not None
     return Moments(
-        # Recomputation is last, because its measurement is abandoned only after errors that follow begin_step.
+        # Recomputation is last, because its measurement is abandoned only if begin_step has completed.
         begin_step=(updates.begin_step,) * updates.acts + (recompute.begin_step,) * recomputes,
         begin_micro_batch=(parallel.begin_micro_batch,) * divides + (updates.begin_micro_batch,) * updates.acts,
         begin_backward=(parallel.begin_backward,) * divides,

@@ -1,6 +1,6 @@
-"""Steps of optimizers that are restricted to some of their parameters.
+"""Optimizer steps that are restricted to some of the optimizer's parameters.
 
-The step of the optimizer itself computes the update. Therefore, an optimizer is supported if the update of a parameter
+The optimizer's own ``step`` computes the update. Therefore, an optimizer is supported if the update of each parameter
 depends only on this parameter. All optimizers of ``torch.optim`` except LBFGS have this property.
 """
 
@@ -19,13 +19,13 @@ from roomier.core.errors import TrainingError
 Homes = dict[Tensor, tuple[Optimizer, dict[str, Any]]]
 """Mapping from each parameter to its optimizer and parameter group."""
 Options = dict[int, dict[str, Any]]
-"""Settings of parameter groups, with the ``id()`` of the group as key."""
+"""Settings of parameter groups, with the ``id()`` of each group as key."""
 Groups = list[tuple[dict[str, Any], list[Tensor]]]
 """Parameter groups with the parameters to update."""
 
 
 def homes_of(optimizers: Iterable[Optimizer]) -> Homes:
-    """Return the optimizer and the group of each parameter, in the order of the groups."""
+    """Map each parameter to its optimizer and its group, in the order of the groups."""
     return {
         parameter: (optimizer, group)
         for optimizer in optimizers
@@ -35,10 +35,10 @@ def homes_of(optimizers: Iterable[Optimizer]) -> Homes:
 
 
 def step_only(homes: Homes, parameters: Sequence[Tensor]) -> None:
-    """Update ``parameters`` with the steps of their optimizers, without the hooks of the optimizers.
+    """Update ``parameters`` with the steps of their optimizers, without calling the optimizers' hooks.
 
     Raises:
-        TrainingError: the update of an optimizer depends on more than one parameter.
+        TrainingError: the step of an optimizer changes a setting of a parameter group.
     """
     for optimizer, groups in _groups_of(homes, parameters).items():
         with _narrowed(optimizer, groups), _unchanged(optimizer):
@@ -49,7 +49,7 @@ def check_no_step_hooks(optimizer: Optimizer, alternative: str) -> None:
     """Check that ``optimizer`` has no hooks that run before its step.
 
     Args:
-        alternative: setting that supports such hooks, for the error.
+        alternative: end of the error message, which names a setting that supports such hooks.
 
     Raises:
         TrainingError: ``optimizer`` has such a hook.
@@ -71,8 +71,8 @@ def _groups_of(homes: Homes, parameters: Iterable[Tensor]) -> dict[Optimizer, Gr
 def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
     """Restrict ``optimizer`` to the parameters of ``groups``.
 
-    Without this restriction, each update of a block would loop over all parameters, so a step would require quadratic
-    time.
+    Without this restriction, each update of a block would loop over all parameters, so the time of a step would be
+    quadratic in the number of parameters.
     """
     all_groups = optimizer.param_groups
     all_parameters = [group["params"] for group, _ in groups]
@@ -89,10 +89,11 @@ def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(optimizer: Optimizer) -> Iterator[None]:
-    """Check that the settings of the groups do not change inside the context.
+    """Check that the step inside the context does not change the settings of the parameter groups.
 
     Raises:
-        TrainingError: ``optimizer`` changed a number in a group, so its updates depend on more than one parameter.
+        TrainingError: ``optimizer`` changed a number in a group. The change would affect the updates of other
+            parameters.
     """
     before = [_numbers(group) for group in optimizer.param_groups]
     yield
@@ -115,7 +116,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def options_of(*optimizers: Optimizer) -> Options:
-    """Return copies of the values of all parameter groups, such as the learning rate."""
+    """Return copies of the settings of all parameter groups, such as the learning rate."""
     return {id(group): _copied(group) for optimizer in optimizers for group in optimizer.param_groups}
 
 
@@ -129,7 +130,7 @@ def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def with_options(homes: Homes, options: Options) -> Iterator[None]:
-    """Set the values of the parameter groups to ``options`` inside the context."""
+    """Set the settings of the parameter groups to ``options`` inside the context."""
     groups = {id(group): group for _, group in homes.values() if id(group) in options}
     current = {key: {name: value for name, value in group.items() if name != "params"} for key, group in groups.items()}
     for key, group in groups.items():

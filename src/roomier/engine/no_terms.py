@@ -12,8 +12,8 @@ from torch import Tensor
 
 @contextmanager
 def zero_gradients(loss: Tensor) -> Iterator[Tensor]:
-    """Yield a loss of zero for ``loss``, which is 0/0. Inside the context, the backward of this loss computes gradients
-    of zero.
+    """Yield a zero loss in place of ``loss``, which is 0/0. Inside the context, the backward of the zero loss computes
+    zero gradients.
 
     The backward must run, because other ranks wait for the gradients of this rank. Zero times the derivative of 0/0 is
     NaN, so the gradient that enters each node of the graph is set to zero.

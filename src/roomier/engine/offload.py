@@ -1,4 +1,4 @@
-"""Tiers of a Plan: storage below the device for the optimizer states and the parameters of a network."""
+"""Creates the updates for optimizer states and parameters that a Plan offloads to host memory or to a disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def offloaded_updates(
         residency: the offloaded parameters; None if no parameters are offloaded.
 
     Raises:
-        PlanError: an optimizer or manual optimization does not support the mode of the updates.
+        PlanError: an optimizer or manual optimization does not support the offloading that ``plan`` requests.
         TierError: the tier cannot be created.
     """
     for optimizer in optimizers:
@@ -81,10 +81,10 @@ def offloaded_updates(
 
 
 def mode_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer]) -> str:
-    """Return the mode of the updates.
+    """Return the update mode; see [Note: three exact modes].
 
     Raises:
-        PlanError: the Plan names a mode that manual optimization does not support.
+        PlanError: the Plan offloads parameters or names a mode, which manual optimization does not support.
     """
     mode = plan.offload.update
     if facts.is_manual and plan.offload.parameters != "none":

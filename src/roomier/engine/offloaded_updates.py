@@ -2,9 +2,9 @@
 the device, updated by the optimizer itself, and sent back.
 
 [Note: three exact modes]
-All modes compute bit-identical updates. They differ in the time of the updates:
+All modes compute bit-identical updates. They differ in when the units are updated:
 
-- *plain*: after backward, one unit after the other.
+- *plain*: units are updated after backward, one after the other.
 - *deferred*: units outside the blocks are updated after backward. The unit of a block is updated immediately before the
   next forward of the block, while the device still computes earlier blocks. The values of the parameter groups (such as
   the learning rate) at the time of the step are stored with the gradients.
@@ -18,10 +18,10 @@ Code between two steps must not read parameters while updates are pending. There
 first, which completes deferred updates and rejects speculative updates.
 
 [Note: stream of the updates]
-On an accelerator, all updates run on one separate stream. With sharded parameters, a gradient is complete on a stream
-of its collective. An update on this stream would delay the next collective, and an update on the compute stream would
-delay backward. The separate stream waits for the stream on which the gradient is complete. The compute stream waits for
-the updates when the step accepts them.
+On an accelerator, all updates run on one separate stream. With sharded parameters, a gradient becomes complete on the
+stream of its collective. An update on this stream would delay the next collective, and an update on the compute stream
+would delay backward. The separate stream waits for the stream on which the gradient is complete. The compute stream
+waits for the updates when the step accepts them.
 
 [Note: gathered ahead]
 With sharded parameters, the forward of a unit starts the all-gather of the next unit. The deferred update of a unit
@@ -59,7 +59,7 @@ from roomier.offload.units import Unit
 from roomier.plan import BatchPlan
 
 _NUM_REJECTED = 4  # number of consecutive steps with rejected updates after which speculation pauses
-_NUM_PAUSED = 32  # number of steps of a pause
+_NUM_PAUSED = 32  # number of steps in a pause
 
 
 @dataclass
@@ -79,11 +79,11 @@ class _Pending:
 
 @dataclass
 class _Speculation:
-    """A speculative update that is neither accepted nor rejected.
+    """A speculative update that has not been accepted or rejected yet.
 
     Attributes:
         versions: ``id()`` and version of each gradient from which the update was computed.
-        options: the values of the parameter groups.
+        options: the values of the parameter groups that the update used.
     """
 
     versions: dict[Tensor, tuple[int, int]]
@@ -91,7 +91,7 @@ class _Speculation:
 
 
 class OffloadedUpdates(Updates):
-    """Updates with states in a tier. See [Note: three exact modes].
+    """Updates of parameters whose optimizer states are in a tier. See [Note: three exact modes].
 
     Args:
         optimizers: the optimizers.
@@ -107,7 +107,7 @@ class OffloadedUpdates(Updates):
 
     Attributes:
         mode: the mode of the current step.
-        clips: whether this object clips the gradients, because they are in a tier.
+        clips: whether this object clips the gradients instead of the engine. True if parameters are in a tier.
     """
 
     acts = True
@@ -147,7 +147,7 @@ class OffloadedUpdates(Updates):
             self._watch_gradients()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
-        """Prepare the forward of a step. Complete the updates of units outside the blocks, and of the first block."""
+        """Prepare the forward of a step. If parameters are gathered ahead, complete the first pending update."""
         self._reject_all()  # left over from a step without an update, such as a step that a hook skipped
         self._homes = homes_of(self._optimizers)
         self._parameters.begin_step(list(self._pending))
@@ -159,7 +159,7 @@ class OffloadedUpdates(Updates):
         self._is_last = is_last
 
     def backward(self, run: Callable[..., None]) -> None:
-        """Compute gradients. The last backward of a step starts to read the states."""
+        """Compute gradients. The last backward of a step starts reading the states from the tier."""
         self._complete_all()  # updates of blocks whose forward did not run
         if self._is_last and self._tries_speculation():
             self._waiting = {
@@ -177,7 +177,7 @@ class OffloadedUpdates(Updates):
         self._parameters.end_backward()
 
     def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Clip gradients of which some are in a tier. Return their norm before clipping (``"norm"`` only)."""
+        """Clip the gradients, some of which are in a tier. If the norm is clipped, return the norm before clipping."""
         return self._parameters.clipped(self._batch_plan, max_norm, algorithm)
 
     def scale_away(self, factor: float | Tensor) -> None:
@@ -185,7 +185,8 @@ class OffloadedUpdates(Updates):
         self._parameters.scale_away(factor)
 
     def begin_clip(self) -> None:
-        """Check the gradients of speculative updates before they are clipped."""
+        """Reject speculative updates whose gradients or parameter groups have changed. The engine calls this method
+        before it clips the gradients."""
         if self._speculations:
             self._join()  # the updates read the gradients
         for number in [number for number in self._speculations if not self._is_valid(number)]:
@@ -196,7 +197,7 @@ class OffloadedUpdates(Updates):
 
         Args:
             norm: norm of the gradients before clipping; None if elements were clipped.
-            limit: limit of the norm.
+            limit: maximum norm.
         """
         if not self._speculations:
             return
@@ -266,7 +267,7 @@ class OffloadedUpdates(Updates):
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Return a context in which work is submitted to the stream of the updates."""
+        """Submit the work inside the context to the stream of the updates."""
         if self._stream is None:
             yield
             return
@@ -281,7 +282,7 @@ class OffloadedUpdates(Updates):
             self._gathers.wait_for(self._stream)
 
     def _tries_speculation(self) -> bool:
-        """Return whether this step speculates. This method counts the steps of a pause."""
+        """Return whether this step updates units speculatively. If speculation is paused, count the step."""
         if self.mode != "speculative":
             return False
         if self._num_rejected >= _NUM_REJECTED:
@@ -299,8 +300,8 @@ class OffloadedUpdates(Updates):
     def watch(self) -> AbstractContextManager[Any] | None:
         """Return a context for the first forward pass, which has no pending updates.
 
-        If the forward reads parameters of a block outside the block, deferred updates would be too late, so the mode
-        becomes ``"plain"``. If these parameters are offloaded, the context raises an error instead.
+        If code outside a block reads the block's parameters, deferred updates would be too late, so the mode becomes
+        ``"plain"``. If these parameters are offloaded, the context raises an error instead.
         """
         if self._parameters.leaves:
             return self._parameters.watch()
@@ -358,7 +359,7 @@ class OffloadedUpdates(Updates):
                 self._handles.append(handle)
 
     def take(self, number: int, parameter: Tensor) -> None:
-        """Process the complete gradient of a parameter. After the last gradient of a unit, update the unit
+        """Record that the gradient of ``parameter`` is complete. After the last gradient of a unit, update the unit
         speculatively."""
         waiting = self._waiting.get(number)
         if not waiting:
@@ -420,7 +421,7 @@ class OffloadedUpdates(Updates):
             self._states.place(states)
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Send the states that were loaded into the optimizers to the tier."""
+        """Move to the tier the states that were loaded into the optimizers."""
         if self._is_closed:
             return
         self._pending, self._speculations = {}, {}
@@ -429,7 +430,7 @@ class OffloadedUpdates(Updates):
         self._join()
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes of optimizer states read from and written to the disk so far."""
+        """Return the numbers of bytes of optimizer states that were read from the disk and written to it so far."""
         return self._states.moved_bytes()
 
     def close(self) -> None:

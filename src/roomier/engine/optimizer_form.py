@@ -1,8 +1,8 @@
-"""Checks of the stored values of an optimizer, before they are loaded.
+"""Checks the stored settings and states of an optimizer before they are loaded.
 
-For the optimizers of torch and roomier, a temporary optimizer of the same class takes one step on a parameter without
-memory, with the stored settings. This step accepts or rejects the settings, and shows which states the class requires.
-For other optimizers, only the structure of the values is checked.
+For the optimizers of torch and roomier, a temporary optimizer of the same class takes one step with the stored
+settings, on a parameter on the meta device. This step accepts or rejects the settings, and shows which states the class
+requires. For other optimizers, only the structure of the values is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_values(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[
         optimizer: the optimizer of this run.
         saved: state of an optimizer of the same class, with the same groups of parameters.
         names: the fully qualified name of each parameter.
-        place: location of ``saved`` in the checkpoint, for the error.
+        place: location of ``saved`` in the checkpoint, for error messages.
 
     Raises:
         FormError: a value is malformed.
@@ -66,7 +66,7 @@ def _states_needed(
     determined.
 
     Raises:
-        FormError: the optimizer takes a step with the settings of ``group``, but not with the settings of ``stored``.
+        FormError: a step succeeds with the settings of ``group``, but fails with the settings of ``stored``.
     """
     make = type(optimizer)
     if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):  # these states change during training

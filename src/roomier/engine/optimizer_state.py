@@ -1,4 +1,4 @@
-"""Optimizer states by parameter name, regardless of the order and the sharding of the parameters."""
+"""Optimizer states by parameter name, which do not depend on the order and the sharding of the parameters."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -97,9 +97,10 @@ def state_places(
 ) -> dict[str, Any]:
     """Return ``saved`` with an empty tensor in place of each tensor that will be read.
 
-    States with the shape or the rows of their parameter are sharded like the parameter, so that no rank allocates more
-    than its shards. Other states are on the device of the parameter, on every rank. States without dimensions, such as
-    step counts, are on the CPU. The engine moves these states to the device that the optimizer requires.
+    States that have the shape or the number of rows of their parameter are sharded like the parameter, so that no rank
+    allocates more than its shards. Other states are on the device of the parameter, on every rank. States without
+    dimensions, such as step counts, are on the CPU. The engine moves these states to the device that the optimizer
+    requires.
 
     Args:
         saved: the state with specifications in place of tensors.
@@ -192,7 +193,7 @@ def load_optimizer(
         away: parameters whose states are not moved. Other states are moved to the device of their parameter.
 
     Raises:
-        CheckpointError: ``saved`` is not a state of ``optimizer``, see :func:`check_optimizer`.
+        CheckpointError: ``saved`` is not a state of ``optimizer``; see :func:`check_optimizer`.
     """
     check_optimizer(optimizer, saved, names)
     named = _names_by_index(optimizer, names)
@@ -239,7 +240,7 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 def _owned(value: Any, parameter: nn.Parameter, *, by_rows: bool) -> Any:
     cut = shard_like(parameter, value, by_rows=by_rows)
-    # A view of a shard would prevent the full tensor from being freed.
+    # The shard is a view of the full tensor and would prevent the full tensor from being freed.
     return value if cut is value else cut.clone()
 
 

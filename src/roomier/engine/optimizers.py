@@ -39,7 +39,7 @@ def configure(
     Args:
         num_steps: function that returns the number of optimizer steps of the run, infinite if unknown. Only schedules
             call it.
-        blocks: the blocks of the network. None searches them.
+        blocks: the blocks of the network. If None, they are found automatically.
 
     Raises:
         PlanError: both the module and the Plan define an optimizer, or neither does.
@@ -51,7 +51,7 @@ def configure(
             raise PlanError(
                 "optimizer",
                 None,
-                f"{type(module).__name__} configures no optimizer, and the Trainer has no argument 'optimizer'",
+                f"{type(module).__name__} configures no optimizer, and the Trainer was created without 'optimizer'",
                 "Return one from configure_optimizers, or pass Trainer(optimizer='adamw', learning_rate=3e-4)",
             )
         return configured
@@ -68,7 +68,8 @@ def configure(
 def configure_by_name(
     plan: Plan, network: nn.Module, num_steps: Callable[[], float], blocks: Sequence[nn.Module] | None = None
 ) -> Configured:
-    """Create the optimizer and the schedule that the Plan names. Arguments as in :func:`configure`."""
+    """Create the optimizer and the schedule that the Plan names. The arguments have the same meaning as in
+    :func:`configure`."""
     wanted, options = plan.optimizer, dict(plan.optimizer.options)
     assert wanted.name is not None
     if wanted.name == "onebit_adam":
@@ -121,6 +122,6 @@ def report_waiting_steps(facts: Facts, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if not torch_private.skips_on_device(optimizer):
             notice(
-                f"16-mixed: {type(optimizer).__name__} is not fused, so each step waits for one flag of the device; "
-                "pass fused=True if the optimizer has this argument"
+                f"16-mixed: {type(optimizer).__name__} is not fused, so in each step, the host waits until the device "
+                "has checked for non-finite gradients. Pass fused=True if the optimizer has this argument"
             )

@@ -12,14 +12,14 @@ class Parallel(Protocol):
     """Wrapper that distributes a module across ranks, with the methods that the engine calls in each step.
 
     Attributes:
-        loss_factor: factor of each loss. With this factor, the reduced gradients are the sum over the ranks.
+        loss_factor: factor by which losses are multiplied, so that the reduced gradients are the sum over the ranks.
         allows_inference_mode: whether parameters can be trained after they were unsharded in inference mode.
         trace: hash of the units of the model that ran so far, in execution order. The hash must be equal on all ranks.
             If the hashes differ, a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
         root_parameters: parameters of blocks whose gradients are reduced after the gradients of all blocks.
-        units: modules whose parameters are gathered together, in the order of their forwards. Empty without sharding.
-        gathers_ahead: whether the forward of a unit starts to gather the parameters of the next unit.
+        units: modules that each all-gather their parameters together, in forward order; empty without sharding.
+        gathers_ahead: whether the forward of a unit starts the all-gather of the next unit's parameters.
     """
 
     loss_factor: float
@@ -34,7 +34,7 @@ class Parallel(Protocol):
     def runner(self) -> nn.Module | None:
         """Module that runs a step with the parameters that the step needs. None on a single rank.
 
-        It can change between two steps.
+        The module can change between two steps.
         """
         ...
 
@@ -51,7 +51,7 @@ class Parallel(Protocol):
         ...
 
     def end_update(self) -> None:
-        """Process the end of an update of the parameters."""
+        """Finish an update of the parameters."""
         ...
 
     def release(self) -> None:
@@ -59,7 +59,7 @@ class Parallel(Protocol):
         ...
 
     def trained_parameters_changed(self) -> None:
-        """Adapt to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
+        """Account for parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
         ...
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tier of the parameters of a network, as the Plan requires."""
+"""Creates the tier for the parameters of a network, as the Plan requires."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from roomier.tiers.scratch import Scratch
 from roomier.tiers.tier import Tier
 
 NUM_BUFFERS = 4
-"""Number of buffers in the ring of a disk tier of parameters."""
+"""Number of buffers in the ring of a disk tier that stores parameters."""
 _NUM_AHEAD = 2
-"""Number of records of parameters that are read ahead. The other buffers are for the current region and for its
+"""Number of parameter records that are read ahead. The other buffers are for the current region and for its
 gradients."""
 
 
@@ -39,7 +39,7 @@ def offloaded_parameters(
 
     Args:
         taken: weights of parameters on the meta device. None if all parameters have values.
-        min_bytes: parameters of smaller modules outside the blocks stay on the device.
+        min_bytes: the parameters of a module outside the blocks stay on the device if they have fewer bytes.
 
     Raises:
         PlanError: the network has no blocks.
@@ -56,10 +56,10 @@ def offloaded_parameters(
 def filled_parameters(
     plan: Plan, facts: Facts, taken: TakenWeights | None, weights: WeightsToRead | None
 ) -> OffloadedParameters:
-    """Return :func:`offloaded_parameters` after all values were read or restored.
+    """Offload the parameters with :func:`offloaded_parameters`, and read or restore all values.
 
     Args:
-        weights: file with the initial weights. None preserves the values in the network.
+        weights: file with the initial weights; None keeps the values of the network.
     """
     network = facts.network
     parameters = offloaded_parameters(plan, facts, taken)
@@ -96,13 +96,13 @@ def tier_of(
     num_ahead: int | None = None,
     shares_large: bool = False,
 ) -> Tier:
-    """Return a new tier for records of these sizes.
+    """Return a new tier for records of ``sizes``.
 
     Args:
-        name: ``"disk"``, or any other tier, which is in host memory.
+        name: ``"disk"`` for a tier on disk. Any other name creates a tier in host memory.
         sizes: size of each record in bytes.
         num_buffers: number of buffers of a disk tier.
-        num_ahead, shares_large: arguments of a disk tier, see :class:`roomier.tiers.disk.DiskTier`.
+        num_ahead, shares_large: arguments of a disk tier; see :class:`roomier.tiers.disk.DiskTier`.
     """
     pinned = device.type != "cpu"
     if name == "disk":

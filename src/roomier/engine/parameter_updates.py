@@ -1,4 +1,4 @@
-"""Parameters and gradients in a tier, as the updates of an engine use them."""
+"""Access to parameters and gradients in a tier for the updates of an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roomier.offload.units import Unit
 from roomier.plan import BatchPlan
 
 Change = Callable[[Tensor], object]
-"""Changes a gradient in place."""
+"""Function that changes a gradient in place."""
 
 
 class ParametersOnDevice:
@@ -26,7 +26,7 @@ class ParametersOnDevice:
     Attributes:
         leaves: whether parameters are offloaded.
         numbers: numbers of the units whose parameters are offloaded.
-        changes: functions that changed the gradients after they were complete, in the order of the calls.
+        changes: functions, such as clipping, to apply to the gradients in the tier before the update, in this order.
     """
 
     leaves = False
@@ -37,12 +37,12 @@ class ParametersOnDevice:
         """Free the gradients of the last step, except the gradients of the units in ``pending``."""
 
     def watch(self) -> AbstractContextManager[Any] | None:
-        """Return a context for the first forward that raises an error if code reads a parameter that is not on the
-        device."""
+        """Return a context for the first forward, or None. The context raises an error if code reads a parameter that
+        is not on the device."""
         return None
 
     def watch_forwards(self, complete: Callable[[int], object]) -> None:
-        """Call ``complete`` with the number of a unit each time its parameters were brought to the device for a
+        """Call ``complete`` with the number of a unit each time its parameters have been brought to the device for a
         forward."""
 
     def end_backward(self) -> None:
@@ -80,13 +80,13 @@ class ParametersOnDevice:
 
 
 class ParameterTier(ParametersOnDevice):
-    """Parameters and gradients of regions in a tier.
+    """Parameters and gradients that are stored in a tier, in regions.
 
     Args:
         residency: the regions.
         units: the units of the updates. A unit with the parameters of a region is updated while the region is present.
-        homes: the parameters that optimizers update, in their order.
-        parallel: the distribution of the network.
+        homes: the parameters that optimizers update, in the order of the optimizers.
+        parallel: wrapper that distributes the network across ranks.
     """
 
     leaves = True

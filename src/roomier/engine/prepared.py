@@ -53,7 +53,7 @@ class PreparedEngine(EagerEngine):
         return super().clip(max_norm, algorithm, optimizer=optimizer)
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
-        """Update the parameters. Clip the gradients according to the Plan first, if :meth:`clip` was not called.
+        """Update the parameters. If :meth:`clip` was not called, clip the gradients according to the Plan first.
 
         Raises:
             TrainingError: there are no gradients, because no backward has run yet.
@@ -84,7 +84,8 @@ class PreparedEngine(EagerEngine):
 
 
 def planner_errors(plan: Plan) -> list[PlanError]:
-    """Return the errors of a plan that requires the planner, which custom loops do not run."""
+    """Return a list with one error if ``plan`` requires the planner, which custom loops do not run; otherwise, an empty
+    list."""
     if plan.parallel.strategy != "auto":
         return []
     nearest = "zero3" if plan.parallel.num_ranks > 1 else "single"
@@ -105,7 +106,7 @@ def build_prepared(
     max_steps: int | None = None,
     allows_none: bool = False,
 ) -> tuple[AnyPrepared, Configured]:
-    """Join the ranks of ``plan`` and return an engine of ``module``.
+    """Join the ranks of ``plan`` and build an engine for ``module``.
 
     Args:
         plan: the plan.
@@ -117,8 +118,8 @@ def build_prepared(
         allows_none: allow a model without an optimizer.
 
     Raises:
-        PlanError: there is no optimizer, both ``given`` and ``plan`` define one, an optimizer has states of parameters
-            that are sharded, or the strategy is ``"auto"``.
+        PlanError: there is no optimizer, both ``given`` and ``plan`` define one, an optimizer already had states when
+            its parameters were sharded, or the strategy is ``"auto"``.
     """
 
     def optimizers(blocks: Sequence[nn.Module]) -> Configured:
@@ -148,7 +149,7 @@ def build_prepared(
 
 def replacement_of_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Return a function that updates ``optimizers`` after parameters of ``network`` were replaced. Sharding replaces
-    parameters by new parameters with the same names. The returned function gives these new parameters to the
+    parameters with new parameters that have the same names. The returned function passes the new parameters to the
     optimizers.
     """
     names = {id(each): name for name, each in network.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Optimizer updates during backward: each parameter is updated when its gradient is complete, and the gradient is
+"""Optimizer updates during backward: each parameter is updated when its gradient is complete, and then the gradient is
 freed.
 
 At any time, only the gradients of one block are in memory, instead of the gradients of the full model. The optimizer's
@@ -10,17 +10,17 @@ optimizer and raises an error.
 [Note: weights that change during backward]
 A weight is written while backward runs. Its gradient is complete after all operations that used the weight have run
 their backward, so no later operation reads the weight. The exception is an operation that used the detached weight. For
-this operation, autograd detects the write and raises an error. Under activation recomputation, a block is recomputed
+this operation, autograd detects the write and raises an error. With activation recomputation, a block is recomputed
 before the first of its operations with saved tensors runs its backward. The weights of the block are updated after all
 their gradients are complete.
 
 [Note: clipping by norm]
-The factor depends on all gradients. ``"exact"`` runs two backwards of one forward pass. The first backward pass
-computes the norm of each gradient and frees the gradient. The second backward pass scales the gradients and updates the
-parameters. No forward runs twice, except that each backward pass recomputes blocks from the same random state. Both
-backwards produce the same gradients if all kernels sum in a fixed order. The norm is bit-identical to the norm of
-``torch.nn.utils.clip_grad_norm_``. ``"stale_norm"`` runs one backward and clips by the norm of the previous step. The
-first step of a run has no previous norm and is exact.
+The clipping factor depends on all gradients. ``"exact"`` runs two backward passes for one forward pass. The first
+backward pass computes the norm of each gradient and frees the gradient. The second backward pass scales the gradients
+and updates the parameters. The forward pass runs once, but each backward pass recomputes checkpointed blocks, from the
+same random state. Both backward passes produce the same gradients if all kernels sum in a fixed order. The norm is
+bit-identical to the norm of ``torch.nn.utils.clip_grad_norm_``. ``"stale_norm"`` runs one backward pass and clips by
+the norm of the previous step. The first step of a run has no previous norm and is exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepInBackward(Updates):
         network: the model, for the names of parameters in errors.
         optimizers: the optimizers of its parameters.
         blocks: the blocks of ``network``. The parameters of a block are updated together.
-        way: ``"exact"`` or ``"stale_norm"``, see [Note: clipping by norm].
+        way: ``"exact"`` or ``"stale_norm"``; see [Note: clipping by norm].
         batch_plan: settings for clipping.
         join_norms: function that returns the norm over all ranks. Its argument is the norm of this rank's shard of each
             gradient, by parameter.
@@ -105,7 +105,7 @@ class StepInBackward(Updates):
         self._norms: dict[Tensor, Tensor] = {}
         self._pending: list[Tensor] = []
         self._updated: set[Tensor] = set()
-        self._receive: Callable[[Tensor], None] | None = None  # called with each complete gradient; None between steps
+        self._receive: Callable[[Tensor], None] | None = None  # called when a gradient is complete; None between steps
         self._is_step_open = False
         self._watch_parameters()
 
@@ -162,7 +162,7 @@ class StepInBackward(Updates):
         """Allow the next backward pass.
 
         Raises:
-            TrainingError: ``closure`` computes gradients after the update.
+            TrainingError: ``closure`` is not None, because a closure would compute gradients after the update.
         """
         if closure is not None:
             problem = "is not supported, because the parameters were updated in the previous backward"
@@ -174,7 +174,7 @@ class StepInBackward(Updates):
         """Return :attr:`norm`. The gradients were clipped during backward, according to the Plan.
 
         Raises:
-            TrainingError: the arguments request another limit.
+            TrainingError: the arguments request a limit, which would come too late.
         """
         if max_norm is None and algorithm is None:
             return self.norm
@@ -229,8 +229,8 @@ class StepInBackward(Updates):
         self._norms[parameter] = torch_private.norm_of(_own_gradient(parameter))
 
     def _collect(self, parameter: Tensor) -> None:
-        """Collect the parameters of a block. Update them together after the last gradient of the block, or the first
-        gradient of another block, is complete."""
+        """Collect the parameters of a block, and update them together. The update runs when the last gradient of the
+        block, or the first gradient of another block, is complete."""
         if parameter in self._updated:
             raise self._came_in_parts(parameter)
         block = self._block_of.get(parameter)
@@ -259,7 +259,7 @@ class StepInBackward(Updates):
     def _check_begins_step(self) -> None:
         if self._is_step_open:
             problem = (
-                "a second backward ran before the step of the first backward ended, which already updated parameters"
+                "a second backward ran before engine.step(), but the first backward has already updated parameters"
             )
             action = "Call engine.step() after each backward, and run one backward of the sum of several losses"
             raise TrainingError("backward", None, problem, action)

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 
 class Scale(Protocol):
-    """Loss scale, see :mod:`roomier.precision.scaler`."""
+    """Loss scale; see :mod:`roomier.precision.scaler`."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
-        """Update the parameters, unless the gradients are not finite."""
+        """Update the parameters if the gradients are finite."""
         ...
 
     def skips(self, optimizer: Optimizer) -> bool:
@@ -54,14 +54,14 @@ class Updates:
         run()
 
     def begin_clip(self) -> None:
-        """Prepare for gradients that the engine clips."""
+        """Prepare for the clipping of gradients by the engine."""
 
     def end_clip(self, norm: Tensor | None, limit: float) -> None:
-        """Process the result of clipping: the engine clipped the gradients to ``limit``.
+        """Process gradients that the engine has clipped.
 
         Args:
             norm: norm of the gradients before clipping; None if elements were clipped.
-            limit: limit of the norm or of the elements.
+            limit: maximum of the norm, or of the absolute value of each element.
         """
 
     def scale_away(self, factor: float | Tensor) -> None:

@@ -36,7 +36,7 @@ class WeightsToRead(Protocol):
         ...
 
     def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
-        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of a tensor.
+        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of each tensor.
 
         Args:
             prepare: function that is called with each tensor before it is written.
@@ -71,7 +71,7 @@ class WeightsFile:
 
         If all names in the file match ``network`` after the name of one child module, such as ``model.``, is prepended,
         the values are read into this child. If the names in the file do not match, and ``network`` is or contains a
-        Hugging Face model, the tensors are converted by the rules of ``from_pretrained`` of this model.
+        Hugging Face model, the tensors are converted by the rules that ``from_pretrained`` uses for this model.
 
         Returns:
             The names of the tensors that will be read, including all names of tied tensors.
@@ -125,7 +125,7 @@ class WeightsFile:
 
     @torch.no_grad()
     def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
-        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of a tensor.
+        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of each tensor.
 
         Args:
             prepare: function that is called with each tensor before it is written.
@@ -171,7 +171,7 @@ class WeightsFile:
 
 
 def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    # All parameters, including each name of a tied parameter, and the persistent buffers.
+    # The result contains all parameters, with each name of a tied parameter, and the persistent buffers.
     tensors = {name: each for name, each in network.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     return {**dict(network.named_parameters(remove_duplicate=False)), **tensors}
 

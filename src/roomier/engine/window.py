@@ -16,8 +16,8 @@ class Window:
     """State of one optimizer step while its micro-batches run.
 
     Attributes:
-        weights: fraction of the global batch's loss terms in each micro-batch. Empty if losses are summed without
-            weights.
+        weights: for each micro-batch, its fraction of the loss terms in the global batch. Empty if losses are summed
+            without weights.
         loss: sum of the weighted losses so far (0-dim, detached).
         left_out: weights of the micro-batches whose step returned None.
     """

@@ -68,8 +68,8 @@ def export_adapter_of(
 
     Args:
         output: new folder.
-        adapter: adapter settings of the Plan of the trained run.
-        prefix: prefix of the names of the model that peft adapts, within the module.
+        adapter: adapter settings in the Plan of the training run.
+        prefix: prefix of the weights of the model that peft adapts, in the names of the module.
         dtype: dtype of the written tensors; None preserves the stored dtypes.
 
     Returns:
@@ -111,7 +111,7 @@ def export_adapter_of(
 
 
 def _as_in_peft(a: Tensor, b: Tensor, *, is_in_out: bool) -> tuple[Tensor, Tensor]:
-    """Return the two factors of a layer, with shapes (rank, in) and (out, rank)."""
+    """Return ``a`` and ``b`` with the shapes (rank, in) and (out, rank), as the package peft stores them."""
     a, b = a.detach().cpu(), b.detach().cpu()
     return (a.T, b.T) if is_in_out else (a, b)
 

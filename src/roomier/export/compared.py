@@ -1,4 +1,4 @@
-"""Comparison of the outputs of an exported model with the outputs of the original model."""
+"""Compares the outputs of an exported model with the outputs of the original model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from roomier.core.torch_private import iter_leaves
 from roomier.export.examples import Example
 
 MAX_DIFFERENCE = 1e-4
-"""Maximum difference of an output, relative to its largest value, or to 1 if its largest value is less than 1. Outputs
-differ slightly, because kernels sum in different orders."""
+"""Largest accepted difference between the outputs of both models, relative to the largest absolute value of the output,
+or to 1 if this value is less than 1. Outputs differ slightly, because kernels sum in different orders."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Compared:
     """Result of a comparison.
 
     Attributes:
-        max_difference: largest difference of an output, relative to the largest value of this output, or to 1 if this
-            value is less than 1.
+        max_difference: largest difference between the outputs of both models, relative to the largest absolute value of
+            the output, or to 1 if this value is less than 1.
         num_calls: number of compared inputs.
         batch_sizes: batch size of each input.
     """
@@ -35,7 +35,7 @@ class Compared:
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, dict.fromkeys(self.batch_sizes)))
-        return f"differs from the model by at most {self.max_difference:.1e}, with batch sizes {sizes}"
+        return f"differs from the model by at most {self.max_difference:.1e} for batch sizes {sizes}"
 
 
 def check_same(
@@ -48,12 +48,12 @@ def check_same(
     to: str,
     hints: Sequence[str] = (),
 ) -> Compared:
-    """Compare the outputs of both models for ``example``, for different values, and for a different batch size.
+    """Compare the outputs of both models for ``example``, for other values, and for another batch size.
 
     Args:
         exported: function that calls the exported model and returns its output tensors in order.
         fixed_shapes: True if the batch size must not change.
-        max_difference: largest difference in any output, relative to the largest value of that output.
+        max_difference: largest accepted difference of any output, relative to the largest absolute value of the output.
         to: name of the format, for messages.
         hints: messages of the exporter, which are added to the error.
 
@@ -78,7 +78,7 @@ def check_same(
         difference = _difference(expected, found)
         if not difference <= max_difference:
             differs = f"differs from the model by {difference:.1e} of the largest value (maximum: {max_difference:.0e})"
-            raise _differs(model, to, f"{differs} with {'other values than ' * bool(number)}the example", hints)
+            raise _differs(model, to, f"{differs} for {'values other than ' * bool(number)}the example", hints)
         worst = max(worst, difference)
         sizes.append(each.batch_size or 1)
     return Compared(worst, len(sizes), tuple(sizes))

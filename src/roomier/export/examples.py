@@ -1,4 +1,4 @@
-"""Inputs of a model for an export, and additional inputs for the comparison of the exported model with the model."""
+"""Inputs for the export of a model, and additional inputs for comparing the exported model with the original model."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Example:
 
     @property
     def batch_size(self) -> int | None:
-        """First dimension of the first tensor that is not a scalar.
+        """Size of the first dimension of the first tensor that is not a scalar; None if all tensors are scalars.
 
-        The first dimension of every other tensor is also the batch dimension if its size is equal.
+        The first dimension of any other tensor is also a batch dimension if it has the same size.
         """
         return next((each.shape[0] for each in self.tensors() if each.dim()), None)
 
     def with_batch(self) -> Example:
-        """Return an example with at least two samples, because exporters treat a dimension of one as a constant."""
+        """Return an example with at least two samples, because exporters treat a dimension of size 1 as a constant."""
         return self.repeated(2) if self.batch_size == 1 else self
 
     def repeated(self, num_times: int) -> Example:
@@ -78,7 +78,7 @@ class Example:
 
 
 def example_of(model: nn.Module, sample: Any, field: str) -> Example:
-    """Return ``sample``, or the model's ``example_input_array``, on the device of the model.
+    """Return an Example of ``sample``, or of the model's ``example_input_array``, on the device of the model.
 
     Args:
         sample: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
@@ -120,8 +120,8 @@ def _copied(each: Any) -> Any:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    # Token ids must stay in range, so integers are only moved. Branches on numbers depend most often on the sign, so
-    # the signs are changed.
+    # Token ids must stay in range, so integers are only moved to other positions. Branches that depend on values most
+    # often test the sign, so the signs are changed.
     moved = tensor.roll(1, dims=-1) if tensor.dim() else tensor.clone()
     if not tensor.is_floating_point():
         return moved

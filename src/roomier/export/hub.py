@@ -27,7 +27,7 @@ def push_to_hub(
         repo_id: name of the repository, such as ``"user/model"``.
         private: True to create a private repository; None for the default of the account.
         revision: branch, which must exist; None for the main branch.
-        message: message of the commit; None for the default of ``huggingface_hub``.
+        message: commit message; None for the default of ``huggingface_hub``.
         token: access token; None for the token of ``hf auth login`` or of the environment variable ``HF_TOKEN``.
 
     Returns:
@@ -51,7 +51,7 @@ def push_to_hub(
         api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
     except Exception as error:  # the errors of HTTP clients differ between versions of huggingface_hub
         problem = f"was not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        action = f"Log in with `hf auth login`, and run `hf upload {repo_id} {folder}`. The folder is complete"
+        action = f"Log in with `hf auth login`, and run `hf upload {repo_id} {folder}`. The exported files are complete"
         raise RoomierError("push_to_hub", repo_id, problem, action) from error
     return str(address)
 

@@ -42,10 +42,10 @@ def export_hugging_face(
     """Write the Hugging Face model in the checkpoint ``path`` to the folder ``output``, atomically.
 
     The folder contains the files that ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` for
-    generative models, and the weights. The weights have their names on the hub. (In ``roomier.export.safetensors``,
-    they have their names in memory.) Tensors are read, converted and written one after another, so the export supports
-    models of any size and checkpoints of any number of ranks. If the model fuses tensors in memory, one group of these
-    tensors is in memory at a time.
+    generative models, and the weights. The weights have the same names as on the hub. (In
+    ``roomier.export.safetensors``, they have the names of the model in memory.) Tensors are read, converted and written
+    one after another, so the export supports models of any size and checkpoints from any number of ranks. If the model
+    fuses tensors in memory, one group of these tensors is in memory at a time.
 
     Args:
         path: checkpoint folder.
@@ -53,8 +53,8 @@ def export_hugging_face(
         max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
         dtype: dtype of all floating-point tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None preserves their dtypes.
         processor: folder whose tokenizer or processor files are copied, or an object with ``save_pretrained``.
-        adapters: format for a model trained with ``lora``: ``"merged"`` adds the adapters to the weights, ``"alone"``
-            writes only the adapters, as a folder for the ``peft`` package.
+        adapters: contents of the export of a model trained with ``lora``. ``"merged"`` adds the adapters to the
+            weights. ``"alone"`` writes only the adapters, as a folder for the ``peft`` package.
 
     Raises:
         RoomierError: the checkpoint contains no Hugging Face model, transformers is not installed, an argument is
@@ -143,7 +143,7 @@ def _without_memory(config: Mapping[str, Any]) -> Any:
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        notice(f"transformers has no model {named}, so the weights keep their names in memory")
+        notice(f"transformers has no model class {named}, so the weights are written with their names in memory")
         return None
     try:
         with torch.device("meta"):

@@ -39,11 +39,11 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
     contains the states of optimizers, schedulers, loss scale and callbacks. During the export, the full content is in
     host memory.
 
-    The following states are omitted, and a notice explains why:
+    The following states are omitted. If Lightning cannot resume training from the file, a notice explains why.
 
-    - states of an optimizer that the Trainer created, which Lightning does not support
-    - states of adapters, which are merged into the weights
-    - the list of checkpoints of ModelCheckpoint if they are folders, which Lightning cannot read
+    - states of an optimizer that the Trainer created, because Lightning does not support it
+    - optimizer states of adapters, because the adapters are merged into the weights
+    - the list of checkpoints that ModelCheckpoint saved as folders, because Lightning cannot read folders
     - random states, and the position in the data within an epoch
 
     Args:
@@ -111,16 +111,16 @@ def _can_resume(path: str | Path, described: Mapping[str, Any]) -> bool:
     if "optimizers" not in described:
         why = "the checkpoint was saved with weights only"
     elif any(map(is_adapter, described["module"])):
-        why = "its optimizer trains adapters, which were merged into the weights"
+        why = "the optimizer trains adapters, which were merged into the weights"
     elif described["plan"]["optimizer"]["name"] is not None:
-        why = f"its optimizer {described['plan']['optimizer']['name']!r} was created by the Trainer"
+        why = f"the optimizer {described['plan']['optimizer']['name']!r} was created by the Trainer"
     else:
         names = [each["type"] for each in described["optimizers"]]
         kinds = [name for name in names if "roomier" in name.lower()]
-        why = f"its optimizer {kinds[0]} is part of roomier" if kinds else None
+        why = f"the optimizer {kinds[0]} is part of roomier" if kinds else None
     if why is None:
         return True
-    notice(f"{path}: {why}, so Lightning can load the weights of this file but cannot resume its training")
+    notice(f"{path}: {why}, so Lightning can load the exported weights but cannot resume training from them")
     return False
 
 
@@ -141,7 +141,7 @@ def _training_state(path: str | Path) -> dict[str, Any]:
 
 
 def _state_of_files(saved: Mapping[str, Any], *, is_max: bool) -> dict[str, Any]:
-    """Return the state of a ModelCheckpoint that writes files in Lightning's form."""
+    """Return, in Lightning's form, the state of a ModelCheckpoint that writes files."""
     path_of = partial(os.path.join, saved["dirpath"] or "")
     scores = {path_of(name): torch.tensor(score) for name, score in saved["kept"] if score is not None}
     ordered = sorted(scores, key=lambda path: float(scores[path]), reverse=is_max)

@@ -25,7 +25,7 @@ class MergedTensors:
     Args:
         path: checkpoint folder.
         section: section of the checkpoint; see :class:`StoredTensors`.
-        adapter: adapter settings of the Plan of the trained run.
+        adapter: adapter settings in the Plan of the training run.
 
     Attributes:
         specs: see :class:`StoredTensors`.

@@ -22,7 +22,7 @@ from roomier.export.ready import quietly, ready_for_export
 from roomier.export.torch_export import graph_of
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST_BYTES = 3 * 2**29  # Maximum size of weights in one file, because protobuf is limited to 2 GiB.
+_LARGEST_BYTES = 3 * 2**29  # Maximum size of weights in one file, because a protobuf file is limited to 2 GiB.
 _CUSTOM_EXPORT = ("dynamo", "dynamic_axes")  # Options that bypass torch.export.
 
 
@@ -39,12 +39,12 @@ def export_onnx(
 
     Weights of more than 1.5 GiB are written to ``<output>.data``. The batch size is dynamic. onnxruntime runs the
     exported model on the CPU with the example, with different values and with a different batch size. The outputs must
-    be equal to the outputs of the model, up to ``max_difference``.
+    not differ from the outputs of the model by more than ``max_difference``.
 
     Args:
         output: new file, or a buffer. If None, the export is only checked.
         sample: arguments of forward; see :func:`roomier.export.examples.example_of`.
-        max_difference: maximum difference of an output, relative to its largest value.
+        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
         may_exist: replace an existing file.
         options: arguments of ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all sizes), ``input_names``,
             ``opset_version``, ...
@@ -54,7 +54,7 @@ def export_onnx(
 
     Raises:
         RoomierError: a package is missing, the model cannot be exported as one graph for all inputs, ONNX does not
-            support an operation, or the outputs differ.
+            support an operation, the outputs differ, or ``output`` already exists.
     """
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if lacking:
@@ -92,7 +92,7 @@ def _write(model: nn.Module, example: Example, target: Path, options: dict[str, 
         program = graph_of(model, example, shapes, "onnx")
         with quietly():
             return torch.onnx.export(program, (), str(target), **common)
-    except (RoomierError, OSError):  # replacing_file converts errors of the disk
+    except (RoomierError, OSError):  # replacing_file converts disk errors
         raise
     except Exception as error:
         text = " ".join(str(error.__cause__ or error).split())[:300]

@@ -1,5 +1,5 @@
-"""Load the plain model of a checkpoint, which was trained with any strategy, with or without adapters, and on any
-number of ranks."""
+"""Loads the plain model from a checkpoint that was trained with any strategy, with or without adapters, on any number
+of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, 
 
 
 def _configuration(cls: type[nn.Module], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument ``config`` of the trained module if it is a transformers model, otherwise an empty dict."""
+    """Return the argument ``config`` of ``cls`` if the trained module is a transformers model; otherwise, an empty
+    dict."""
     found, made_by = described.get("pretrained"), getattr(cls, "config_class", None)
     if not found or found["prefix"] or made_by is None or "config" not in inspect.signature(cls).parameters:
         return {}

@@ -22,7 +22,7 @@ from roomier.core.errors import RoomierError
 
 @contextmanager
 def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
-    """Yield the module to export for ``model``, in evaluation mode, without gradients and without compilation.
+    """Yield the module to export in place of ``model``, in evaluation mode, without gradients and without compilation.
 
     If ``model`` has adapters, the module is a copy with the adapters merged into its weights. The mode of each
     submodule is restored at the end of the block.
@@ -54,7 +54,7 @@ def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
 
 @contextmanager
 def quietly() -> Iterator[list[warnings.WarningMessage]]:
-    """Suppress logging and output of exporters, and yield the list of their warnings."""
+    """Suppress the log messages and the output of exporters, and yield the list of their warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -41,7 +41,7 @@ class Exported:
     """Result of an export.
 
     Attributes:
-        folder: folder of the files.
+        folder: folder that contains the files.
         files: names of the files that contain tensors.
         num_bytes: size of the tensors in bytes.
     """
@@ -150,7 +150,8 @@ def names_in_files(stored: MergedTensors, prefix: str) -> dict[str, str]:
     left_out = [key for key in (*stored.specs, *stored.others) if key not in under]
     if left_out:
         notice(
-            f"{len(left_out)} entries are omitted, because they are not tensors under {prefix!r}: {left_out[0]!r}, ..."
+            f"{len(left_out)} entries are omitted, because they are not tensors with the prefix {prefix!r}: "
+            f"{left_out[0]!r}, ..."
         )
     first: dict[str, str] = {}
     for key in under:

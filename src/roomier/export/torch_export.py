@@ -35,18 +35,18 @@ def export_torch(
 ) -> Compared:
     """Write ``model`` to the file ``output`` (``.pt2``) for ``torch.export.load``, atomically.
 
-    The outputs of the exported model are compared with the outputs of the model for the example, for different values,
-    and for a different batch size.
+    The outputs of the exported model are compared with the outputs of the model for the example, for other values, and
+    for another batch size.
 
     Args:
         output: new file.
         sample: arguments of forward; see :func:`roomier.export.examples.example_of`.
         dynamic_shapes: argument of ``torch.export.export``; None makes the batch size dynamic, ``{}`` fixes all sizes.
-        max_difference: maximum difference of an output, relative to its largest value.
+        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
 
     Raises:
         RoomierError: the model cannot be exported as one graph for all inputs, the outputs differ, or ``output``
-        already exists.
+            already exists.
     """
     with ready_for_export(model, "torch-export") as plain, replacing_file(output) as target:
         example = example_of(plain, sample, "sample").with_batch()

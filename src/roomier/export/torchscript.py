@@ -38,15 +38,15 @@ def export_torchscript(
     Args:
         output: new file; None writes no file.
         method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for one
-            input, and compares the result with the model for different values and a different batch size.
-        example_inputs: arguments of forward. These arguments are optional with ``"script"``. If the arguments are
-            given, the result is also compared with the model.
-        max_difference: maximum difference of an output, relative to its largest value.
+            input, and compares the outputs with the outputs of the model for other values and another batch size.
+        example_inputs: arguments of forward, which are optional with ``"script"``. If they are given, the outputs are
+            compared with ``"script"`` as well.
+        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
         may_exist: replace an existing file.
         options: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
     Raises:
-        RoomierError: the model cannot be converted, or the outputs differ.
+        RoomierError: the model cannot be converted, the outputs differ, or ``output`` already exists.
     """
     if method not in _METHODS:
         raise RoomierError("method", method, "is unknown", did_you_mean(str(method), _METHODS))
@@ -69,7 +69,7 @@ def export_torchscript(
                 hints=_branches(caught),
             )
             for each in _branches(caught):
-                notice(f"to torchscript: {each}; the outputs for different values are equal")
+                notice(f"to torchscript: {each}. The outputs for other values are equal")
         if output is not None:
             with replacing_file(output, may_exist=may_exist) as target, quietly(), for_torch(target) as file:
                 torch.jit.save(made, file)

@@ -1,4 +1,4 @@
-"""Storage of the measurements of this machine in one JSON file in the user's cache folder.
+"""Storage for measurements of this machine, in one JSON file in the user's cache folder.
 
 A write replaces one section of the file. The file is replaced atomically, so a reader never reads an incomplete file.
 If two processes write at the same time, the file contains only the data of the later write.
@@ -19,8 +19,8 @@ _VERSION = 1
 
 
 def cache_file() -> Path:
-    """Return the path of the file in the cache folder of the system: ``XDG_CACHE_HOME``, ``~/Library/Caches`` or
-    ``LOCALAPPDATA``."""
+    """Return the path of the file in the system's cache folder (``XDG_CACHE_HOME``, ``~/Library/Caches`` or
+    ``LOCALAPPDATA``)."""
     if sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -31,8 +31,8 @@ def cache_file() -> Path:
 
 
 def read(section: str) -> Any:
-    """Return the stored value of ``section``, or None. If the file cannot be read, roomier prints a notice and ignores
-    the file."""
+    """Return the stored value of ``section``; None if the file does not contain the section. If the file cannot be
+    read, print a notice and ignore the file."""
     return _read_all().get(section)
 
 
@@ -59,7 +59,7 @@ def write(section: str, value: Any) -> bool:
 
 
 def forget() -> bool:
-    """Remove the file. Returns whether it existed."""
+    """Remove the file, and return whether it existed."""
     target = cache_file()
     is_there = target.exists()
     target.unlink(missing_ok=True)

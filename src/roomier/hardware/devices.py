@@ -1,5 +1,5 @@
-"""Table of common GPUs, with their memory, their speed, and a typical node. All values come from data sheets and were
-not measured.
+"""Table of common GPUs, with their memory, their speed, and a typical node. The values come from data sheets and public
+reports, and were not measured by roomier.
 
 [Note: sources of the values]
 *Rates* are dense peaks (without structured sparsity) in FLOP/s. 16-bit and tf32 products accumulate in fp32. If a data
@@ -28,10 +28,11 @@ docs/performance.md of 2024, Llama 3 8B and 70B), 38 to 43 % of up to 16,384 H10
 46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1). roomier's forecasts count other operations and collectives
 separately.
 
-*Links* are in one direction. Data sheets list the sum of both directions without overhead, so the table contains
-``LINK_EFFICIENCY`` times half of their values. For example, NCCL's maintainers report 350 GB/s for H100 (data sheet:
-900), and 12 GB/s for PCIe 3.0 (data sheet: 16) (NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring
-in RCCL's table (``hwLat``, protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
+*Links* are given for one direction. Data sheets list the sum of both directions without overhead, so the table contains
+half of their values, and :meth:`Sheet.machine` multiplies the values of the table by ``LINK_EFFICIENCY``. For example,
+NCCL's maintainers report 350 GB/s for H100 (data sheet: 900), and 12 GB/s for PCIe 3.0 (data sheet: 16)
+(NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring in RCCL's table (``hwLat``, protocol Simple):
+3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
 with one network card per device unless the comment above the table states otherwise. For workstation cards, the table
@@ -104,10 +105,10 @@ class Sheet:
 
 
 # Rates are in TFLOP/s, bandwidth in TB/s, links in GB/s in one direction, and network in Gbit/s per device; "-" means
-# absent. cc: compute capability, major. MI250X is one die of two. H100 PCIe and NVL: NVLink bridges connect only pairs
-# of cards. The devices of an AWS node (a10g, l4, v100, t4) share its network card of 100 Gbit/s. MI300X, MI325X: 7
-# links of 64 GB/s. MI250X: 50 GB/s between the slowest pairs, 36 to the host, half a card of 200 Gbit/s, as in
-# Frontier.
+# absent. cc is the major version of the compute capability. The row mi250x is one of the two dies of a card. H100 PCIe
+# and NVL: NVLink bridges connect only pairs of cards. The devices of an AWS node (a10g, l4, v100, t4) share its network
+# card of 100 Gbit/s. MI300X, MI325X: 7 links of 64 GB/s. MI250X: 50 GB/s between the slowest pairs, 36 to the host,
+# half a card of 200 Gbit/s, as in Frontier.
 _TABLE = """
 name            GiB     TB/s   fp32   tf32    bf16    fp16    fp8     cc  link  links  host  network  node_GiB  share
 b300            267.69  8.0    75     1125    2250    2250    4500    10  900   18     64    800      2048      0.65
@@ -224,7 +225,7 @@ def sheet_of(name: str) -> Sheet | None:
 
 @cache
 def known_names() -> dict[str, Sheet]:
-    """Return all names and aliases in the form of :func:`plain_name`."""
+    """Return the row for each name and alias. The keys have the form that :func:`plain_name` returns."""
     return {plain_name(name): sheet for sheet in SHEETS for name in (sheet.name, *sheet.aliases)}
 
 

@@ -1,4 +1,4 @@
-"""Measurement of a disk with the same transfers as for offloaded data."""
+"""Measures a disk with the same transfers that offloaded data uses."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class DiskRates:
 
 
 def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRates:
-    """Measure reads and writes of a temporary file in ``folder``, which is created if it does not exist.
+    """Measure reads and writes of a temporary file in ``folder``. Create the folder if it does not exist.
 
     The transfers are the same as for offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
     file system does not support direct I/O, written data is flushed to the disk before the clock stops. The data is
     removed from the page cache before it is read. A folder in memory (tmpfs) has the rate of memory, as in a run.
 
     Args:
-        folder: folder of the file.
+        folder: folder for the temporary file.
         seconds: approximate duration.
         num_bytes: maximum number of bytes in each direction.
 
@@ -83,7 +83,7 @@ class _Measurement:
         )
 
     def _seconds(self, read_bytes: int, written_bytes: int, written_start: int | None = None) -> float:
-        """Return the seconds of concurrent reads and writes."""
+        """Return the time in seconds that concurrent reads and writes take."""
         if not self._scratch.is_direct:
             self._scratch.empty_cache()
         read_start, write_start = self._starts

@@ -32,8 +32,8 @@ def num_cores() -> int:
 
 
 def load() -> float:
-    """Return the average number of busy or requested cores in the last minute; 0 if the system does not report this
-    number."""
+    """Return the average number of processes that ran or waited for a core in the last minute; 0 if the system does not
+    report this number."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 

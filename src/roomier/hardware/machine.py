@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """Link in one direction, which one rank uses at a time.
+    """One direction of a link, which one rank uses at a time.
 
     Attributes:
         bytes_per_s: bandwidth.
@@ -19,7 +19,7 @@ class Link:
     latency_s: float = 0.0
 
     def time_s(self, num_bytes: float) -> float:
-        """Return the seconds to send ``num_bytes``."""
+        """Return the time in seconds to send ``num_bytes``."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine: one or several nodes with identical devices.
+    """One or several nodes with identical devices.
 
     Attributes:
         device: the device of each rank.
@@ -65,7 +65,7 @@ class Machine:
         num_nodes: number of nodes.
         in_node: link from one device to the other devices in its node while all devices send, as in an all-gather.
         between_nodes: link between two nodes, per device.
-        to_host: link between a device and the memory of its host, in each direction at the same time.
+        to_host: link between a device and the memory of its host. Both directions can be used at the same time.
         disk_read, disk_write: links between the host and its disk, shared by all devices of the node.
         host_memory_bytes: host memory of one node.
         source: origin of the values: ``"data sheets"``, or the time and method of the measurement.
@@ -95,7 +95,7 @@ class Machine:
         return self.devices_per_node * self.num_nodes
 
     def disk_time_s(self, read_bytes: float, written_bytes: float) -> float:
-        """Return the seconds for simultaneous reads and writes on the disk of a node.
+        """Return the time in seconds for simultaneous reads and writes on the disk of a node.
 
         If ``disk_both`` is None, the function assumes that reads and writes run one after the other.
         """

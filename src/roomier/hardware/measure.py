@@ -24,8 +24,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_SMALLEST, _LARGEST = 128, 8192  # Number of rows of a product.
-_IS_LONG_S = 0.02  # In a product of this duration, the cost of its launch is negligible.
+_SMALLEST, _LARGEST = 128, 8192  # Number of rows of a matrix.
+_IS_LONG_S = 0.02  # The launch of a product that takes this long has a negligible cost.
 
 
 def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
@@ -78,7 +78,7 @@ def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27)
 
 
 def operation_seconds(device: torch.device, seconds: float, num_operations: int = 500) -> float:
-    """Return the seconds that the host requires to start one trivial operation with autograd."""
+    """Return the time in seconds that the host requires to start one trivial operation with autograd."""
     small = torch.zeros(8, device=device, requires_grad=True)
 
     def run() -> None:
@@ -113,8 +113,8 @@ def _fitting(num_bytes: int, device: torch.device) -> int:
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the second best time of ``run``. ``run`` is repeated for ``seconds``, but at least three times. The first
-    run is a warm-up."""
+    """Return the second shortest time of ``run`` in seconds. ``run`` is repeated for ``seconds``, but at least three
+    times. The first run is a warm-up."""
     start = time.perf_counter()
     first = seconds_of(run, device)
     if first > seconds:
@@ -126,7 +126,7 @@ def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: f
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds from the start of one ``run`` until ``device`` has finished its work."""
+    """Call ``run``, and return the seconds from its start until ``device`` has finished all work."""
     synchronize(device)
     start = time.perf_counter()
     run()

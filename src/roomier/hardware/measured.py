@@ -48,7 +48,7 @@ class Measured:
     Attributes:
         circumstances: conditions of the measurement.
         measured_at: time in ISO format, UTC.
-        is_quick: True for a measurement of about a second in the calling process, without disk and collectives.
+        is_quick: True for a measurement that took about a second in the calling process, without disk and collectives.
         flops_per_s: rates of matrix products by dtype, in FLOP/s.
         memory_bytes_per_s: memory bandwidth, reads plus writes.
         operation_s: seconds to start one operation.
@@ -56,8 +56,9 @@ class Measured:
             None if not measured.
         gather, reduce: bandwidth of the collective, in bytes per second that one rank sends, and its latency in
             seconds; None for one rank.
-        disk_read, disk_write: bytes per second of the folder for offloading; None if not measured.
-        disk_both: bytes per second, read plus written, if both run at the same time; None if not measured.
+        disk_read, disk_write: rates of reads and writes in the folder for offloading, in bytes per second; None if not
+            measured.
+        disk_both: total rate of simultaneous reads and writes, in bytes per second; None if not measured.
     """
 
     circumstances: Circumstances
@@ -76,7 +77,7 @@ class Measured:
 
 
 def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
-    """Return the current conditions of ``num_ranks`` processes on this machine."""
+    """Return the current conditions for ``num_ranks`` processes on this machine."""
     model = cpu_model()
     return Circumstances(
         host=host_name(),
@@ -107,15 +108,15 @@ def stored() -> list[Measured]:
 
 
 def store(measured: Sequence[Measured]) -> bool:
-    """Store ``measured``, which replaces stored measurements that were taken under the same conditions. Returns whether
-    the file was written."""
+    """Store ``measured``, replace stored measurements that were taken under the same conditions, and return whether the
+    file was written."""
     replaced = [each.circumstances for each in measured]
     kept = [each for each in stored() if each.circumstances not in replaced]
     return cache.write(_SECTION, [asdict(each) for each in (*kept, *measured)])
 
 
 def _measured(entry: Mapping[str, Any]) -> Measured:
-    """Convert one stored entry to a value.
+    """Convert one stored entry to a :class:`Measured`.
 
     Raises:
         TypeError, KeyError, ValueError, AttributeError: the entry is invalid.

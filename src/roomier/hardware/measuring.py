@@ -32,7 +32,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
         device: device of the ranks; each rank uses a different accelerator of this type.
         num_ranks: number of processes.
         seconds: time for the measurements without communication. The start of the processes and the collectives take
-            about 5 s in addition.
+            about 5 additional seconds.
         folder: folder for the measurement of the disk; None skips this measurement.
 
     Raises:
@@ -69,8 +69,9 @@ def _median(rates: Sequence[float | None]) -> float | None:
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
     """Measure matrix products, memory, operations and updates in this process, in about a second.
 
-    The rates of one of ``num_ranks`` ranks are computed, not measured. If the ranks have more threads than the machine
-    has cores, each thread is assumed to use a fraction of a core. All ranks share the memory bandwidth.
+    If several ranks share a CPU, the rates of one rank are computed from the rates of this process. If the ranks have
+    more threads than the machine has cores, each thread is assumed to use a fraction of a core. All ranks share the
+    memory bandwidth.
     """
     circumstances = circumstances_of(device, num_ranks)
     num_threads = circumstances.num_threads if device.type == "cpu" else 1

@@ -39,7 +39,7 @@ _REPETITIONS = 8
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run the measurements, and write the result to the file ``settings["result"]``."""
+    """Run the measurements and write the result to the file ``settings["result"]``."""
     rank, num_ranks = settings["rank"], settings["num_ranks"]
     device = resolve_device(settings["kind"])
     if device.type != "cpu":
@@ -80,8 +80,8 @@ def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Measure large and small collectives. The result contains the seconds of each repetition, and the bytes that a
-    rank sends in one collective."""
+    """Measure large and small collectives. The result contains the time of each repetition in seconds, and the number
+    of bytes that a rank sends in one collective."""
     exchange = Exchange()
     result: dict[str, Any] = {}
     for size, num_bytes in (("large", _WHOLE_BYTES), ("small", _SMALL_BYTES)):
@@ -114,7 +114,7 @@ def _repeated(run: Callable[[], object], device: torch.device) -> list[float]:
         run()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]  # not measured, because the first repetition connects the ranks
+    return seconds[1:]  # the first repetition is dropped, because it connects the ranks
 
 
 def _meet() -> None:

@@ -1,5 +1,5 @@
-"""Machines from a text: ``"a100-40gb:8"``, ``"8xh100"``, ``"cpu:2"``, ``"this:4"``, or the path of a file that contains
-all values."""
+"""Creates machines from a text: ``"a100-40gb:8"``, ``"8xh100"``, ``"cpu:2"``, ``"this:4"``, or the path of a file that
+describes a machine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def machine_of_dict(content: Mapping[str, Any]) -> Machine:
     """Return the machine that plain data describes. This function is the inverse of :func:`machine_as_dict`.
 
     The device is a name in the table, or a mapping of the fields of :class:`Device`. A link is a number (bytes per
-    second), or a mapping with ``bytes_per_s`` and ``latency_s``. A number of bytes is a number, or a string such as
+    second), or a mapping with ``bytes_per_s`` and ``latency_s``. A size in bytes is a number, or a string such as
     ``"40GiB"``. If the device is a name in the table, the typical node of the device provides missing fields.
 
     Raises:

@@ -31,9 +31,9 @@ def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto"
 
     The rates come from stored measurements of ``roomier hardware`` for this host. The processor, the torch version, the
     number of ranks and the number of threads per rank must be the same as in the measurement. Without a stored
-    measurement, the rates of GPUs in the table come from their data sheets. Other values come from a quick measurement,
-    which takes about one second and runs once per process. ``source`` states the origin. The memory of the machine is
-    the memory that is currently available.
+    measurement, the rates of a GPU in the table come from its data sheet. The rates of other devices come from a quick
+    measurement, which takes about one second and runs once per process. The machine's ``source`` states the origin of
+    the rates. On a CPU, the memory of a rank is its share of the host memory that is currently available.
 
     Args:
         devices: ranks per node.
@@ -137,8 +137,8 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """Return the machine with the values of the device's data sheet and the actual memory size; None if there is no
-    data sheet."""
+    """Return the machine with the values of the device's data sheet and the actual memory size; None if the table does
+    not contain the device."""
     sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     if sheet is None:
         return None
