@@ -161,7 +161,7 @@ def test_named_schedule_ends_with_the_resumed_run(make_trainer, data, capsys, tm
     size = changed.get("accumulate_grad_batches", 1)
     expected = [cosine(step, num_steps) for step in range(8, num_steps) for _ in range(size)]
     assert module.rates == pytest.approx(expected, rel=1e-12)
-    assert f"now ends at step {num_steps} instead of 8 as in the checkpoint" in capsys.readouterr().err
+    assert f"now ends at step {num_steps}, but at step 8 in the checkpoint" in capsys.readouterr().err
     trainer.save_checkpoint(tmp_path / "all")
     make_trainer(**keywords, **changed).fit(Plain(), data, ckpt_path=tmp_path / "all")
     assert "the schedule now ends" not in capsys.readouterr().err

@@ -3,16 +3,16 @@
 [Note: Adafactor on shards]
 Shazeer and Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost". ``torch.optim.Adafactor``
 stores the mean squares of the rows and columns of a matrix instead of a second moment. Its step reads norms of full
-matrices, and torch 2.13 has no DTensor operations for this step. This class has the options, the state names and the
-arithmetic of torch, and processes one shard at a time. Four values depend on the rows of all ranks:
+matrices, but torch 2.13 has no DTensor operations for this step. This class has the same options, state names and
+arithmetic as torch's class, but processes one shard at a time. Four values depend on the rows of all ranks:
 
     column means, sum of the row means, norm of the weight      one all-reduce for all parameters
     norm of the update                                          a second all-reduce
 
 The update is computed twice, before and after its norm is known, so the temporaries have the size of one shard. The
-factors stay on the device, so a step does not wait for the device. Row means are sharded like the rows. Column means of
-a matrix are replicated on every rank. For a tensor with more than two dimensions, torch factorizes the last two
-dimensions, so both means have the rows of the shard.
+scaling factors stay on the device, so a step does not wait for the device. Row means are sharded like the rows. Column
+means of a matrix are replicated on every rank. For a tensor with more than two dimensions, torch factorizes the last
+two dimensions, so the row and column means are both sharded by rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Adafactor whose parameters can be sharded, see [Note: Adafactor on shards].
+    """Adafactor whose parameters can be sharded; see [Note: Adafactor on shards].
 
     The arguments and the states are the same as in ``torch.optim.Adafactor``. Unsharded parameters are updated one at a
     time, even with ``foreach=True``.
@@ -89,7 +89,7 @@ class Adafactor(torch.optim.Adafactor):
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's shard of a parameter, and the factors of its step.
+    """This rank's shard of a parameter, and the scalars for its update.
 
     Attributes:
         weight: the shard of the weight.
@@ -97,9 +97,9 @@ class _Part:
         moments: mean squares of rows and columns, or of the elements of a vector.
         shape: shape of the unsharded parameter.
         newest: weight of the current squared gradients in the means.
-        rate: learning rate relative to the size of the weight.
+        rate: learning rate relative to the root mean square of the weight.
         kept: factor by which weight decay multiplies the weight.
-        eps: lower limits of the mean squares and of the size of the weight.
+        eps: lower limits of the mean squares and of the root mean square of the weight.
         largest: root mean square above which an update is scaled down.
     """
 
@@ -130,14 +130,14 @@ class _Part:
     def add_columns(self, of_columns: Tensor) -> None:
         """Update the column means of a matrix from the sums of squares over the rows of all ranks."""
         columns = self.moments[1]
-        if columns.numel():  # a single row belongs to one rank
+        if columns.numel():  # the column means of a matrix with one row are on one rank
             columns.lerp_((of_columns / self.shape[0]).to(columns.dtype).view_as(columns), self.newest)
 
     def update(self, rows_sum: Tensor | None) -> Tensor:
         """Return the update of the shard, before it is scaled.
 
         Args:
-            rows_sum: sum of the row means over all ranks, for a matrix.
+            rows_sum: sum of the row means over all ranks; None if the parameter is not a matrix.
         """
         if len(self.moments) == 1:
             estimate = self.moments[0].clone()
@@ -165,7 +165,7 @@ class _Part:
 
 
 def _update(parts: Sequence[_Part], ranks: ProcessGroup | None) -> None:
-    """Update ``parts``, which are shards on the ranks of a process group. None if the parameters are not sharded."""
+    """Update ``parts``, which are sharded across the process group ``ranks`` (None if they are not sharded)."""
     totals = _sum([each.begin() for each in parts], ranks)
     for part, values in zip(parts, totals, strict=True):
         if len(values) == 3:
@@ -178,7 +178,7 @@ def _update(parts: Sequence[_Part], ranks: ProcessGroup | None) -> None:
 
 
 def _sum(values: Sequence[Sequence[Tensor]], ranks: ProcessGroup | None) -> Sequence[Sequence[Tensor]]:
-    """Return ``values``, which are 1-dim, summed over the ranks with one collective."""
+    """Return ``values`` (1-dim tensors), summed over the ranks in one collective."""
     if ranks is None:
         return values
     import torch.distributed as dist  # sharded tensors already require this import
@@ -190,12 +190,12 @@ def _sum(values: Sequence[Sequence[Tensor]], ranks: ProcessGroup | None) -> Sequ
 
 
 def _square(norm: Tensor) -> Tensor:
-    """Return the squares of norms as a 1-dim tensor, at least in float32."""
+    """Return the squares of norms as a 1-dim tensor, in at least float32 precision."""
     return norm.to(torch.promote_types(norm.dtype, torch.float32)).square().flatten()
 
 
 def _shard_group(parameter: Tensor) -> ProcessGroup | None:
-    """Return the ranks across which ``parameter`` is sharded, or None."""
+    """Return the process group across which ``parameter`` is sharded, or None if it is not sharded."""
     if not is_sharded(parameter):
         return None
     [dim] = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
@@ -203,7 +203,8 @@ def _shard_group(parameter: Tensor) -> ProcessGroup | None:
 
 
 def _zeros(shape: tuple[int, ...], parameter: nn.Parameter) -> Tensor:
-    """Return a state in the dtype of the gradient. The state is sharded if it has the rows of ``parameter``."""
+    """Return a state of zeros in the dtype of the gradient. The state is sharded if it has as many rows as
+    ``parameter``."""
     assert parameter.grad is not None
     own = local(parameter.grad)
     if not is_sharded(parameter):

@@ -2,7 +2,7 @@
 
 [Note: a step on codes]
 The formulas use ``r`` and ``q = m / (r + e')`` as in ``block_codes.py``, the gradient ``g``, the bias corrections
-``c1`` and ``c2`` of the moments, ``e = eps * sqrt(c2)``, and the value ``e'`` of ``e`` in the previous step::
+``c1`` and ``c2`` of the moments, ``e = eps * sqrt(c2)``, and ``e'``, the value of ``e`` in the previous step::
 
     m = beta1 * q * (r + e') + (1 - beta1) * g
     r = sqrt(beta2 * r^2 + (1 - beta2) * g^2)
@@ -11,8 +11,8 @@ The formulas use ``r`` and ``q = m / (r + e')`` as in ``block_codes.py``, the gr
 
 These formulas are equivalent to AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", arXiv
 1711.05101, Algorithm 2). The only difference is that ``r`` and ``q`` are rounded when they are stored. On a CPU, the
-step processes as many rows as fit in the cache, in place. On CUDA, the step is compiled to a few kernels over full
-parameters.
+step runs in place, on as many rows at a time as fit in the cache. On CUDA, the step is compiled to a few kernels over
+full parameters.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, 
 SEED = 0  # seed for stochastic rounding, which can be the same in all runs
 STATE_BITS = (4, 8, 32)
 _ROUNDINGS = ("split", "stochastic", "nearest")
-_CHUNK = 2**16  # number of elements, so that temporaries fit in the cache
-_CHUNK_COMPILED = 2**19  # larger, because compiled code has two temporaries per element and fewer calls are faster
+_CHUNK = 2**16  # number of elements per chunk, chosen so that temporaries fit in the cache
+_CHUNK_COMPILED = 2**19  # larger, because compiled code has only two temporaries per element and fewer calls are faster
 _CHUNK_ON_DEVICE = 2**24
 WORTH_COMPILING = 2**22  # with fewer quantized elements, 1,000 steps save less time than the compilation takes
 
@@ -49,7 +49,7 @@ UpdateBlocks = Callable[..., None]
 
 
 class BlockwiseAdamW(Optimizer):
-    """AdamW with moments of ``state_bits`` bits, see [Note: a step on codes].
+    """AdamW with moments of ``state_bits`` bits; see [Note: a step on codes].
 
     Parameters can be sharded by rows (``fully_shard``). Each rank updates its shard of a parameter, and the result
     equals the result of a single process. Tensors with one dimension, with fewer than 4096 elements, or with rows of
@@ -61,29 +61,29 @@ class BlockwiseAdamW(Optimizer):
         params: as for any optimizer; a group can override ``state_bits`` and ``weight_rounding``.
         lr: learning rate.
         betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
+        eps: term added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        state_bits: 4, 8 or 32 bits per moment.
+        state_bits: number of bits per moment: 4, 8 or 32.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
         compiled: whether to compile the update of codes. The compilation takes seconds in the first step and makes the
             update 4 times as fast. None selects compilation if it saves time and a compiler is available. The compiled
-            and the uncompiled update round identically except for the last bit of float32, which occasionally selects
-            the adjacent code.
+            and uncompiled updates can differ in the last bit of a float32 number, which occasionally selects the
+            adjacent code.
 
     Raises:
-        PlanError: an option is invalid, or ``compiled=True`` is set but no compiler is available. Moments of 4 or 8
-            bits also raise this error for weights that are neither float32 nor bfloat16, or that are not sharded by
-            rows.
+        PlanError: an option is invalid, or ``compiled=True`` is set but no compiler is available. With 4-bit or 8-bit
+            moments, this error is also raised for weights that are neither float32 nor bfloat16, and for weights that
+            are sharded other than by rows.
 
     Example:
         >>> optimizer = BlockwiseAdamW(model.parameters(), lr=3e-4, state_bits=8)
     """
 
     row_states = ("root_scales", "ratio_scales")
-    """States that are sharded by the rows of their parameter but have a different shape."""
+    """States that are sharded by rows like their parameter, but have a different shape."""
 
-    compiled: bool | None = None  # also defined on the class, for copies
+    compiled: bool | None = None  # defined on the class, because copies lack the attribute
     _update_codes: UpdateBlocks | None = None
 
     def __init__(
@@ -117,7 +117,7 @@ class BlockwiseAdamW(Optimizer):
             self._count(group)
 
     def _count(self, group: Mapping[str, Any]) -> None:
-        """Number all parameters once, because a step in backward processes only some of them."""
+        """Number all parameters once, because a step during the backward pass processes only some of them."""
         for parameter in group["params"]:
             self._index[parameter] = len(self._index)
             if uses_codes(parameter.shape, group["state_bits"]):
@@ -155,7 +155,7 @@ class BlockwiseAdamW(Optimizer):
             if problem and self.compiled:
                 raise PlanError("optimizer.compiled", True, problem, "Remove the option to run the update uncompiled")
             if problem:
-                notice(f"{type(self).__name__}: the uncompiled update takes about 4 times as long: {problem}")
+                notice(f"{type(self).__name__}: the update runs uncompiled and takes about 4 times as long: {problem}")
             self._update_codes = found
         return self._update_codes
 
@@ -203,7 +203,7 @@ class StepValues:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int) -> StepValues:
-        """Read the values of a parameter group."""
+        """Create the scalars of a step from the options of a parameter group."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         return cls(step, beta1, beta2, group["eps"], 1 - lr * group["weight_decay"], lr)
 
@@ -218,7 +218,7 @@ class StepValues:
         return float((1 - self.beta2**self.step) ** 0.5)
 
     def numbers(self, device: torch.device) -> Tensor:
-        """Return the scalars of :func:`update_blocks` as one tensor, because Python scalars would cause
+        """Return the scalar arguments of :func:`update_blocks` as one tensor, because Python scalars would cause
         recompilation."""
         root_beta2 = math.sqrt(self.beta2)
         eps_before = root_beta2 * self.eps * (1 - self.beta2 ** (self.step - 1)) ** 0.5
@@ -243,7 +243,8 @@ def _update_full(
 
 
 def adamw_(value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, values: StepValues) -> None:
-    """Run one step of AdamW, in place except for ``gradient``, with torch's operations in torch's order."""
+    """Run one step of AdamW with torch's operations in torch's order. All tensors except ``gradient`` change in
+    place."""
     if values.shrinks != 1:
         value.mul_(values.shrinks)
     exp_avg.lerp_(gradient, 1 - values.beta1)
@@ -264,9 +265,9 @@ def _update_rows(
     first: int,
     update: UpdateBlocks,
 ) -> None:
-    """Update some rows at a time. A block never spans several rows, and each weight is read and written once."""
+    """Update a few rows at a time. A block never spans several rows, and each weight is read and written once."""
     names = ("root_codes", "ratio_codes") if "root_codes" in state else ("codes",)
-    # If the memory order of a tensor differs, the rows are copied.
+    # If the memory of a tensor is not in row order, _rows returns a copy.
     weights, gradients, low_bits = _rows(weight), _rows(gradient), state.get("low_bits")
     low_rows = None if low_bits is None else _rows(low_bits)
     codes, scales = [_rows(state[name]) for name in names], [state[name] for name in BlockwiseAdamW.row_states]
@@ -325,24 +326,24 @@ def update_blocks(
 def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
-    # A dry run compiles no code, and its update must not be stored in the cache. The compiled update creates no
-    # tensors. Therefore, a machine that plans for CUDA does not need Triton.
+    # A dry run compiles no code, and must not store its update in the cache. The compiled update creates no tensors, so
+    # a no-op replaces it. Therefore, a machine that plans for CUDA does not need Triton.
     kind = torch_fake.fake_kind()
     planned = device if kind == "cuda" else torch.device(kind)
     return (_skip_update if torch_private.missing_compiler(planned) is None else update_blocks), None
 
 
 def _skip_update(*arguments: Any) -> None:
-    """Replace a compiled update and do nothing, because the tensors have no memory."""
+    """Do nothing in place of a compiled update, because the tensors have no memory."""
 
 
 @cache
 def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
-    """Return :func:`update_blocks` compiled for any number and size of blocks. If the compilation fails, return the
-    uncompiled function and the reason."""
+    """Return :func:`update_blocks`, compiled for any number and size of blocks, and None. If the compilation fails,
+    return the uncompiled function and the reason."""
     missing = torch_private.missing_compiler(device)
     if missing is not None:
-        return update_blocks, f"torch.compile requires {missing} for {device.type}, which was not found"
+        return update_blocks, f"{missing}, which torch.compile requires for {device.type}, was not found"
     notice(
         "the update of 8-bit and 4-bit states is compiled now, which takes seconds, or minutes on a busy machine; "
         "torch caches the result on disk (TORCHINDUCTOR_CACHE_DIR), so later runs start faster"
@@ -362,8 +363,8 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 
 def _example(bits: int, device: torch.device) -> tuple[Any, ...]:
-    """Create rows of zeros as arguments of :func:`update_blocks`."""
-    rows = torch.zeros(3, 1024, device=device)  # several blocks per row; with one, the compiler would specialize
+    """Return rows of zeros as arguments of :func:`update_blocks`."""
+    rows = torch.zeros(3, 1024, device=device)  # several blocks per row; with one block, the compiler would specialize
     *codes, root_scales, ratio_scales = block_codes.empty_codes(rows, bits).values()
     blocks = Region(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
     scales = [root_scales[..., None], ratio_scales[..., None]]
@@ -386,7 +387,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def uses_codes(shape: Sequence[int], state_bits: int) -> bool:
-    """Return True if the moments of a parameter that has this unsharded shape are quantized with ``state_bits``."""
+    """Return True if the moments of a parameter with this unsharded shape are quantized to ``state_bits`` bits."""
     return state_bits < 32 and block_codes.can_be_coded(shape)
 
 

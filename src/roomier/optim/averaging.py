@@ -16,11 +16,11 @@ from roomier.core.sharded import is_sharded
 from roomier.optim.local import local
 
 AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function that computes the new average from ``(average, weight, number of averaged weights)``, as ``avg_fn`` of
+"""A function that computes the new average from ``(average, weight, number of averaged weights)``, like ``avg_fn`` of
 ``torch.optim.swa_utils.AveragedModel``."""
 
 AverageAll = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
-"""The same function as ``avg_fn``, but for lists and in place, as ``multi_avg_fn``."""
+"""A function that updates a list of averages in place, like ``multi_avg_fn`` of ``AveragedModel``."""
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: 
 
 
 class WeightAverage:
-    """Average of named tensors, stored separately.
+    """Average of named tensors, stored separately from the tensors.
 
     Args:
         tensors: parameters and buffers by name; each update reads the current values of these objects.
@@ -129,9 +129,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the values of the tensors and of their averages bit for bit. A second call reverses the exchange.
-        Only one tensor at a time is duplicated. The averages of 16-bit weights have more bits, so a copy of these
-        weights is retained.
+        """Exchange the values of the tensors and their averages, bit for bit. A second call reverses the exchange. Only
+        one tensor at a time is duplicated. The averages of 16-bit weights have more bits, so a copy of these weights is
+        retained.
         """
         for name, average in self.averages.items():
             tensor = local(self._tensors[name])
@@ -160,7 +160,7 @@ class WeightAverage:
         return {name: _full_tensor_of(self._tensors[name], value) for name, value in held.items()}
 
     def wide(self) -> dict[str, Tensor]:
-        """Return the averages that have more bits than their tensors, in the form of :meth:`averaged`."""
+        """Return the averages that have more bits than their tensors, in the same form as :meth:`averaged`."""
         return {
             name: _full_tensor_of(self._tensors[name], each)
             for name, each in self.averages.items()

@@ -8,8 +8,8 @@ In a block whose largest root is ``R`` and whose largest ratio is ``Q``, a code 
     r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small roots keep precision
     q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1
 
-Both maxima are stored exactly in float32. Storing ``m`` as a ratio limits the effect of rounding. An error of ``q`` is
-a fraction of the largest step in the block, and an error of ``r`` changes both parts of ``m / r`` equally. If ``m`` and
+Both maxima are stored exactly in float32. Storing ``m`` as a ratio limits the effect of rounding. An error in ``q`` is
+a fraction of the largest step in the block, and an error in ``r`` changes both parts of ``m / r`` equally. If ``m`` and
 ``r`` had separate codes, rounding ``m`` up and ``r`` down would cause steps of many times the learning rate. In a block
 with a nonzero root, no root is rounded to zero. An element without recent gradients therefore does not make a large
 step at its next gradient.
@@ -43,7 +43,7 @@ from roomier.device.capability import capabilities_of
 
 MIN_ELEMENTS = 4096  # quantization of smaller tensors saves little memory
 MIN_BLOCK = 80  # elements: 8 bytes of scales for 80 elements are 0.1 bytes per parameter
-_BLOCK = {8: 256, 4: 128}  # approximate number of elements of a block, by bits
+_BLOCK = {8: 256, 4: 128}  # approximate number of elements per block, by bits
 _LEAST_SCALE = 1e-30  # the square of a root below 3e-23 is zero in float32
 _STEP_SHIFT, _COLUMN_SHIFT = 0.6180339887498949, 0.7548776662466927  # 1 / golden ratio; 1 / plastic number
 _MARGIN = 1 / 64  # margin, so that the maximum of a block is not rounded beyond the last code
@@ -55,7 +55,7 @@ def can_be_coded(shape: Sequence[int]) -> bool:
 
 
 def block_size(num_columns: int, bits: int) -> int:
-    """Return the number of elements of a block in a row of ``num_columns``. The last block can be shorter."""
+    """Return the number of elements per block in a row of ``num_columns`` elements. The last block can be shorter."""
     return math.ceil(num_columns / max(1, round(num_columns / _BLOCK[bits])))
 
 
@@ -72,7 +72,7 @@ def state_bytes(shape: Sequence[int], bits: int) -> int:
 
 
 def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
-    """Return codes and scales of zero moments by name, for the rows of ``parameter`` (an ordinary tensor).
+    """Return the codes and scales of zero moments by name, for the rows of ``parameter`` (an ordinary tensor).
 
     Codes have the parameter's shape. The 8-bit codes are ``root_codes`` (uint8) and ``ratio_codes`` (int8). The 4-bit
     codes are ``codes`` (int8), with the ratio in the upper half of each byte. ``root_scales`` and ``ratio_scales``
@@ -86,7 +86,7 @@ def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
-    """Return ``u - 1`` of [Note: dither], float32 ``[num_columns]``."""
+    """Return ``u - 1``, as defined in [Note: dither], as a float32 tensor ``[num_columns]``."""
     there = device if torch.float64 in capabilities_of(device).dtypes else torch.device("cpu")
     column = torch.arange(num_columns, dtype=torch.float64, device=there)
     shifts = column.mul_(_COLUMN_SHIFT).add_(step * _STEP_SHIFT % 1).frac_()
@@ -118,7 +118,7 @@ def regions(num_columns: int, bits: int) -> list[Region]:
 
 
 def decode(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return ``r`` and ``q``, float32 ``[rows, blocks, size]``.
+    """Return ``r`` and ``q`` as float32 tensors ``[rows, blocks, size]``.
 
     Args:
         codes: tensors ``[rows, blocks, size]``, one for roots and one for ratios; with 4 bits, one tensor for both.

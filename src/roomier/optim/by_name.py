@@ -52,15 +52,15 @@ def make_optimizer(
 
     Weight decay applies to weights with two or more dimensions. Weight decay does not apply to biases and the scales of
     norms. AdamW, Adam and SGD (SGD only for unsharded parameters) use torch's fused kernels. These kernels read memory
-    only once. If a loss scale is used, their steps do not wait for the device. Low-bit states are used only for large
-    matrices. Embeddings (and tied output layers), biases, norms and small tensors have float32 states. ``"muon"``
-    updates the matrices of blocks, and AdamW updates all other parameters.
+    only once. If a loss scale is used, steps with fused kernels do not wait for the device. Low-bit states are used
+    only for large matrices. Embeddings (and tied output layers), biases, norms and small tensors have float32 states.
+    ``"muon"`` updates the matrices of blocks, and AdamW updates all other parameters.
 
     Args:
-        name: key of ``OPTIMIZERS``.
+        name: key in ``OPTIMIZERS``.
         network: the model.
         lr: learning rate; None selects the default of the optimizer.
-        weight_decay: weight decay of the groups that decay; None selects the default of the optimizer.
+        weight_decay: weight decay for the weights to which it applies; None selects the default of the optimizer.
         options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
         weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"`` or
             ``"nearest"``; None selects ``"split"``. Optimizers other than AdamW and Lion always round to nearest.

@@ -1,4 +1,4 @@
-"""Optimizers that require a closure, although the argument of their method ``step`` has the default None.
+"""Detection of optimizers that require a closure, although the ``closure`` argument of their ``step`` defaults to None.
 
 Sharpness-aware minimization (SAM) is an example. Its ``step`` asserts that a closure was passed, or calls the closure
 without a check. The source code of ``step`` shows whether a closure is required, before the first step runs.

@@ -1,4 +1,4 @@
-"""Converts the values that ``configure_optimizers`` can return to a common form."""
+"""Conversion of the values that ``configure_optimizers`` can return into a common form."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +23,16 @@ _FUSED_OF_WHOLE_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
 @dataclass
 class LRSchedulerConfig:
-    """A learning-rate scheduler with the interval of its steps.
+    """A learning rate scheduler and its settings.
 
     Attributes:
         scheduler: the scheduler.
         interval: ``"epoch"`` or ``"step"`` (optimizer steps).
         frequency: number of intervals per step of the scheduler.
         reduce_on_plateau: whether ``step`` accepts the value of ``monitor``.
-        monitor: name of the logged metric.
+        monitor: name of the logged metric that ``step`` receives.
         strict: whether a missing ``monitor`` raises an error instead of printing a notice.
-        name: name in LearningRateMonitor.
+        name: name under which LearningRateMonitor logs the learning rate.
     """
 
     scheduler: Any
@@ -100,7 +100,7 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
         parameters: all parameters of the model.
 
     Raises:
-        RoomierError: an optimizer or scheduler does not belong to the model. The error contains it.
+        RoomierError: an optimizer or scheduler does not belong to the model. The error contains its class name.
     """
     own = {id(parameter) for parameter in parameters}
     groups = [group for optimizer in configured.optimizers for group in optimizer.param_groups]
@@ -133,7 +133,7 @@ def check_sharded_parameters(optimizers: Iterable[Optimizer]) -> None:
     """Reject an optimizer whose first step would fail on sharded parameters.
 
     Raises:
-        RoomierError: an optimizer does not support sharded parameters. The error contains it.
+        RoomierError: an optimizer does not support sharded parameters. The error contains its class name.
     """
     for optimizer in optimizers:
         cut_groups = [group for group in optimizer.param_groups if any(map(is_sharded, group["params"]))]

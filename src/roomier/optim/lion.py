@@ -27,7 +27,7 @@ SEED = 0  # seed for stochastic rounding, which can be the same in all runs
 
 
 class Lion(Optimizer):
-    """The Lion optimizer, see [Note: Lion]. Each rank updates its shard of each sharded parameter.
+    """The Lion optimizer; see [Note: Lion]. Each rank updates its shard of each sharded parameter.
 
     Args:
         params: as for any optimizer; the parameters must be float32 or bfloat16.

@@ -15,7 +15,7 @@ from roomier.core.sharded import is_sharded
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of ``tensor``, without a gradient, as a view. An ordinary tensor is returned in full."""
+    """Return a detached view of this rank's shard of ``tensor``. The view of an ordinary tensor is the full tensor."""
     return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
 
 

@@ -35,7 +35,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
-    """Muon with AdamW for the other parameters, see [Note: Muon].
+    """Muon with AdamW for the other parameters; see [Note: Muon].
 
     Args:
         params: groups; Muon updates the matrices of groups with ``"is_hidden": True``, and AdamW updates the other
@@ -46,8 +46,8 @@ class Muon(Optimizer):
         nesterov: whether the update uses Nesterov momentum.
         ns_coefficients: coefficients of the Newton-Schulz polynomial.
         ns_steps: number of iterations.
-        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the square root of the ratio of rows to
-            columns).
+        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the square root of ``rows / columns``,
+            at least 1).
         betas: decay rates of AdamW.
         eps: eps of AdamW.
         adamw_lr: separate learning rate for AdamW; None selects ``lr``.
@@ -133,7 +133,7 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
 
 
 def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
-    """Return the learning-rate factor for a matrix of this shape."""
+    """Return the factor of the learning rate for a matrix of this shape."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1, shape[0] / shape[1]))

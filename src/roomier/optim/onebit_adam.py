@@ -3,7 +3,7 @@
 [Note: 1-bit Adam]
 Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (arXiv
 2102.02888), Algorithm 1. For the first ``freeze_step`` steps, the algorithm is Adam on gradients that are averaged in
-full precision. After these steps, the variance ``v`` is frozen, and rank ``i`` with its local gradient ``g_i`` sends
+full precision. After these steps, the variance ``v`` is frozen, and rank ``i``, whose local gradient is ``g_i``, sends
 only the momentum, as signs ``C[.]``:
 
     m_i = beta1 * m + (1 - beta1) * g_i
@@ -14,12 +14,12 @@ only the momentum, as signs ``C[.]``:
 The paper does not specify some details, and this implementation differs in others. Both moments have the bias
 correction of torch's Adam. ``v`` retains the correction of the step at which it was frozen, so updates are continuous.
 Weight decay is decoupled, as in AdamW. Each block has a scale, which is the mean of the absolute values in the block
-(see ``sign_code.py``). A frozen variance is at least :data:`LEAST_VARIANCE` times the mean over its tensor. The code
-represents all elements of a block with the same absolute value. Without this lower bound, an element with a variance
-near zero (the row of a rare token) would make large steps from the noise of its neighbors.
+(see ``sign_code.py``). A frozen variance is at least :data:`LEAST_VARIANCE` times the mean variance of its tensor. The
+code represents all elements of a block with the same absolute value. Without this lower bound, an element with a
+variance near zero (the row of a rare token) would make large steps because of the noise of its neighbors.
 
 [Note: bytes per rank]
-This note lists the bytes per parameter in addition to its fp32 weight (4) and gradient (4), on N ranks. Before the
+On N ranks, a parameter requires the following bytes in addition to its fp32 weight (4) and gradient (4). Before the
 freeze: 8/N (both moments of this rank's shard; the owner updates the weights of its shard, and all ranks gather them),
 and one bucket of messages. After the freeze: 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``),
 4/N for ``s``, 0.16 for ``m``, which is stored as its code, and 0.31 for messages within a step. Each rank applies the
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 LEAST_VARIANCE = 0.01
 DEFAULT_FREEZE = 0.2  # default of freeze_step, as a fraction of the steps of a run
-_BUCKET_ELEMENTS = 2**23  # gradients that are averaged together before the freeze: 32 MiB in fp32
+_BUCKET_ELEMENTS = 2**23  # number of gradient elements that are averaged together before the freeze: 32 MiB in fp32
 
 
 class OneBitAdam(Optimizer):
@@ -60,11 +60,11 @@ class OneBitAdam(Optimizer):
         params: as for any optimizer. All parameters must be on one device.
         lr: learning rate.
         betas: decay rates of the momentum and of the variance.
-        eps: added to the root of the variance.
+        eps: term added to the root of the variance.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
         freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of a run, and at least the
             steps until the learning rate has warmed up and the variance has stabilized.
-        rounds_variance: whether to store the frozen denominators in bfloat16 (zero1).
+        rounds_variance: whether to store the frozen denominators in bfloat16, as with strategy ``"zero1"``.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class OneBitAdam(Optimizer):
             yield bucket
 
     def _step_exact(self, bucket: list[int]) -> None:
-        """Run Adam: each rank reduces and updates its shard of each parameter in ``bucket``, and all ranks gather the
-        updated shards."""
+        """Run Adam on the parameters in ``bucket``. Each rank reduces the gradients of its shards and updates these
+        shards. Then, all ranks gather the updated shards."""
         sizes = [self._pieces[index].size for index in bucket]
         example = self._entries[bucket[0]][0]
         num_ranks, rank = self._exchange.num_ranks, self._exchange.rank
@@ -176,7 +176,8 @@ class OneBitAdam(Optimizer):
     # ---- after the freeze ----------------------------------------------------------------------------------------
 
     def _freeze(self) -> None:
-        """Convert the sharded moments to the states of :meth:`_step_compressed`, on all ranks at the same step."""
+        """Convert the sharded moments to the states of :meth:`_step_compressed`. All ranks call this method at the same
+        step."""
         self._start_code()
         for index, (parameter, group) in enumerate(self._entries):
             state = self.state[parameter]
@@ -285,8 +286,8 @@ class OneBitAdam(Optimizer):
         yield "worker_error", state["worker_error"][None]
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor into which a state of :meth:`state_dict` is read. The tensor is sharded across
-        the ranks."""
+        """Return an empty tensor into which a state of :meth:`state_dict` can be read. The tensor is sharded across the
+        ranks."""
         if not shape:
             return torch.empty(shape, dtype=dtype)
         inside = Pieces(shape[0], self._exchange.num_ranks).slice_of(self._exchange.rank)
@@ -298,8 +299,7 @@ class OneBitAdam(Optimizer):
         """Load the result of :meth:`state_dict`. Tensors can be unsharded or sharded. Every rank must call this method.
 
         If the number of ranks differs from the number in the checkpoint, errors of several ranks are merged, or some
-        ranks start with a zero error. The mean of the errors, which is missing from the average over the ranks, does
-        not change.
+        ranks start with a zero error. The mean of the errors over the ranks does not change.
 
         Raises:
             CheckpointError: the states of a parameter are missing.
@@ -341,8 +341,8 @@ class OneBitAdam(Optimizer):
         rank, num_ranks = self._exchange.rank, self._exchange.num_ranks
         momentum, error = (saved[name].to(device, dtype) for name in ("exp_avg", "server_error"))
         self._hold_denominator(parameter, self._gather(index, saved["denominator"].to(device, dtype)))
-        # If the shards differ, the elements of a block no longer have the same absolute value. The rounding error of
-        # the code is added to the error.
+        # If the shards differ from the saved shards, the elements of a block no longer have the same absolute value.
+        # The rounding error of the code is added to the error.
         row = self._momentum[rank]
         coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=num_ranks == num_ranks_then)
         error = error.add(momentum - coded, alpha=beta1)
@@ -383,12 +383,12 @@ class OneBitAdam(Optimizer):
 def onebit_options(
     options: Mapping[str, Any], num_steps: Callable[[], float], lr_warmup_steps: int, *, cuts: bool
 ) -> dict[str, Any]:
-    """Complete ``options`` with the values that depend on the run.
+    """Return ``options`` together with the values that depend on the run.
 
     Args:
         options: options of the user.
-        num_steps: function that returns the optimizer steps of the run, infinite if unknown.
-        lr_warmup_steps: steps of the learning rate warm-up.
+        num_steps: function that returns the number of optimizer steps in the run, or infinity if the number is unknown.
+        lr_warmup_steps: number of steps in the learning rate warm-up.
         cuts: whether the strategy is zero1.
 
     Raises:

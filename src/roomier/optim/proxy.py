@@ -1,4 +1,4 @@
-"""Base class of the proxies of an optimizer that custom loops and manual optimization receive."""
+"""Base class of the optimizer proxies that custom loops and manual optimization receive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STATE = ("param_groups", "state", "defaults")
 
 
 class OptimizerProxy:
-    """Proxy of ``optimizer``. Attributes that a subclass does not define are read from the optimizer.
+    """Proxy for ``optimizer``. Attributes that a subclass does not define are read from the optimizer.
 
     ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. Copying or pickling the proxy
     copies or pickles the optimizer.

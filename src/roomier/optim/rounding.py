@@ -30,14 +30,15 @@ from torch import Tensor
 
 from roomier.core import torch_fake, torch_private
 
-CHUNK = 2**16  # number of elements, so that float32 temporaries fit in the cache
+CHUNK = 2**16  # number of elements per chunk, chosen so that float32 temporaries fit in the cache
 _CHUNK_ON_DEVICE = 2**24  # enough work for one kernel
 _HALF = 0x8000
 _MASK = 0xFFFFFFFF
 
 
 def chunks(num_elements: int, size: int = CHUNK) -> Iterator[slice]:
-    """Yield slices of a flat tensor that have ``size`` elements each."""
+    """Yield consecutive slices of a flat tensor. Each slice has ``size`` elements, except that the last can be
+    shorter."""
     for start in range(0, num_elements, size):
         yield slice(start, min(start + size, num_elements))
 
@@ -61,11 +62,11 @@ def empty_low_bits(weight: Tensor) -> Tensor:
 
 
 def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
-    """Return the float32 number of each element of an ordinary tensor (any shape).
+    """Return the float32 value of each element of ``weight``, which is an ordinary tensor of any shape.
 
     Args:
-        weight: bfloat16 tensor; a tensor of a different dtype is returned unchanged, so :func:`write` of this result
-            has no effect.
+        weight: bfloat16 tensor; a tensor of a different dtype is returned unchanged, so writing it back with
+            :func:`write` has no effect.
         low_bits: result of :func:`empty_low_bits`, as updated by :func:`write`.
     """
     if weight.dtype is not torch.bfloat16:
@@ -118,8 +119,8 @@ def noise(key: int, first: int, num_elements: int, device: torch.device | None =
     """Return ``num_elements`` uniformly distributed random int16 values for consecutive elements that start at
     ``first``.
 
-    Two elements share a 32-bit word, which is the hash "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018)
-    of its position and the key.
+    Two adjacent elements share a 32-bit word. The word is the hash "lowbias32" (C. Wellons, "Prospecting for hash
+    functions", 2018) of the word's position and the key.
     """
     begin, end = first // 2, (first + num_elements + 1) // 2
     words = torch.arange(begin, end, dtype=torch.int64 if end > 2**31 else torch.int32, device=device).to(torch.int32)
@@ -131,7 +132,7 @@ def noise(key: int, first: int, num_elements: int, device: torch.device | None =
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Return the logical right shift. The shift of int32 is arithmetic."""
+    """Return the logical right shift of ``words``, because torch's right shift of int32 is arithmetic."""
     return (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
 
 
@@ -142,5 +143,5 @@ def _mixed(word: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """Return the int32 with the bits of ``word``."""
+    """Return the int32 number that has the bits of ``word``."""
     return word - 2**32 if word >= 2**31 else word

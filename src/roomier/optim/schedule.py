@@ -17,7 +17,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass
 class Factor:
-    """Function that returns the factor of the learning rate at a step (the first step is 0).
+    """Function that maps a step to a factor of the learning rate. The first step is 0.
 
     The factor rises over ``warmup_steps``. Then the schedule ``name`` changes the factor to ``min_lr_ratio`` over the
     remaining steps of ``decay_steps`` or ``num_steps``. The cosine schedule is SGDR (Loshchilov and Hutter 2017,
@@ -25,11 +25,11 @@ class Factor:
 
     Attributes:
         name: one of ``SCHEDULES``.
-        num_steps: optimizer steps of the run.
-        warmup_steps: steps of the warm-up.
+        num_steps: number of optimizer steps in the run.
+        warmup_steps: number of warm-up steps.
         min_lr_ratio: final rate divided by the peak rate.
-        log_warmup: the rate increases with the logarithm of the step, from 0 at the first step. Otherwise, the rate
-            increases linearly.
+        log_warmup: whether the rate increases with the logarithm of the step, from 0 at the first step. Otherwise, the
+            rate increases linearly.
         decay_steps: step at which the schedule ends; None means ``num_steps``.
     """
 
@@ -68,8 +68,8 @@ def make_schedule(
     Args:
         name: one of ``SCHEDULES``.
         optimizer: optimizer to schedule.
-        num_steps: optimizer steps of the run.
-        warmup_steps: steps of the warm-up.
+        num_steps: number of optimizer steps in the run.
+        warmup_steps: number of warm-up steps.
         log_warmup: increase the rate with the logarithm of the step in the warm-up.
         min_lr_ratio: final rate divided by the peak rate.
         decay_steps: step at which the schedule ends; None means ``num_steps``.
@@ -79,7 +79,7 @@ def make_schedule(
             the run.
     """
     if name != "constant" and decay_steps is None and not math.isfinite(num_steps):
-        raise PlanError("lr_schedule", name, "requires the number of steps of the run", "Set max_steps on the Trainer")
+        raise PlanError("lr_schedule", name, "requires the number of steps in the run", "Set max_steps on the Trainer")
     if warmup_steps > num_steps:
         raise PlanError(
             "lr_schedule.warmup_steps", warmup_steps, f"the run has only {num_steps} steps", "Use fewer warm-up steps"
@@ -89,7 +89,7 @@ def make_schedule(
 
 
 def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
-    """Resume a ``schedule`` that a Plan selected and :func:`make_schedule` created, at the step of ``saved``.
+    """Resume ``schedule``, which :func:`make_schedule` created for a Plan, at the step in ``saved``.
 
     Only the step is read from the state. The shape and the length of the schedule come from the new run. The peak rates
     (``initial_lr``) come from the optimizer of the new run, whose state must be loaded already. If none of these values
@@ -98,8 +98,8 @@ def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: f
     Args:
         schedule: scheduler of the new run.
         saved: saved state of the scheduler.
-        num_steps: optimizer steps of the run, including earlier parts; None if ``schedule`` was created for the number
-            of steps in ``saved``.
+        num_steps: number of optimizer steps in the run, including earlier parts; None if ``schedule`` was created for
+            the number of steps in ``saved``.
     """
     (factor,) = {id(each): each for each in schedule.lr_lambdas}.values()
     assert isinstance(factor, Factor)
@@ -116,6 +116,6 @@ def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: f
     schedule._last_lr = [group["lr"] for group in groups]
     if factor.name != "constant" and factor.decay_steps is None and factor.num_steps != before.num_steps:
         notice(
-            f"the schedule now ends at step {factor.num_steps} instead of {before.num_steps} as in the checkpoint. "
+            f"the schedule now ends at step {factor.num_steps}, but at step {before.num_steps} in the checkpoint. "
             f"From step {schedule.last_epoch} on, the learning rate follows the new schedule"
         )

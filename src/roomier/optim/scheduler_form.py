@@ -1,6 +1,6 @@
 """Checks that a learning-rate scheduler can continue from a stored state, before the state is loaded.
 
-``load_state_dict`` of torch writes every key of the state into the scheduler's ``__dict__``. A key such as ``get_lr``
+torch's ``load_state_dict`` writes every key of the state into the scheduler's ``__dict__``. A key such as ``get_lr``
 would replace a method.
 """
 
@@ -78,7 +78,7 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
 def _check_names(owner: Any, own: Mapping[str, Any], saved: Mapping[str, Any], place: str) -> None:
     for key in saved.keys() - own.keys():
         if not isinstance(key, str) or hasattr(type(owner), key) or key in ("optimizer", "__dict__"):
-            constraint = f"the name of a value: it is an attribute of {type(owner).__name__}"
+            constraint = f"the name of a value, not of an attribute of {type(owner).__name__}"
             raise FormError(f"a key of {place}", key, constraint)
 
 
@@ -92,7 +92,8 @@ def _check_function(function: Any, saved: Any, place: str) -> None:
 
 
 def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:
-    """Compute the next rate with a copy of a torch scheduler. At the end of a schedule, compute the current rate."""
+    """Check that a copy of a torch scheduler can compute the next rate, or the current rate at the end of a
+    schedule."""
     is_known = type(scheduler).__module__ == LRScheduler.__module__ and type(scheduler).get_lr is not LRScheduler.get_lr
     if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # they call functions of the user
         return None

@@ -1,4 +1,4 @@
-"""Code for tensors as signs, with one bit per element and one scale per block. The codes are stored in rows of bytes
+"""Encoding of tensors as signs, with one bit per element and one scale per block. The codes are stored in rows of bytes
 that ranks exchange.
 
 [Note: which scale]
@@ -40,8 +40,8 @@ class Pieces:
         return slice(min(rank * self.size, self.numel), min((rank + 1) * self.size, self.numel))
 
     def to_rows(self, flat: Tensor, rows: Tensor) -> None:
-        """Copy ``flat`` (``[numel]``) to ``rows`` (``[num_ranks, size or more]``). Elements beyond a shard do not
-        change."""
+        """Copy ``flat`` (``[numel]``) to ``rows`` (``[num_ranks, size or more]``). Elements of ``rows`` beyond a shard
+        do not change."""
         for inside, part in self._parts(rows):
             part.copy_(flat[inside].view_as(part))
 
@@ -85,7 +85,7 @@ class SignCode:
         self.row_bytes = total * (_BITS_BYTES + _SCALE_BYTES)
         self._device = device
         bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
-        self._signs = 1.0 - 2.0 * bits  # [256, 8]: the signs of each byte
+        self._signs = 1.0 - 2.0 * bits  # [256, 8]: the signs that each byte represents
         self._counts = [self._elements_by_block(index) for index in range(len(numels))]
 
     def empty(self) -> Tensor:
@@ -104,7 +104,8 @@ class SignCode:
         return pieces.from_rows(self._encode(index, padded, rows, self._counts[index]))
 
     def encode_piece(self, index: int, piece: Tensor, row: Tensor, rank: int, *, takes_largest: bool = False) -> Tensor:
-        """Encode only the shard of ``rank`` into its ``row``. ``piece`` and the result are flat.
+        """Write the code of ``piece``, the shard of ``rank``, to ``row``, and return the values that the code
+        represents.
 
         Args:
             takes_largest: use the largest absolute value as scale, so that decoded values are encoded without error.
@@ -148,7 +149,7 @@ class SignCode:
 
     def _elements_by_block(self, index: int) -> int | Tensor:
         """Return the number of elements of each block without padding, at least 1. The result is a tensor ``[num_ranks,
-        blocks]``, or one number if all blocks are equal."""
+        blocks]``, or one number if all blocks are full."""
         pieces, num_blocks = self.pieces[index], self._num_blocks[index]
         if pieces.numel == self.num_ranks * num_blocks * BLOCK:
             return BLOCK

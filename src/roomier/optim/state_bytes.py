@@ -1,4 +1,4 @@
-"""Predicts the bytes of optimizer states before the first step."""
+"""Prediction of the size of optimizer states before the first step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> 
 
 
 def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
-    """Return the bytes of 1-bit Adam's states for a parameter after its freeze, without message buffers.
+    """Return the bytes of 1-bit Adam's states for a parameter after the freeze, excluding message buffers.
 
     The states are the compression error of this rank, the denominator, and the error of the shard that belongs to this
     rank. Before the freeze, the states are smaller, because only the two moments of this rank's shard exist.

@@ -4,7 +4,7 @@
 Under autocast on a CPU, torch calls oneDNN's LSTM with 16-bit tensors without checking that oneDNN has a kernel for
 this dtype and processor. If oneDNN has no such kernel, the call raises "could not create a primitive descriptor". This
 error occurs in bfloat16 on processors without AVX-512, and in float16 on most processors. torch's own LSTM runs on
-every processor. The matrix products of torch's LSTM run in 16 bits, and its gates and states are in float32.
+every processor. In torch's LSTM, matrix products run in 16 bits, but gates and states are in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class WithoutOneDNN(WrappedForward):
 
 
 def replace_missing_lstm_kernels(network: nn.Module, precision: Precision) -> None:
-    """Run each LSTM of ``network`` without oneDNN if oneDNN has no LSTM kernel for ``precision`` on this processor.
+    """Make each LSTM in ``network`` run without oneDNN if oneDNN has no LSTM kernel for ``precision`` on this
+    processor.
 
     :func:`roomier.core.wrapped_forward.unwrap` undoes this change.
     """
@@ -45,7 +46,7 @@ def replace_missing_lstm_kernels(network: nn.Module, precision: Precision) -> No
     if onednn_has_lstm(dtype):
         return
     name = str(dtype).removeprefix("torch.")
-    notice(f"oneDNN has no LSTM kernel in {name} for this processor: LSTM layers run with torch's own kernels")
+    notice(f"oneDNN has no LSTM kernel in {name} for this processor, so LSTM layers use torch's own kernels")
     for each in lstms:
         install(each, WithoutOneDNN(each))
 

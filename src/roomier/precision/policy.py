@@ -54,7 +54,7 @@ class Precision:
 
 
 def precision_of(mode: str, device: torch.device) -> Precision:
-    """Return the :class:`Precision` of ``mode`` on ``device``.
+    """Return the :class:`Precision` for ``mode`` on ``device``.
 
     Args:
         mode: a mode that the Plan accepts, such as ``"bf16-mixed"``.
@@ -95,7 +95,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def set_matmul_precision(level: str) -> None:
     """Set the precision of fp32 matmuls: ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"`` (bf16).
 
-    Only ``"highest"`` disables tf32 in the convolutions of cuDNN. By default, torch enables tf32 in these convolutions.
+    Only ``"highest"`` disables tf32 in cuDNN convolutions. By default, torch enables tf32 in these convolutions.
     """
     torch.set_float32_matmul_precision(level)
     torch.backends.cudnn.allow_tf32 = level != "highest"
@@ -103,7 +103,7 @@ def set_matmul_precision(level: str) -> None:
 
 @contextmanager
 def matmul_precision(level: str) -> Iterator[None]:
-    """Return a context that calls :func:`set_matmul_precision` and restores the settings of the process at its end."""
+    """Return a context that calls :func:`set_matmul_precision` and restores the previous settings on exit."""
     before, convolutions_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     set_matmul_precision(level)
     try:

@@ -18,7 +18,7 @@ class LossScaler:
 
     Attributes:
         is_on: whether losses are scaled.
-        num_skipped: number of skipped steps (0-dim, float32, on the device).
+        num_skipped: number of skipped steps (a 0-dim float32 tensor on the device).
     """
 
     is_on = True
@@ -44,19 +44,19 @@ class LossScaler:
             self.num_skipped += flag
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """Return whether the unscaled gradients of ``optimizer`` are not finite, so that :meth:`step` skips the update.
+        """Return whether any unscaled gradient of ``optimizer`` is not finite, so that :meth:`step` skips the update.
 
-        The host reads one flag of the device.
+        The host reads one flag from the device.
         """
         return any(bool(flag) for flag in torch_private.found_inf(self._scaler, optimizer))
 
     def update(self) -> None:
-        """Adapt the factor, once per step and after all optimizers."""
+        """Adapt the factor. Call this method once per step, after the steps of all optimizers."""
         self._scaler.update()
 
     @property
     def factor(self) -> float:
-        """Factor as a number. An access to this property waits for the device."""
+        """Factor as a Python number. Reading this property waits for the device."""
         return float(self._scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
@@ -64,8 +64,8 @@ class LossScaler:
         return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Restore the result of :meth:`state`. If the state is None, as in a run with another precision, the call has
-        no effect."""
+        """Restore the result of :meth:`state`. If the state is None, as in a checkpoint of a run with another
+        precision, the call has no effect."""
         if state is None:
             return
         state = dict(state)
@@ -79,7 +79,7 @@ class NoScale:
     Attributes:
         is_on: whether losses are scaled.
         factor: factor of the loss, which is always 1.
-        num_skipped: number of skipped steps (0-dim), always zero.
+        num_skipped: number of skipped steps (a 0-dim tensor), which is always zero.
     """
 
     is_on = False

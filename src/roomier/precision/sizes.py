@@ -1,4 +1,4 @@
-"""Warnings about sizes of matmuls that are slow on a device.
+"""Warnings about matmul sizes that are slow on a device.
 
 [Note: efficient sizes]
 Matrix units multiply tiles of a fixed size, and partially filled tiles waste computation. According to NVIDIA's "Matrix
@@ -22,12 +22,12 @@ from roomier.core import torch_private
 from roomier.precision.policy import Precision
 
 _LEAST_WEIGHTS = 2**16  # Smaller layers hardly affect the time of a step.
-_LEAST_SHARE = 0.01  # Smallest reported share of the multiplications, in layers with unaligned sizes or in padding.
+_LEAST_SHARE = 0.01  # Problems that affect a smaller share of the multiplications are not reported.
 
 
 @dataclass(frozen=True)
 class Liked:
-    """Efficient sizes of matmuls in one dtype on a device.
+    """Efficient matmul sizes for one dtype on a device.
 
     Attributes:
         name: name of the dtype.
@@ -48,7 +48,7 @@ class _Size:
         layer: name of the layer.
         side: ``"input"`` or ``"output"``.
         count: the size.
-        work: number of multiplications per token in forward and backward.
+        work: number of multiplications per token in the forward and backward passes.
     """
 
     layer: str
@@ -64,8 +64,8 @@ def size_warnings(network: nn.Module, precision: Precision, device: torch.device
 
 
 def liked_by(device: torch.device, dtype: torch.dtype) -> Liked | None:
-    """Return the efficient sizes on ``device``. None if sizes have little effect, or if the efficient sizes are
-    unknown."""
+    """Return the efficient sizes for ``dtype`` on ``device``, or None if sizes have little effect or the efficient
+    sizes are unknown."""
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
     name = str(dtype).removeprefix("torch.")
     if device.type == "cuda" and is_16_bit:
@@ -78,7 +78,7 @@ def liked_by(device: torch.device, dtype: torch.dtype) -> Liked | None:
 
 
 def unliked_sizes(network: nn.Module, liked: Liked) -> list[str]:
-    """Return the lines of :func:`size_warnings`, in descending order of their share of the multiplications."""
+    """Return the warnings of :func:`size_warnings`, in descending order of their share of the multiplications."""
     sizes = list(_sizes_of(network))
     # Each matmul has two sizes, the number of inputs and the number of outputs.
     all_work = sum(each.work for each in sizes) / 2

@@ -36,7 +36,8 @@ from roomier.prepared.tensors import gathered, gathered_objects, holds_only_tens
 
 
 class UnsupportedMemberError(RoomierError, AttributeError):
-    """Error for a member of ``accelerate.Accelerator`` that roomier does not have. The error names an alternative."""
+    """Error for access to a member of ``accelerate.Accelerator`` that roomier does not have. The message names an
+    alternative."""
 
 
 class Accelerator(Storage):
@@ -47,16 +48,17 @@ class Accelerator(Storage):
     unless the Plan contains this number.
 
     Gradients are averaged over the micro-batches of an optimizer step and over the ranks. As in Accelerate, each rank
-    reads full batches, and the first samples of an epoch complete its last batch.
+    reads full batches, and the first samples of an epoch fill its last batch.
 
     Args:
-        plan: a Plan, a mapping, or the path of a YAML or JSON file. None uses ``"ddp"`` for several ranks.
+        plan: a Plan, a mapping, or the path of a YAML or JSON file. If None, the strategy is ``"ddp"`` on several
+            ranks.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None uses the precision of the plan.
         gradient_accumulation_steps: number of micro-batches per optimizer step.
         split_batches: divide each batch of a loader among the ranks. By default, each rank reads one batch per step.
         step_scheduler_with_optimizer: step schedulers only after an optimizer step, once per rank.
         log_with: names of loggers, or logger objects, for :meth:`log`.
-        project_dir: folder of logs, and of checkpoints with automatic names.
+        project_dir: folder for logs and for checkpoints with automatic names.
         keywords: other keywords of ``accelerate.Accelerator``. roomier converts each keyword, reports that the keyword
             has no effect, or rejects the keyword and names an alternative.
 
@@ -64,7 +66,7 @@ class Accelerator(Storage):
         plan: the Plan of the loop.
 
     Raises:
-        PlanError: a keyword is not supported or contradicts the plan, or a custom loop does not support the plan.
+        PlanError: a keyword is not supported or contradicts the plan, or the plan is not supported in a custom loop.
 
     Example:
         >>> accelerator = Accelerator(plan={"precision": {"mode": "bf16-mixed"}}, gradient_accumulation_steps=2)
@@ -125,10 +127,11 @@ class Accelerator(Storage):
             device_placement: accepted for compatibility with Accelerate; must contain only True or None.
 
         Raises:
-            PlanError: the strategy does not support the models, or an optimizer does not belong to a prepared model.
+            PlanError: the plan does not support several models, an optimizer does not belong to exactly one prepared
+                model, ``device_placement`` contains False, or an object is a ``DummyOptim`` or ``DummyScheduler``.
         """
         if device_placement is not None and any(each is False for each in device_placement):
-            problem = "contains False, but prepare moves all objects"
+            problem = "contains False, but prepare moves all objects to the device"
             raise PlanError("device_placement", device_placement, problem, "Do not pass the object to prepare")
         models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, PreparedModel)]
         optimizers = [each for each in args if _is_new(each, Optimizer, PreparedOptimizer)]
@@ -145,7 +148,7 @@ class Accelerator(Storage):
                 self._loaders.append(done[id(each)])
             elif type(each).__name__ in ("DummyOptim", "DummyScheduler"):
                 action = "Create a torch optimizer and scheduler"
-                raise PlanError("prepare", type(each).__name__, "stands for a setting of DeepSpeed", action)
+                raise PlanError("prepare", type(each).__name__, "is a placeholder for a DeepSpeed setting", action)
         found = tuple(done.get(id(each), each) for each in args)
         return found[0] if len(found) == 1 else found
 
@@ -170,7 +173,7 @@ class Accelerator(Storage):
         with_parameters = [each for each in models if any(True for _ in each.parameters())]
         self._check_number_of_models(len(self._engines) + len(with_parameters))
         for model in models:
-            if model not in with_parameters:  # other objects, such as a loss function, are not prepared
+            if model not in with_parameters:  # such as a loss function
                 done[id(model)] = model.to(self.device)
                 continue
             own = [each for each in optimizers if _shares_parameters(each, model)]
@@ -229,7 +232,7 @@ class Accelerator(Storage):
     # Steps --------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of ``loss``, divided by the number of accumulated micro-batches."""
+        """Divide ``loss`` by the number of accumulated micro-batches, and compute its gradients."""
         loss = loss / self._accumulation.num_steps
         if self._engines:
             self._engines[0].backward(loss, **kwargs)
@@ -238,10 +241,10 @@ class Accelerator(Storage):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Return a context for the forward, backward and update of one micro-batch.
+        """Return a context for the forward pass, backward pass and update of one micro-batch.
 
         Gradients accumulate until the last micro-batch of an optimizer step, or until the last batch of the loader.
-        Before this micro-batch, the methods of optimizers and schedulers have no effect.
+        Before that micro-batch, ``optimizer.step``, ``optimizer.zero_grad`` and ``scheduler.step`` have no effect.
         """
         self._accumulation.advance()
         with ExitStack() as stack:
@@ -250,11 +253,11 @@ class Accelerator(Storage):
             yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context whose backward passes do not reduce the gradients of ``model`` over the ranks."""
+        """Return a context in which backward passes do not reduce the gradients of ``model`` over the ranks."""
         return model.no_sync() if isinstance(model, PreparedModel) else nullcontext()
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
-        """Return a context without effect, because all ranks read the same number of batches.
+        """Return a context that has no effect, because all ranks read the same number of batches.
 
         Raises:
             PlanError: ``even_batches`` is False.
@@ -339,7 +342,7 @@ class Accelerator(Storage):
         return own
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Return a context in the precision of the plan, for computations outside the model."""
+        """Return a context that runs computations outside the model in the precision of the plan."""
         if autocast_handler is not None and not autocast_handler.enabled:
             return torch.autocast(self.device.type, enabled=False)
         return self._precision.forward_context()()

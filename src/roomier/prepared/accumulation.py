@@ -17,7 +17,7 @@ class Accumulation:
         num_steps: number of micro-batches per optimizer step.
         ends_with_loader: whether the last batch of a loader always ends the accumulation.
         is_syncing: whether the current micro-batch is the last micro-batch of an optimizer step.
-        index: number of micro-batches since the last optimizer step.
+        index: number of micro-batches since the start, or since the last batch of a loader ended an accumulation.
         loaders: loaders that are being read. The last loader in the list is the innermost loader.
     """
 

@@ -30,9 +30,9 @@ class Order:
 
     Attributes:
         epoch: number of epochs that were read.
-        start: states of the generators at the start of the running epoch: ``"torch"``, and ``"generator"`` if the
+        start: states of the generators at the start of the current epoch: ``"torch"``, and ``"generator"`` if the
             loader has a generator. None between epochs.
-        resumed: value of ``start`` in a checkpoint. The next epoch draws its order from these states.
+        resumed: value of ``start`` from a checkpoint, or None. The next epoch draws its order from these states.
     """
 
     epoch: int = 0
@@ -41,8 +41,8 @@ class Order:
 
 
 class PreparedLoader:
-    """Loader of this rank's batches on its device. ``isinstance`` treats the object as an instance of the loader's
-    class.
+    """Loader that yields this rank's batches on its device. ``isinstance`` treats the object as an instance of the
+    class of ``loader``.
 
     One batch is read ahead, so that ``end_of_dataloader`` is already True when the last batch is yielded.
 
@@ -50,9 +50,9 @@ class PreparedLoader:
         loader: loader of this rank's batches.
         move: function that moves a batch to the device.
         accumulation: position of the loop.
-        share: batches of this rank, if ``loader`` yields the batches of all ranks.
-        generator: generator of the order of the samples, whose state rank 0 broadcasts before each epoch. None if the
-            order is drawn from the default generator.
+        share: selection of this rank's batches, if ``loader`` yields the batches of all ranks.
+        generator: generator that determines the order of the samples. Rank 0 broadcasts its state before each epoch.
+            None if the order is drawn from the default generator.
         ranks: all ranks.
 
     Attributes:
@@ -120,8 +120,8 @@ class PreparedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the number of epochs that were read, and the states that determine the order of the next batches.
 
-        The number of batches of the running epoch is not included. After :meth:`load_state_dict`, skip these batches
-        with ``accelerator.skip_first_batches``.
+        The number of batches that were read in the current epoch is not included. After :meth:`load_state_dict`, skip
+        these batches with ``accelerator.skip_first_batches``.
         """
         generator = None if self._generator is None else self._generator.get_state()
         return {"epoch": self.order.epoch, "start": self.order.start, "generator": generator}
@@ -129,8 +129,8 @@ class PreparedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`.
 
-        A notice is printed if the running epoch cannot continue in the same order, because one process draws the order
-        from a different generator than several ranks.
+        A notice is printed if the saved epoch cannot continue in the same order. This happens if either the saved or
+        the resumed run has a single rank, because a single rank draws the order from a different generator.
         """
         start = state["start"]
         if start is not None and ("generator" in start) != (self._generator is not None):
@@ -154,7 +154,7 @@ class PreparedLoader:
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the dataset, over all ranks."""
+        """Number of samples in the dataset, over all ranks."""
         dataset: Any = self.loader.dataset
         return len(dataset.dataset if isinstance(dataset, ShardedStream) else dataset)
 
@@ -202,17 +202,17 @@ def prepared_loader(
     *,
     splits_batches: bool = False,
 ) -> PreparedLoader:
-    """Return ``loader`` with this rank's batches on its device.
+    """Return a loader that yields this rank's batches of ``loader`` on its device.
 
     Args:
-        loader: the user's loader, which is unchanged.
+        loader: the user's loader, which is not modified.
         ranks: all ranks.
         move: function that moves a batch to the device.
         accumulation: position of the loop.
         splits_batches: divide each batch among the ranks, instead of reading one batch per rank.
 
     Raises:
-        PlanError: ``splits_batches`` is set, and the batches cannot be divided by the number of ranks.
+        PlanError: ``splits_batches`` is set, and the batch size is not a multiple of the number of ranks.
     """
     if ranks.is_alone:
         found = getattr(_sampler_of(_index_sampler(loader)), "generator", None)
@@ -227,7 +227,7 @@ def prepared_loader(
     if not can_be_rebuilt(loader):
         notice(
             f"{type(loader).__name__} overrides __iter__ or __len__, so each rank reads all batches and uses one of "
-            f"every {ranks.world.size} batches. The last round is dropped if it is incomplete"
+            f"every {ranks.world.size} batches. If fewer batches remain at the end of an epoch, they are dropped"
         )
         return PreparedLoader(loader, move, accumulation, ranks, share=share)
     if isinstance(loader.dataset, IterableDataset):
@@ -267,7 +267,8 @@ def _of_stream(loader: DataLoader[Any], ranks: Ranks, splits: bool) -> DataLoade
 
 
 def _with_common_order(batches: Any, ranks: Ranks) -> tuple[Any, torch.Generator | None]:
-    """Return ``batches`` with a sampler that draws the same order on every rank, and the generator of this sampler."""
+    """Return a copy of ``batches`` whose sampler draws the same order on every rank, and the generator of this sampler.
+    If the sampler cannot use a generator, return ``batches`` and None."""
     sampler = _sampler_of(batches)
     generator = getattr(sampler, "generator", False)
     if not (generator is None or isinstance(generator, torch.Generator)):
@@ -286,6 +287,6 @@ def _with_common_order(batches: Any, ranks: Ranks) -> tuple[Any, torch.Generator
 def _check_divisible(loader: DataLoader[Any], ranks: Ranks) -> None:
     size = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
     if size is None or size % ranks.world.size:
-        problem = f"requires batches whose size is a multiple of the {ranks.world.size} ranks, but the size is {size}"
+        problem = f"requires a batch size that is a multiple of {ranks.world.size} (number of ranks), but it is {size}"
         action = f"Set DataLoader(batch_size={ranks.world.size}) or a multiple of this size, or split_batches=False"
         raise PlanError("split_batches", True, problem, action)

@@ -16,7 +16,7 @@ class PreparedModel(nn.Module):
     """Model whose forward runs in the precision and with the strategy of a Plan.
 
     The attributes and methods of the network that ``nn.Module`` does not have are available on the prepared model.
-    Calls of these methods do not use the engine.
+    Calls to these methods do not use the engine.
 
     Attributes:
         module: the network.
@@ -58,7 +58,7 @@ class PreparedModel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state of the network, from full or sharded tensors."""
+        """Load a state dict that contains full or sharded tensors into the network."""
         own = self.state_dict()
         sharded = {name: shard_like(own.get(name), each) for name, each in state_dict.items()}
         return self.module.load_state_dict(sharded, strict=strict, assign=assign)

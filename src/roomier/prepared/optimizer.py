@@ -14,7 +14,7 @@ from roomier.prepared.accumulation import Accumulation
 
 
 class PreparedOptimizer(OptimizerProxy):
-    """Proxy of ``optimizer`` whose ``step`` and ``zero_grad`` have no effect while gradients accumulate.
+    """Proxy for ``optimizer`` whose ``step`` and ``zero_grad`` have no effect while gradients accumulate.
 
     Args:
         optimizer: the optimizer.
@@ -26,7 +26,7 @@ class PreparedOptimizer(OptimizerProxy):
         super().__init__(optimizer)
         self._engine = engine
         self._accumulation = accumulation
-        self._num_skipped: Tensor | None = None  # before the last step
+        self._num_skipped: Tensor | None = None  # number of skipped steps before the last step
 
     def step(self, closure: Any = None) -> None:
         """Update the parameters, unless gradients accumulate or are not finite."""
@@ -69,17 +69,17 @@ class PreparedOptimizer(OptimizerProxy):
 
 
 class PreparedScheduler:
-    """Proxy of ``scheduler`` that steps with the optimizer.
+    """Proxy for ``scheduler`` that steps with the optimizer.
 
     A scheduler in a script for Accelerate counts the batches of all processes. An optimizer step consumes one batch per
     process. Therefore, the scheduler steps once per process in each optimizer step, unless ``splits_batches`` is set.
 
     Args:
         scheduler: the scheduler.
-        optimizers: the prepared optimizers, one of which the scheduler uses.
+        optimizers: the prepared optimizers, which include the optimizer of the scheduler.
         accumulation: position of the loop.
         num_processes: number of ranks.
-        steps_with_optimizer: if False, each call of ``step`` steps the scheduler once.
+        steps_with_optimizer: if False, each call to ``step`` steps the scheduler once.
         splits_batches: whether the batches of a loader are divided among the ranks.
     """
 

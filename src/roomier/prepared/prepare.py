@@ -46,7 +46,7 @@ def prepare(
     If you call ``engine.clip(...)`` before ``engine.step()``, your call replaces this clipping. For example, you can
     set a different limit or read the norm that ``engine.clip`` returns.
 
-    With a DataLoader or a scheduler among the arguments, the result is the tuple of prepared objects that
+    If a DataLoader or a scheduler is among the arguments, the result is the tuple of prepared objects that
     ``Accelerator(plan=plan).prepare`` returns, in the same order. ``model.accelerator`` is the Accelerator, with
     ``backward``, ``accumulate``, ``gather_for_metrics``, ``print`` and ``save``.
 

@@ -134,7 +134,7 @@ class Processes:
 
         Args:
             tensor: tensors of the same shapes on every rank.
-            reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which is ``"sum"`` as in Accelerate.
+            reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which also sums, as in Accelerate.
             scale: this argument has no effect, as in Accelerate on all devices except XLA.
 
         Raises:
@@ -155,7 +155,7 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Return a context whose value is the part of ``inputs`` that belongs to this rank.
+        """Return a context whose value is the part of ``inputs`` for this rank.
 
         Args:
             inputs: a list, tuple or tensor, or a dict of values with the same number of elements.

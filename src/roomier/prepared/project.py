@@ -17,15 +17,16 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 
 @dataclass
 class Project:
-    """Fields of ``accelerate.utils.ProjectConfiguration``, which can be used instead of this class.
+    """Class with the fields of ``accelerate.utils.ProjectConfiguration``. Accelerate's class can be used instead.
 
     Attributes:
         project_dir: folder of the project; None if there is none.
-        logging_dir: folder of logs; None for ``project_dir``.
+        logging_dir: folder for logs; if None, ``project_dir``.
         automatic_checkpoint_naming: save checkpoints as ``project_dir/checkpoints/checkpoint_<iteration>``.
         total_limit: maximum number of checkpoints with automatic names; None for no limit.
         iteration: number of the next checkpoint with an automatic name.
-        save_on_each_node: let the first rank of each machine save in ``Accelerator.save``.
+        save_on_each_node: whether ``Accelerator.save`` saves on the first rank of each machine instead of only on rank
+            0.
     """
 
     project_dir: str | Path | None = None
@@ -37,10 +38,11 @@ class Project:
 
 
 def project_of(given: Any, project_dir: str | Path | None) -> Any:
-    """Return ``given``, or a :class:`Project` if it is None. ``project_dir`` completes it.
+    """Return ``given``, or a new :class:`Project` if ``given`` is None. Missing folders are derived from
+    ``project_dir``.
 
     Raises:
-        PlanError: checkpoints are named automatically, and there is no folder.
+        PlanError: checkpoints are named automatically, but no project folder is set.
     """
     project = Project() if given is None else given
     if project.project_dir is None:
@@ -49,7 +51,7 @@ def project_of(given: Any, project_dir: str | Path | None) -> Any:
         project.logging_dir = project.project_dir
     if project.automatic_checkpoint_naming and project.project_dir is None:
         action = "Pass Accelerator(project_dir='runs/project')"
-        raise PlanError("project_config.automatic_checkpoint_naming", True, "requires a folder of the project", action)
+        raise PlanError("project_config.automatic_checkpoint_naming", True, "requires a project folder", action)
     return project
 
 
@@ -57,18 +59,18 @@ def next_checkpoint(project: Any, ranks: Ranks) -> Path:
     """Return the folder of the next checkpoint. Every rank must call this function.
 
     Raises:
-        RoomierError: the folder exists.
+        RoomierError: the folder already exists.
     """
     folder = _folder_of(project) / f"checkpoint_{project.iteration}"
     if ranks.on_zero(folder.exists):
-        problem = "exists, and checkpoints with automatic names replace no earlier checkpoint"
+        problem = "exists, and automatic naming does not overwrite checkpoints"
         action = "Set accelerator.project_configuration.iteration to the number of the next checkpoint"
         raise RoomierError("save_state", str(folder), problem, action)
     return folder
 
 
 def remove_oldest(project: Any, newest: Path, ranks: Ranks) -> None:
-    """Remove the checkpoints with the lowest numbers if there are more than ``total_limit``.
+    """Remove the checkpoints with the lowest numbers if there are more than ``total_limit`` checkpoints.
 
     Every rank must call this function.
 
@@ -92,8 +94,8 @@ def remove_oldest(project: Any, newest: Path, ranks: Ranks) -> None:
 
 
 def last_checkpoint(project: Any, ranks: Ranks) -> Path:
-    """Return the checkpoint with the highest number, and continue the numbers after it. Every rank must call this
-    function.
+    """Return the checkpoint with the highest number, and set ``project.iteration`` to the following number. Every rank
+    must call this function.
 
     Raises:
         RoomierError: there is no checkpoint.

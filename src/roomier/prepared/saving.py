@@ -33,7 +33,7 @@ def save_loop(
     Args:
         path: checkpoint folder.
         engines: the engines of the models.
-        others: lists of objects with ``state_dict``.
+        others: lists of objects with ``state_dict``, by name.
         ranks: all ranks.
 
     Raises:
@@ -51,12 +51,13 @@ def save_loop(
 def load_loop(
     path: str | Path, engines: Sequence[ModelEngine], others: Mapping[str, Sequence[Any]], ranks: Ranks
 ) -> None:
-    """Restore the result of :func:`save_loop`. Arguments as in :func:`save_loop`.
+    """Restore a checkpoint that :func:`save_loop` wrote. The arguments are the same as for :func:`save_loop`.
 
     Weights and optimizer states are read directly into the existing tensors. Each rank reads only its shards.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to other models, optimizers or objects.
+        RoomierError: the checkpoint contains a different number of models or objects.
     """
     stored = checkpoint.peek(path, check_files=True)
     for name, objects in {**others, "module": [None] * len(engines)}.items():
@@ -64,7 +65,7 @@ def load_loop(
         num_stored = found if name == "module" else len(stored.get(name, ()))
         if num_stored != len(objects):
             problem = f"contains {num_stored} {name}, but {len(objects)} were prepared or registered"
-            raise RoomierError("load_state", str(path), problem, "Prepare the same objects as in the saved script")
+            raise RoomierError("load_state", str(path), problem, "Prepare the same objects as the script that saved it")
     into: dict[str, Any] = {}
     for number, engine in enumerate(engines):
         engine.check({"optimizers": stored[f"optimizers{number}"]})
@@ -90,8 +91,8 @@ def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """Return the unsharded state of ``network``. Tensors that were sharded are in host memory on rank 0, and are
     omitted on other ranks.
 
-    Every rank must call this function. One sharded tensor at a time is unsharded on the device, and tied parameters are
-    one tensor.
+    Every rank must call this function. Tensors are unsharded on the device, one at a time. Tied parameters share one
+    tensor in the result.
     """
     tied = {name: id(each) for name, each in network.named_parameters(remove_duplicate=False)}
     unsharded: dict[int, Tensor] = {}

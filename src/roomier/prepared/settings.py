@@ -37,7 +37,7 @@ def plan_of(plan: Plan | Mapping[str, Any] | str | Path | None, keywords: Mappin
         keywords: the keywords of Accelerate that the user passed.
 
     Raises:
-        PlanError: a keyword is not supported or contradicts ``plan``, or a custom loop does not support the Plan.
+        PlanError: a keyword is not supported or contradicts ``plan``, or the Plan is not supported in a custom loop.
     """
     keywords = dict(keywords)
     deepspeed = keywords.pop("deepspeed_plugin", None)
@@ -98,10 +98,10 @@ def _on_launched_ranks(plan: Plan) -> Plan:
 
 
 def _check(plan: Plan) -> None:
-    """Reject techniques that must run the forward, backward and update of a step together, and the planner.
+    """Reject the planner, and settings that a custom loop does not support.
 
     Raises:
-        PlanError: the plan contains such a technique.
+        PlanError: the plan contains such a setting.
     """
     together = "Use engine = roomier.prepare(model, optimizer, plan=plan) with engine.forward_backward"
     offload = plan.offload

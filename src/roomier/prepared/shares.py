@@ -1,7 +1,8 @@
 """Shares of a loader: the samples or batches that each rank reads.
 
-All ranks read the same number of full batches. As in Accelerate, the first samples of the epoch complete the last
-round. The number of samples in this round that are not repeated is known when the epoch ends.
+All ranks read the same number of full batches. The samples or batches that the ranks read in one step are a round. As
+in Accelerate, the first samples of the epoch fill an incomplete last round. The number of samples in this round that
+are not repeated is known when the epoch ends.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Round:
     Args:
         world: rank and number of ranks.
         size: number of items per rank in each round.
-        completes: whether the last round is completed. Otherwise it is dropped.
+        completes: whether the first items fill an incomplete last round. Otherwise, an incomplete round is dropped.
 
     Attributes:
-        num_real: number of items in the last round that are not repeated, for all ranks. 0 if the round was full.
+        num_real: number of items in the last round that are not repeated, over all ranks. 0 if the round was full.
     """
 
     def __init__(self, world: World, size: int, *, completes: bool) -> None:
@@ -54,7 +55,7 @@ class Round:
             yield items_of_round[self._own]
 
     def count(self, num_items: int) -> int:
-        """Return the number of rounds in ``num_items`` items."""
+        """Return the number of rounds for ``num_items`` items."""
         return -(-num_items // self._num_all) if self._completes else num_items // self._num_all
 
 
@@ -71,8 +72,8 @@ class ShardedBatches(Sampler[list[Any]]):
 
     Attributes:
         sampler: sampler of ``batches``.
-        batch_size: number of samples per batch of this rank; None if it varies.
-        drop_last: whether the last incomplete round is dropped.
+        batch_size: number of samples per batch of this rank; None if ``batches`` is not torch's ``BatchSampler``.
+        drop_last: whether an incomplete last round is dropped.
     """
 
     def __init__(self, batches: Any, world: World, *, splits: bool) -> None:
@@ -122,7 +123,7 @@ class ShardedStream(IterableDataset[Any]):
         dataset: the dataset, which yields the same samples on every rank.
         world: rank and number of ranks.
         batch_size: number of samples per batch of this rank; None if the dataset yields batches.
-        drop_last: whether the last incomplete round is dropped.
+        drop_last: whether an incomplete last round is dropped.
     """
 
     def __init__(self, dataset: Any, world: World, batch_size: int | None, *, drop_last: bool) -> None:
@@ -151,8 +152,8 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class LaterBatches(Sampler[Any]):
-    """Iterable over the items of ``batches`` after the first ``num_skipped`` items. The skipped samples are not
-    read."""
+    """Iterable over the items of ``batches`` after the first ``num_skipped`` items. The samples of the skipped items
+    are not read."""
 
     def __init__(self, batches: Any, num_skipped: int) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Members of an Accelerator that read or write: weights, checkpoints and logged values."""
+"""Members of an Accelerator that read or write weights, checkpoints and logged values."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from roomier.prepared.trackers import NO_TRACKER, Trackers
 
 
 class Storage(Processes):
-    """Members of an Accelerator that read or write.
+    """Members of an Accelerator that read or write weights, checkpoints and logged values.
 
     Args:
         ranks: all ranks.
         device: device of this rank.
         log_with: names of loggers, or logger objects.
-        project_dir: folder of checkpoints with automatic names and of logs, unless ``project`` contains it.
+        project_dir: folder for logs and for checkpoints with automatic names, unless ``project`` sets these folders.
         project: Accelerate's ``ProjectConfiguration``; None for its defaults.
 
     Attributes:
@@ -37,7 +37,7 @@ class Storage(Processes):
             is the number of the next checkpoint with an automatic name.
 
     Raises:
-        PlanError: checkpoints are named automatically, and there is no folder of the project.
+        PlanError: checkpoints are named automatically, but no project folder is set.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Storage(Processes):
         return full_weights(self.unwrap_model(model), self.ranks)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save ``obj`` on rank 0 with ``torch.save``, or as a safetensors file if ``safe_serialization`` is set.
+        """Save ``obj`` on rank 0 with ``torch.save``, or as a safetensors file if ``safe_serialization`` is set. If
+        ``project_configuration.save_on_each_node`` is set, the first rank of each machine saves.
 
         Raises:
             RoomierError: ``safe_serialization`` is set, and a value of ``obj`` is not a tensor.
@@ -138,10 +139,10 @@ class Storage(Processes):
 
         With ``ProjectConfiguration(automatic_checkpoint_naming=True)``, the folder is
         ``project_dir/checkpoints/checkpoint_<iteration>``. After the checkpoint is complete, the checkpoints with the
-        lowest numbers are removed if there are more than ``total_limit``.
+        lowest numbers are removed if there are more than ``total_limit`` checkpoints.
 
         Args:
-            output_dir: the folder. It has no effect with automatic names.
+            output_dir: the folder. This argument has no effect with automatic names.
             safe_serialization: must be True.
 
         Returns:
@@ -169,11 +170,11 @@ class Storage(Processes):
         return str(folder)
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
-        """Restore a checkpoint of :meth:`save_state`. The strategy and the number of ranks can differ.
+        """Restore a checkpoint that :meth:`save_state` wrote. The strategy and the number of ranks can differ.
 
         Args:
-            input_dir: the folder. With automatic names, None loads the checkpoint with the highest number, and the
-                next checkpoint has the following number.
+            input_dir: the folder. With automatic names, None loads the checkpoint with the highest number, and the next
+                checkpoint receives the following number.
 
         Raises:
             RoomierError: ``input_dir`` is missing, or the checkpoint contains other objects.
@@ -189,7 +190,7 @@ class Storage(Processes):
         return {"schedulers": schedulers, "loaders": list(self._loaders), "registered": list(self._registered)}
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Start the loggers of ``log_with`` on rank 0, and log ``config`` as hyperparameters.
+        """Start the loggers in ``log_with`` on rank 0, and log ``config`` as hyperparameters.
 
         Raises:
             RoomierError: ``init_kwargs`` is not empty.
@@ -210,7 +211,7 @@ class Storage(Processes):
 
         Args:
             name: name of the logger.
-            unwrap: return the object of the service, such as the run of Weights & Biases.
+            unwrap: return the underlying object of the logging service, such as a Weights & Biases run.
 
         Raises:
             RoomierError: no logger has this name.
@@ -225,7 +226,7 @@ class Storage(Processes):
 
         Args:
             values: numbers by name.
-            step: step of the logged row. None counts the calls.
+            step: step of the logged values. If None, each call uses the next step.
             log_kwargs: has no effect.
         """
         if self.is_main_process:

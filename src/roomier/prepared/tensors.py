@@ -1,4 +1,4 @@
-"""Collectives on nested tensors and objects, with the results of Accelerate.
+"""Collectives on nested tensors and objects, with the same results as in Accelerate.
 
 With one rank, tensors are returned unchanged. Every rank must make the same calls in the same order.
 """
@@ -29,7 +29,7 @@ def gathered(data: Any, ranks: Ranks, device: torch.device) -> Any:
     Raises:
         TrainingError: a tensor has a different shape on another rank.
     """
-    data = computed(data)  # the logits of a language model can be computed when they are read
+    data = computed(data)  # some losses compute the logits only when they are read
     if ranks.is_alone:
         return data
     shapes = ranks.gather([tuple(each.shape) for each in tensors(data)])
@@ -42,7 +42,7 @@ def gathered(data: Any, ranks: Ranks, device: torch.device) -> Any:
 
 
 def gathered_objects(data: Any, ranks: Ranks) -> Any:
-    """Return one list with the elements of ``data`` on all ranks. With one rank, return ``data``."""
+    """Return one list with the elements of ``data`` from all ranks. With one rank, return ``data``."""
     if ranks.is_alone:
         return data
     return list(chain.from_iterable(ranks.gather(data, allows_pickle=True)))
@@ -62,7 +62,7 @@ def reduced(data: Any, reduction: str, ranks: Ranks) -> Any:
 
     Args:
         data: tensors of the same shapes on every rank.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which is ``"sum"`` as in Accelerate.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which also sums, as in Accelerate.
         ranks: all ranks.
 
     Raises:
@@ -132,7 +132,7 @@ def part_of_rank(inputs: Any, ranks: Ranks, *, pads: bool) -> Any:
         return inputs
     lengths = {len(each) for each in inputs.values()} if isinstance(inputs, Mapping) else {len(inputs)}
     if len(lengths) != 1:
-        raise RoomierError("inputs", sorted(lengths), "must have values of the same length", "Pass lists of one length")
+        raise RoomierError("inputs", sorted(lengths), "has values of different lengths", "Pass values of equal length")
     [length] = lengths
     each, num_larger = divmod(length, size)
     begin = rank * each + min(rank, num_larger)

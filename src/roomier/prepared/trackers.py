@@ -20,7 +20,7 @@ class Trackers:
 
     Args:
         log_with: a name, a logger, or a list of them. None for no logger.
-        folder: folder of the log files; if None, the name of a project is required.
+        folder: parent folder of the log files; None for the current folder.
 
     Raises:
         PlanError: a name is unknown.
@@ -40,7 +40,7 @@ class Trackers:
         return self._group.loggers
 
     def start(self, project: str, config: Mapping[str, Any] | None) -> None:
-        """Start the loggers in the folder ``project``, and log ``config`` as hyperparameters."""
+        """Start the loggers in the subfolder ``project``, and log ``config`` as hyperparameters."""
         self._group = LoggerGroup(self._loggers)
         if self._loggers:
             folder = (self._folder or Path()) / project
@@ -60,7 +60,7 @@ class Trackers:
         self._group.log_metrics({name: _number(name, each) for name, each in values.items()}, step)
 
     def named(self, name: str) -> Logger:
-        """Return the logger with Accelerate's name ``name``.
+        """Return the logger that Accelerate calls ``name``.
 
         Raises:
             RoomierError: no logger has this name.
@@ -94,4 +94,4 @@ def _number(name: str, value: Any) -> float:
 
 
 NO_TRACKER = Nothing()
-"""Tracker of ranks other than rank 0. All calls are ignored."""
+"""Tracker on all ranks except rank 0, which ignores all calls."""
