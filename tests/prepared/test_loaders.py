@@ -193,7 +193,5 @@ def test_batches_that_cannot_be_divided() -> None:
 
     ranks = object.__new__(Ranks)
     ranks.world = World(0, 2)
-    with pytest.raises(
-        roomier.PlanError, match=r"split_batches=True.*a multiple of 2 \(number of ranks\), but it is 3"
-    ):
+    with pytest.raises(roomier.PlanError, match=r"split_batches=True.*multiple of 2 \(number of ranks\), but it is 3"):
         prepared_loader(DataLoader(range(7), batch_size=3), ranks, lambda x: x, Accumulation(), splits_batches=True)

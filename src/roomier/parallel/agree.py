@@ -1,4 +1,4 @@
-"""Copies parameters and buffers from rank 0, so that all ranks start with the same model."""
+"""Broadcast of parameters and buffers from rank 0, so that all ranks start with the same model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roomier.core.ranks import Ranks
 
 @torch.no_grad()
 def take_values_of_rank_zero(network: nn.Module, ranks: Ranks) -> None:
-    """Overwrite the parameters and buffers of ``network`` with the values of rank 0, in place.
+    """Overwrite the parameters and buffers of ``network`` in place with the values from rank 0.
 
     If random numbers were not seeded, the ranks initialize the model with different values. Sharding would then combine
     shards of different models. Tensors on the meta device have no values and are skipped. Sharded tensors are also
@@ -25,7 +25,7 @@ def take_values_of_rank_zero(network: nn.Module, ranks: Ranks) -> None:
         ranks: all ranks of the run.
 
     Raises:
-        RoomierError: the parameters or buffers of a rank have different names, shapes or dtypes.
+        RoomierError: the parameters or buffers of a rank differ from rank 0 in their names, shapes or dtypes.
     """
     tensors = list(itertools.chain(network.named_parameters(), network.named_buffers()))
     _check_same([f"{name} {tuple(each.shape)} {each.dtype}" for name, each in tensors], ranks)

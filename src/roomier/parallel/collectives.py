@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter for ranks on gloo, overlapped with computation.
+"""All-gather and reduce-scatter for the gloo backend, overlapped with computation.
 
 Each rank sends to every other rank only the shard that the other rank needs. The collectives of gloo copy full-size
 buffers. For 8 Mi floats on two ranks over loopback, an all-gather takes 30 ms with gloo and 10 ms with this module. A
@@ -33,7 +33,7 @@ class PairwiseAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Start to all-gather ``input_tensor`` ``[n]`` over ``group`` into ``output_tensor`` ``[ranks * n]``."""
+        """Start all-gathering ``input_tensor`` ``[n]`` over ``group`` into ``output_tensor`` ``[ranks * n]``."""
         parts = list(output_tensor.chunk(group.size()))
         work = exchange([input_tensor] * group.size(), parts, group)
         own = parts[group.rank()]
@@ -43,7 +43,7 @@ class PairwiseAllGather:
 
 
 class Reductions:
-    """Container for the pending reduction of a model, shared by all units.
+    """The pending reduction of a model, which all units share.
 
     Attributes:
         window: number of the current optimizer step.
@@ -102,7 +102,8 @@ class PairwiseReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Start to sum the shards of ``input_tensor`` ``[ranks * n]`` over ``group`` into ``output_tensor`` ``[n]``."""
+        """Start summing the shards of ``input_tensor`` ``[ranks * n]`` over ``group`` into ``output_tensor``
+        ``[n]``."""
         assert op == dist.ReduceOp.SUM
         parts, rank = list(input_tensor.chunk(group.size())), group.rank()
         # One of the first two shards is received into the output. The order of the first two terms of a sum does not
@@ -134,8 +135,8 @@ class PairwiseReduceScatter:
 
 
 def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """For each other rank i of ``group``, start to send ``sent[i]`` to rank i and to receive ``received[i]`` from rank
-    i."""
+    """Start sending ``sent[i]`` to each other rank ``i`` of ``group``, and receiving ``received[i]`` from rank
+    ``i``."""
     operations = [
         dist.P2POp(function, tensors[peer], group=group, group_peer=peer)
         for peer in range(group.size())
@@ -159,7 +160,7 @@ def wait_for(work: Sequence[dist.Work]) -> None:
         for each in work:
             each.wait(PATIENCE)
     except RuntimeError as error:
-        # After a timeout, gloo raises the second of these messages in all later operations.
+        # After a timeout, all later operations of gloo fail with the second of these messages.
         if not any(told in str(error).lower() for told in ("timed out", "timeout caused pair closure")):
             raise
         raise TrainingError(
@@ -171,7 +172,7 @@ def wait_for(work: Sequence[dist.Work]) -> None:
 
 
 class _AllOf(dist.Work):
-    """Several operations as one."""
+    """Several operations that a caller waits for together."""
 
     def __init__(self, work: Sequence[dist.Work]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Replacement for DDP in dry runs. The reducer of DDP is C++ code that reads memory, which fake tensors do not have."""
+"""Replacement for DDP in dry runs. DDP's reducer is C++ code that reads memory, but fake tensors have no memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 class FakeDDP(nn.Module):
     """Wrapper that allocates and frees the same memory as ``DistributedDataParallel`` with ``gradient_as_bucket_view``.
 
-    No data is communicated. The buckets exist from construction. In a backward pass that reduces, each complete
-    gradient is copied into its bucket and becomes a view of the bucket. In a backward pass that does not reduce,
-    gradients accumulate outside the buckets.
+    No data is communicated. The buckets are allocated at construction. In a backward pass that reduces gradients, each
+    complete gradient is copied into its bucket and becomes a view of the bucket. In a backward pass that does not
+    reduce gradients, they accumulate outside the buckets.
 
     Args:
         module: wrapped module.

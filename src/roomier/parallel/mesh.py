@@ -22,10 +22,10 @@ _meshes: dict[tuple[str, int, int], DeviceMesh] = {}
 
 
 def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
-    """Return the mesh with the dimension ``shard``, or with ``replicate`` x ``shard`` if there are several replicas.
+    """Return the mesh with the dimension ``shard``, or with ``replicate`` and ``shard`` if there are several replicas.
 
     Consecutive ranks share a replica, because they are usually on the same node. The mesh is created once for the
-    default process group, see [Note: one mesh].
+    default process group; see [Note: one mesh].
 
     Args:
         device_type: device type of the tensors, such as ``"cpu"`` or ``"cuda"``.

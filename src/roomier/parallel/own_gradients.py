@@ -20,7 +20,7 @@ NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Inst
 class OwnGradients(Unsharded):
     """Implementation of :class:`roomier.engine.parallel.Parallel` without collectives in backward.
 
-    Every rank stores the full model and the gradients of the batches that it computes.
+    Every rank stores the full model and the gradients of its own batches.
 
     Args:
         network: unsharded model. Its values are overwritten with the values of rank 0.

@@ -1,4 +1,4 @@
-"""Parameters that each rank stores as a shard. Initialization code can fill these parameters as full tensors.
+"""Parameters that each rank stores as a shard. Initialization code can fill these parameters like full tensors.
 
 [Note: pages]
 Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It fills these
@@ -50,7 +50,7 @@ _CHECKED_BY_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Cut:
-    """Sharding of tensors along the first dimension by ``torch.chunk``, as in ``fully_shard``.
+    """Sharding of tensors along the first dimension into the chunks of ``torch.chunk``, as in ``fully_shard``.
 
     Args:
         num_parts: number of ranks that share a replica.
@@ -146,7 +146,7 @@ class Page:
         return tensor is self._whole
 
     def is_written(self) -> bool:
-        """Return whether all elements of the shard of this rank were written."""
+        """Return whether all elements of this rank's shard were written."""
         if self.part is None:
             return False
         return self.dtype not in _CHECKED_BY_NAN or not bool(self.part.isnan().any())
@@ -198,11 +198,11 @@ class StoredPage(Page):
         return self._whole
 
     def adopt(self, whole: Tensor) -> None:
-        """Move ``whole`` to the file when the page is closed."""
+        """Raise an error, because only parameters on the meta device are stored in a file."""
         raise AssertionError("parameters on a device are not stored in pages")
 
     def close(self, *, is_final: bool = False) -> bool:
-        """End the mapping. Return False if other code has a reference to the tensor."""
+        """Unmap the file. Return False if other code has a reference to the tensor."""
         assert self._whole is not None
         self._was_closed = True
         if torch_private.is_shared(self._whole) and not is_final:
@@ -255,7 +255,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The paged tensor without autograd history. An assignment to this attribute copies values."""
+        """The paged tensor without autograd history. An assignment to this attribute copies the values."""
         return self.detach()
 
     @data.setter
@@ -283,7 +283,8 @@ class Pages:
         cut: shard of each parameter that this rank stores. Parameters without a dimension are stored in full.
         discards: skip initialization, because the parameters will be loaded later. In this case, initialization code
             writes no values and samples no random numbers.
-        scratch: file that stores the values of parameters on the meta device; None to store them in host memory.
+        scratch: file for the values of parameters that were on the meta device; None to store these values in host
+            memory.
     """
 
     def __init__(self, cut: Cut, *, discards: bool = False, scratch: Scratch | None = None) -> None:

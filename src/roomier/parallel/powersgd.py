@@ -1,4 +1,4 @@
-"""PowerSGD, which sends gradients of matrices as two low-rank factors with torch's hook for DDP."""
+"""PowerSGD, which uses torch's hook for DDP to send the gradient of each matrix as two low-rank factors."""
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ class PowerSGD:
     checkpoint. A resumed run starts with an approximation error of zero and repeats the warm-up.
 
     [Note: one bucket at a time on the CPU]
-    The second and third collective of a bucket start in a callback of the previous collective. gloo runs callbacks on
-    separate threads. If several buckets were processed at the same time, the ranks could start the collectives in
-    different orders, and sums would mix different tensors.
+    The second and third collectives of a bucket each start in a callback of the previous collective. gloo runs
+    callbacks on separate threads. If several buckets were processed at the same time, the ranks could start the
+    collectives in different orders, and sums would mix different tensors.
 
     Args:
         rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if this number

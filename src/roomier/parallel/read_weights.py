@@ -1,4 +1,4 @@
-"""Finds layers whose weight another module reads without calling the layer.
+"""Search for layers whose weight another module reads without calling the layer.
 
 ``fully_shard`` all-gathers the weights of a unit when the forward of the unit is called. A weight that another forward
 reads as ``self.table.weight`` must belong to a unit that is already unsharded at this time. The layers are found in the

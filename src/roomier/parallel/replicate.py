@@ -39,8 +39,8 @@ class Replicas(Unsharded):
         network: model with the same values on every rank.
         device: device of the model.
         ranks: all ranks of the run.
-        by_hand: manual optimization. Gradients are averaged after each backward pass, which runs inside
-            ``training_step``.
+        by_hand: whether the module uses manual optimization. If so, gradients are averaged after each backward pass
+            inside ``training_step``.
         finds_unused: allow steps with unused parameters. The set of unused parameters may differ between ranks.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
         compression: gradient compression; None disables it.
@@ -84,7 +84,7 @@ class Replicas(Unsharded):
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Construct DDP if necessary, and enable its reduction only for the last micro-batch of a step."""
         self._is_last = is_last
-        if self._wraps_next and torch.is_grad_enabled():  # some ranks may run fewer evaluation steps
+        if self._wraps_next and torch.is_grad_enabled():  # an evaluation can have fewer steps on some ranks
             self._wrap()
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
@@ -135,7 +135,7 @@ class Replicas(Unsharded):
         runner = self.runner
         assert isinstance(runner, StepRunner)
         if self._finds_unused:
-            # torch warns if all parameters are used in a step, so this parameter is added, which is always unused.
+            # torch warns if all parameters are used in a step, so this parameter, which is always unused, is added.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
         torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
         wrap: type[DistributedDataParallel] = DistributedDataParallel

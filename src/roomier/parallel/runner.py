@@ -1,4 +1,4 @@
-"""Runs a training step as the forward of a module, so that module wrappers apply to the step."""
+"""Module that runs a training step in its forward, so that module wrappers apply to the step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -17,7 +17,7 @@ unit, which stays unsharded during the step.
 Autocast computes matrix products and convolutions in 16 bits, and embeddings, norms and additions in float32.
 ``MixedPrecisionPolicy`` alone would cast all parameters of a unit to 16 bits. To match autocast on a single device, the
 weights of matrix products are all-gathered in 16 bits. The embeddings and norms of the block are a separate unit, which
-is all-gathered in float32. The hooks and collectives of each unit take a fixed time. Therefore, these embeddings and
+is all-gathered in float32. The hooks and collectives of each unit have a fixed cost. Therefore, these embeddings and
 norms belong to the root unit if they are only a small fraction of the block.
 """
 
@@ -81,8 +81,8 @@ class Sharding:
             for the gradients of units that are all-gathered in ``compute_dtype``.
         finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros.
             If no rank has a gradient, the reduced gradient is zero.
-        by_hand: manual optimization, in which backward and update run inside ``training_step``. With manual
-            optimization, gradients are averaged over the ranks instead of summed.
+        by_hand: whether the module uses manual optimization, in which backward and update run inside ``training_step``.
+            If so, gradients are averaged over the ranks instead of summed.
         is_pairwise: use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
         is_sequential: do not start an all-gather before its unit is needed. Pairwise reductions complete before
             backward continues.
@@ -161,7 +161,7 @@ class Shards:
     def begin_run(self) -> None:
         """Set whether each unit is resharded after its forward. Call this method after all forwards have been wrapped.
 
-        The ZeRO stage determines whether units are resharded. A unit stays unsharded if it contains a
+        The ZeRO stage determines whether units are resharded. However, a unit stays unsharded if it contains a
         :class:`~roomier.core.wrapped_forward.WrappedForward` that reads weights after the forward.
         """
         for unit in self._units[1:]:  # the root stays unsharded
@@ -207,7 +207,7 @@ class Shards:
         self._whole.begin_backward()
 
     def end_backward(self) -> None:
-        """Complete the pending reductions, after each backward pass."""
+        """Complete the pending reductions at the end of a backward pass."""
         self._reductions.finish()
         if self._is_last:
             self._whole.end_step()
@@ -370,7 +370,7 @@ def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:
 
 
 def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[list[nn.Module], torch.dtype | None]]:
-    """Return the groups of modules of ``unit`` that are all-gathered together, and the dtype of each group.
+    """Return the groups of modules of ``unit`` that are all-gathered together, each with its dtype.
 
     A dtype of None preserves the dtype of the parameters. If all parameters use the same dtype, the only group is the
     unit itself. Otherwise, the first group contains the leaf modules that compute in float32, and the second group

@@ -1,4 +1,4 @@
-"""Base class of the wrappers of models without sharded parameters."""
+"""Base class of model wrappers that do not shard parameters."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from roomier.core import torch_fake
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Return whether ``parameter`` has no dimension, so that ``fully_shard`` cannot shard it."""
+    """Return whether ``parameter`` has no dimension. ``fully_shard`` cannot shard such a parameter."""
     return not parameter.dim()
 
 
@@ -34,7 +34,7 @@ class WholeParameters:
 
     Args:
         network: model before it is sharded.
-        num_shares: divisor of the sum of the gradients over the ranks.
+        num_shares: number by which the sum of the gradients over the ranks is divided.
 
     Attributes:
         parameters: all unsharded parameters, trained or frozen.

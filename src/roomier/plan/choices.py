@@ -1,6 +1,7 @@
 """The values that fields of a Plan accept, their labels, and the values that are known but rejected.
 
-To implement a rejected choice, move its entry from ``REFUSED`` to ``CHOICES``. No other code in this folder changes.
+To implement a rejected choice, move its entry from ``REFUSED`` to ``CHOICES``. No other code in this folder needs to
+change.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from numbers import Integral
 
 
 class Kind(StrEnum):
-    """Difference between a run with a choice and a run of the same plan without the choice, on the same ranks.
+    """Label for the difference in results between a run with a choice and a run of the same plan without the choice, on
+    the same ranks.
 
     An option that defines the training (optimizer, schedule, clipping, adapters) is compared with plain PyTorch code
     that uses the same option. Labels assume deterministic kernels.
@@ -165,7 +167,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "offload.activations": {
         "none": _exact(),
         "cpu": _exact("saved activations are in host memory until backward"),
-        "disk": _exact("saved activations wait on disk"),
+        "disk": _exact("saved activations are on disk until backward"),
     },
     "offload.update": {
         "auto": _exact("roomier selects when blocks are updated"),
@@ -371,10 +373,10 @@ OFFLOADING_STRATEGIES: dict[str, tuple[str, dict[str, str]]] = {
     "deepspeed_stage_3_offload_nvme": ("zero3", {"optimizer_states": "disk", "parameters": "disk"}),
     "fsdp_cpu_offload": ("zero3", {"optimizer_states": "cpu", "parameters": "cpu"}),
 }
-"""Names of strategies in Lightning that include offloading, each with the strategy and the tiers of the Plan."""
+"""Names of Lightning strategies that include offloading, each with the strategy and the tiers of the Plan."""
 
 STRATEGY_SUFFIXES = {"offload": "cpu", "disk": "disk"}
-"""Suffix of a strategy, such as ``"zero2+disk"`` -> tier of the optimizer states."""
+"""Map from the suffix of a strategy, as in ``"zero2+disk"``, to the tier of the optimizer states."""
 
 
 def canonical(field: str, value: object) -> object:
@@ -390,7 +392,7 @@ def canonical(field: str, value: object) -> object:
 
 
 def aliases_of(field: str, value: str) -> list[str]:
-    """Return the aliases of ``value``, in the order of the table."""
+    """Return the aliases of ``value``, in the order of ``ALIASES``."""
     return [alias for alias, word in ALIASES.get(field, {}).items() if word == value]
 
 

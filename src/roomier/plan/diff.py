@@ -8,7 +8,7 @@ UNSET = "(unset)"
 
 @dataclass(frozen=True)
 class Difference:
-    """A field that differs.
+    """A field whose value differs between two Plans.
 
     Attributes:
         field: section and name, such as ``"precision.mode"`` or ``"optimizer.options.betas"``.

@@ -38,7 +38,7 @@ def plan_from_flags(
     compile: bool | Mapping[str, object] = False,
     memory_budget: int | str | None = None,
 ) -> Plan:
-    """Return the Plan for arguments of the Trainer. :class:`roomier.Trainer` documents the arguments.
+    """Return the Plan that the Trainer's arguments describe. :class:`roomier.Trainer` documents the arguments.
 
     Example:
         >>> plan_from_flags(strategy="zero2", devices=4, optimizer={"name": "adamw", "lr": 3e-4})
@@ -104,7 +104,7 @@ class _Draft:
         self.errors: list[PlanError] = []
 
     def ask(self, field: str, value: object, keyword: str, *, meaning: object = _AS_GIVEN) -> None:
-        """Set ``field`` to ``value``, or to ``meaning`` if the argument has a different spelling of the value."""
+        """Set ``field`` to ``value``, or to ``meaning`` if the argument spells the value differently."""
         if field in self._asked:
             earlier, _ = self._asked[field]
             problem = f"is already set by {earlier}"
@@ -166,7 +166,8 @@ def _set_strategy(draft: _Draft, strategy: object) -> None:
 
 
 def _with_unused(name: str) -> tuple[str, bool | None]:
-    """Split Lightning's names for DDP, which state whether unused parameters are supported."""
+    """Split a Lightning name for DDP into the strategy and whether unused parameters are supported. The second value is
+    None if the name does not contain this information."""
     for suffix, finds in (("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)):
         if name.lower().endswith(suffix):
             return name[: -len(suffix)], finds

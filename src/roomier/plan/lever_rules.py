@@ -29,7 +29,7 @@ def has_two_backwards(plan: Plan) -> bool:
 
 
 def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
-    """Reject settings of a different policy, a missing budget, and a budget that is given twice."""
+    """Reject settings that belong to a different policy, a missing budget, and a budget that is given twice."""
     activation = plan.activation
     owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
     for name, policy in owners.items():
@@ -44,7 +44,7 @@ def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
     if len(given) != 1:
         received = {name: getattr(activation, name) for name in given} or None
         action = "Use activation_checkpointing='6GiB', or a fraction such as 0.5"
-        yield PlanError("activation.policy", received, "must be one budget, in bytes or as a fraction", action)
+        yield PlanError("activation.policy", received, "requires exactly one budget, in bytes or as a fraction", action)
 
 
 def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
@@ -96,8 +96,8 @@ def adapter_settings_have_adapters(plan: Plan) -> Iterator[PlanError]:
 
 
 def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
-    """Reject a rounding setting without bfloat16 weights. Also reject bfloat16 weights that would lose updates without
-    a warning."""
+    """Reject a rounding setting if the weights are not bfloat16. Also reject bfloat16 weights that would silently lose
+    updates."""
     optimizer, mode = plan.optimizer, plan.precision.mode
     rounding = optimizer.weight_rounding
     if mode != "bf16-true":

@@ -20,7 +20,8 @@ class Lever:
     """A memory technique with one keyword.
 
     Attributes:
-        keyword: argument of the Trainer. ``{"name": "auto", "allow": [keyword]}`` allows a lever that is not exact.
+        keyword: argument of the Trainer. The strategy ``{"name": "auto", "allow": [keyword]}`` may also use the lever
+            if it is not exact.
         field: field of the Plan, ``"section.name"``. The default value of the field disables the lever.
         on: value of the field if the keyword is True.
         words: name of the lever in descriptions of a plan.
@@ -29,8 +30,9 @@ class Lever:
         number: field that is set if the value of the keyword is a number; empty if the keyword accepts no number.
         conflict: function that returns the reason why ``strategy="auto"`` does not add the lever to a plan. The reason
             is empty if the lever can be added.
-        changes_output_layer: the lever replaces the output layer of a language model, so the model must have one.
-        frees_gradients: the backward uses and frees the gradients, so no gradients exist after the backward.
+        changes_output_layer: whether the lever replaces the output layer of a language model. If so, the model must
+            have an output layer.
+        frees_gradients: whether backward uses and frees the gradients, so that no gradients exist after backward.
     """
 
     keyword: str
@@ -107,7 +109,7 @@ LEVERS = (
         frees_gradients=True,
     ),
 )
-"""Levers in the order in which a plan lists them."""
+"""Levers in the order in which the printed plan lists them."""
 
 BY_PERMISSION = tuple(lever.keyword for lever in LEVERS if lever.must_be_allowed)
 """Keywords of the levers that ``strategy="auto"`` uses only if the request allows them."""

@@ -20,14 +20,14 @@ def check_offload(plan: Plan, device_type: str) -> None:
     """Reject tiers that save no memory on the device of a rank.
 
     If the Plan names an accelerator, the rules of the Plan make this check. With ``accelerator="auto"``, the device is
-    known when the engine is built.
+    not known until the engine is built.
 
     Args:
         plan: the plan.
         device_type: type of the device, such as ``"cpu"``.
 
     Raises:
-        PlanError: parameters or optimizer states are in host memory, and the device is a CPU.
+        PlanError: parameters or optimizer states are offloaded to host memory, but the device is a CPU.
     """
     for error in _tiers_below(plan, device_type):
         raise error
@@ -37,8 +37,9 @@ def update_mode(plan: Plan) -> str:
     """Return the update mode of a plan that offloads optimizer states. ``"auto"`` selects a mode as follows.
 
     Speculative updates transfer the states during the entire step. However, speculative updates require twice the
-    space, also write the weights, and must be repeated if gradients are clipped. This mode is selected if it is
-    supported and if the tier is a disk, because transfers to a disk take the longest time.
+    space, also write the weights, and must be repeated if gradients are clipped. Speculative updates are selected if
+    they are supported and the tier is a disk, because transfers to a disk take the longest time. Otherwise, updates are
+    deferred.
     """
     if plan.offload.update != "auto":
         return plan.offload.update
@@ -49,7 +50,7 @@ def update_mode(plan: Plan) -> str:
 
 
 def offloading_is_supported(plan: Plan) -> Iterator[PlanError]:
-    """Apply the rules of this file if the plan offloads tensors or has a setting of a tier."""
+    """Apply the rules of this file if the plan offloads tensors or contains a setting for offloading."""
     if plan.offload != OffloadPlan():
         for rule in OFFLOAD_RULES:
             yield from rule(plan)
@@ -92,7 +93,8 @@ def _tiers_below(plan: Plan, device_type: str) -> Iterator[PlanError]:
 
 
 def parameters_are_sharded_or_single(plan: Plan) -> Iterator[PlanError]:
-    """Reject offloaded parameters with strategies that keep all parameters on each rank, and with compiled blocks."""
+    """Reject offloaded parameters with strategies that keep all parameters on each rank, with precision 16-mixed, with
+    quantized frozen weights, and with compiled blocks."""
     tier, strategy = plan.offload.parameters, plan.parallel.strategy
     if tier == "none":
         return
@@ -113,7 +115,8 @@ def parameters_are_sharded_or_single(plan: Plan) -> Iterator[PlanError]:
 
 
 def offloaded_updates_have_their_optimizer(plan: Plan) -> Iterator[PlanError]:
-    """Reject offloading with updates that do not run for one block at a time after its gradient is reduced."""
+    """Reject offloading with 1-bit Adam, which updates all parameters together, and with levers that update in
+    backward."""
     offload, lever = plan.offload, lever_that_frees_gradients(plan)
     field = _STATES if offload.optimizer_states != "none" else _PARAMETERS
     tier = getattr(offload, field.partition(".")[2])

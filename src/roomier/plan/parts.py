@@ -95,12 +95,12 @@ class ParallelPlan(Part):
             ``compression_rank * (n + m)`` numbers. None means 4.
         compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send full
             gradients, at least 3. None means 100.
-        communication: with a sharded strategy, time of the transfers between ranks. ``"overlapped"`` all-gathers a unit
-            while the previous unit computes, and reduces gradients while the next unit computes. ``"sequential"``
+        communication: with a sharded strategy, timing of the transfers between ranks. ``"overlapped"`` all-gathers a
+            unit while the previous unit computes, and reduces gradients while the next unit computes. ``"sequential"``
             completes each transfer before the computation continues, so fewer buffers exist at the same time. On
             accelerators, only the all-gathers in backward are sequential.
-        find_unused_parameters: support steps whose used parameters differ between steps or ranks. This option is not
-            required for parameters that no rank uses in the first step.
+        find_unused_parameters: support training in which different steps or ranks use different parameters. This option
+            is not required for parameters that no rank uses in the first step.
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -152,7 +152,7 @@ class BatchPlan(Part):
     Attributes:
         accumulate_grad_batches: number of micro-batches per optimizer step. The step uses the gradient of the full
             batch.
-        gradient_clip_val: upper limit, above 0. None disables clipping.
+        gradient_clip_val: upper limit of the norm or of each element; must be positive. None disables clipping.
         gradient_clip_algorithm: ``"norm"`` (limits the norm over all parameters) or ``"value"`` (limits each element).
     """
 
@@ -254,14 +254,14 @@ class OffloadPlan(Part):
             temporary files.
         share: fraction in [0, 1] of each rank's optimizer states, in bytes, that is stored in the lower tier. The
             fraction is rounded to full units. The other states stay on the device.
-        update: time at which blocks are updated. All modes compute the same bits. ``"plain"`` updates one block after
-            the other after backward. ``"deferred"`` updates each block immediately before its next forward, while
-            earlier blocks compute. ``"speculative"`` updates each block in the last backward, before the norm of the
-            gradients is known. If the norm requires clipping, the update is repeated from the old states.
-            ``"auto"`` selects one of these modes.
+        update: time at which blocks are updated. All modes compute the same bits. ``"plain"`` updates the blocks one by
+            one after backward. ``"deferred"`` updates each block immediately before its next forward, while earlier
+            blocks compute. ``"speculative"`` updates each block in the last backward, before the norm of the gradients
+            is known. If the norm requires clipping, the update is repeated from the old states. ``"auto"`` selects one
+            of these modes.
         buffers: number of buffers in host memory for optimizer states on disk. With 3, one record is read, one is
             updated, and one is written at the same time. With 1, a record is read when it is needed, and the memory of
-            the buffer is free between updates. This needs the least memory, and the update waits for the disk.
+            the buffer is free between updates. This setting needs the least memory, but the update waits for the disk.
     """
 
     SECTION: ClassVar[str] = "offload"
@@ -286,7 +286,7 @@ class LossPlan(Part):
     Attributes:
         chunked: compute logits and cross-entropy for one chunk of tokens at a time, so that the logits of all tokens
             are never in memory at the same time.
-        chunk_tokens: tokens per chunk. None selects a number of tokens whose logits occupy 64 MiB.
+        chunk_tokens: number of tokens per chunk. None selects a number of tokens whose logits occupy 64 MiB.
     """
 
     SECTION: ClassVar[str] = "loss"
@@ -391,7 +391,7 @@ FIELDS: dict[str, dict[str, object]] = {
     for section, part in PARTS.items()
     for hints in [get_type_hints(part)]  # this call is slow, so it runs once per part
 }
-"""Section name -> field name -> annotated type."""
+"""Map from section names to field names, and from field names to annotated types."""
 
 
 def _fold(value: object, hint: object) -> object:

@@ -133,11 +133,11 @@ class Plan:
         return {section: text.part_to_dict(getattr(self, section)) for section in PARTS}
 
     def to_yaml(self) -> str:
-        """Return YAML text, which :meth:`from_yaml` converts to an equal Plan."""
+        """Return the Plan as YAML text, which :meth:`from_yaml` converts to an equal Plan."""
         return text.dump_yaml(self.to_dict())
 
     def to_json(self) -> str:
-        """Return JSON text, which :meth:`from_json` converts to an equal Plan."""
+        """Return the Plan as JSON text, which :meth:`from_json` converts to an equal Plan."""
         return text.dump_json(self.to_dict())
 
     def diff(self, other: "Plan") -> list[Difference]:

@@ -78,7 +78,7 @@ def check(plan: "Plan") -> None:
 
 
 class _WrongTypeError(PlanError):
-    """A value of a wrong type. The rules are not applied to a Plan that contains a value of a wrong type."""
+    """Error for a value of the wrong type. The rules are not applied to a Plan that contains such a value."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def dump_yaml(values: Mapping[str, object]) -> str:
 
 
 def load_yaml(text: str, source: str | None = None) -> object:
-    """Return the plain values in YAML text.
+    """Parse YAML text, and return its plain values.
 
     Tags cannot execute code. ``3e-4`` is a number. A duplicate key is an error.
 
@@ -83,7 +83,7 @@ def dump_json(values: Mapping[str, object]) -> str:
 
 
 def load_json(text: str, source: str | None = None) -> object:
-    """Return the plain values in JSON text. A duplicate key is an error.
+    """Parse JSON text, and return its plain values. A duplicate key is an error.
 
     Args:
         text: one JSON value.
@@ -104,12 +104,12 @@ def read_file(path: Path) -> object:
     """Return the values in a ``.json`` file, or in a YAML file with any other suffix.
 
     Raises:
-        PlanError: the file cannot be read, or has an unsupported format.
+        PlanError: the file cannot be read, or is not valid YAML or JSON.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a file that is not UTF-8, or an invalid path
-        action = "Pass the path of a YAML or JSON file with a plan"
+        action = "Pass the path of a YAML or JSON file that contains a plan"
         raise PlanError("plan", str(path), f"cannot be read: {error}", action) from error
     load = load_json if path.suffix == ".json" else load_yaml
     return load(text, source=str(path))
