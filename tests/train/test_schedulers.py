@@ -128,7 +128,7 @@ def test_longer_run_keeps_the_saved_schedule_with_a_notice(make_trainer, data, c
     trainer.fit(Cosine(None), data)
     trainer.save_checkpoint(tmp_path / "two")
     make_trainer(max_epochs=2).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
-    assert "of the checkpoint, instead of" not in capsys.readouterr().err
+    assert "from the checkpoint, instead of" not in capsys.readouterr().err
     make_trainer(max_epochs=3).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
     assert "T_max=2 of the checkpoint" in capsys.readouterr().err
 
@@ -246,4 +246,4 @@ def test_exhausted_schedule_reports_its_length_and_a_solution(make_trainer, data
     module = Scheduled(one_cycle)
     with pytest.raises(roomier.TrainingError, match=r"OneCycleLR.*reached total_steps=8.*new fit from the we"):
         make_trainer(max_epochs=3).fit(module, data, ckpt_path=tmp_path / "two")
-    assert "total_steps=8 of the checkpoint, instead of total_steps=12" in capsys.readouterr().err
+    assert "total_steps=8 from the checkpoint, instead of total_steps=12" in capsys.readouterr().err

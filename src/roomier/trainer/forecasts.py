@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 LARGE_BYTES = 2**30
 """Minimum number of bytes of model states on one rank for which a run's memory is compared with its forecast by
 default."""
-_MOST_BYTES_OF_A_PARAMETER = 48  # 64-true: weight, gradient, its bucket, two states and a margin of 8 bytes each
+# with 64-true, 8 bytes each for the weight, the gradient, its bucket, two states and a margin
+_MOST_BYTES_OF_A_PARAMETER = 48
 
 
 def prepare_forecast(trainer: Trainer, module: Module) -> None:
@@ -40,11 +41,13 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     was_built = trainer.fitted is not None and trainer.fitted.module is module
     if not was_built:  # otherwise the shapes of the last fit are retained, because the built model has different shapes
         trainer.shapes = None
-    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]  # of the previous fit
+    # remove the callback of the previous fit
+    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]
     has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)
     may_run_out = resolve_device(trainer.plan.parallel.accelerator).type != "cpu"
     is_short = bool(trainer.options.num_dev_batches) or not module.automatic_optimization
-    is_left_alone = is_short or trainer.plan.compile.enabled  # a tracked step runs uncompiled and requires more memory
+    # a tracked step is not compiled, so it requires more memory than other steps
+    is_left_alone = is_short or trainer.plan.compile.enabled
     num_parameters = sum(each.numel() for each in network_of(module).parameters() if not is_lazy(each))
     may_be_large = num_parameters * _MOST_BYTES_OF_A_PARAMETER >= LARGE_BYTES
     may_be_added = not is_left_alone and not has_callback and (trainer.choice is not None or may_be_large)
@@ -53,7 +56,7 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     shapes = trainer.shapes if may_be_added else None
     is_planned = trainer.choice is not None
     is_added = shapes is not None and (is_planned or _states_bytes(shapes, trainer.plan) >= LARGE_BYTES)
-    if trainer.ranks.from_zero(is_added):  # the model may be impossible to copy on only one rank
+    if trainer.ranks.from_zero(is_added):  # rank 0 decides, because one rank may be unable to copy the model
         trainer.callbacks = ordered([*trainer.callbacks, _ByDefault()])
 
 
@@ -72,7 +75,9 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
             copied = shapes_of(module)
     except Exception as error:  # a model that cannot be copied can still be trained
         if tells:
-            notice(f"MemoryForecast: {type(module).__name__} cannot be copied as shapes ({error})")
+            notice(
+                f"MemoryForecast: no forecast is available, because {type(module).__name__} cannot be copied ({error})"
+            )
         return None
     finally:
         set_rng_state(state)

@@ -83,16 +83,16 @@ class LastCall(Settings):
         request: the last call, as a value object.
         datamodule: the DataModule of the last call.
         manual_optimizers: the optimizers in the form that ``Module.optimizers()`` returns.
-        estimate_steps, count_training_batches: functions that compute attributes of the running fit. Hooks may read
+        estimate_steps, count_training_batches: functions that compute attributes of the current fit. Hooks may read
             these attributes before the loop starts.
         loaders_of_calls: for each method, the loaders of its last call, in the order of the calls.
-        num_batches_of: number of batches of each evaluation loader, by the called method.
+        num_batches_of: for each method, the number of batches of each evaluation loader in its last call.
         given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
         copied_progress: if this Trainer is a copy, the progress of the original Trainer.
         log_dir: the folder of the last run.
         read_path: the checkpoint that the last call read.
         set_path: the value that the user assigned to ``ckpt_path``.
-        was_interrupted: whether a signal ended the last call.
+        was_interrupted: True if a signal ended the last call.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -104,7 +104,8 @@ class LastCall(Settings):
         self.forget_runs(Progress())
 
     def forget_runs(self, progress: Progress) -> None:
-        """Reset the state of all runs. Until the next run, ``global_step`` and ``current_epoch`` read ``progress``."""
+        """Reset the state of all runs. Until the next run, ``global_step`` and ``current_epoch`` return values from
+        ``progress``."""
         self.run: Run | None = None
         self.fitted: Run | None = None
         self.choice: Choice | None = None
@@ -174,7 +175,7 @@ class LastCall(Settings):
 
     @property
     def is_last_save_point(self) -> bool:
-        """Whether training ends at the current save point."""
+        """True if training ends at the current save point."""
         return self.run is not None and self.run.now.is_finishing
 
     @property
@@ -190,7 +191,7 @@ class LastCall(Settings):
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Values of the last row in the log, or of the next row."""
+        """Latest value of each column in the log, even if its row has not been written yet."""
         return self._shown("logged")
 
     @property
@@ -308,12 +309,12 @@ class LastCall(Settings):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether a fit runs validation. Known after the loaders are created."""
+        """True if a fit runs validation. The value is valid after the loaders are created."""
         return self.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current training batch is the last batch of its epoch. False for loaders without a length."""
+        """True if the current training batch is the last batch of its epoch. False for loaders without a length."""
         run = self.fitted
         return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
 
@@ -346,7 +347,7 @@ class LastCall(Settings):
         """Return a context in which tensors are created on the device and in the dtype of the Trainer.
 
         Args:
-            empty_init: do not initialize the weights, for example because a checkpoint is loaded next.
+            empty_init: True to leave the weights uninitialized, for example because a checkpoint is loaded next.
         """
         return init_module(self, empty_init)
 
@@ -367,7 +368,7 @@ class LastCall(Settings):
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal ended the last call."""
+        """True if a signal ended the last call."""
         run = self.run
         is_of_call = run is not None and run.settled.request is self.request
         return self.was_interrupted or bool(self.is_running and run and is_of_call and run.now.is_interrupted)
@@ -379,7 +380,7 @@ class LastCall(Settings):
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the last run received SIGTERM."""
+        """True if the last run received SIGTERM."""
         return self.run is not None and self.run.stop.received == signal.SIGTERM
 
     @staticmethod

@@ -102,7 +102,7 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
     """Open a run of ``request`` that is ready for its loop, and close the run at the end of the context.
 
     Args:
-        adds_callbacks: whether to add the callbacks from ``configure_callbacks`` and a memory forecast.
+        adds_callbacks: True to add the callbacks from ``configure_callbacks`` and a memory forecast.
 
     Raises:
         SystemExit: SIGTERM or Ctrl-C ended the run at a save point. The exit code is 128 + the number of the signal.
@@ -233,7 +233,7 @@ def _setup(trainer: Trainer, request: Request, adds_callbacks: bool) -> None:
 
 
 def prepares(trainer: Any, owner: Any) -> bool:
-    """Return whether this rank calls ``prepare_data``: one rank of each machine, or one rank of all machines."""
+    """Return True if this rank calls ``prepare_data``. One rank per machine, or one rank in total, calls it."""
     rank = trainer.local_rank if owner.prepare_data_per_node else trainer.global_rank
     return bool(rank == 0)
 

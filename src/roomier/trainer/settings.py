@@ -54,8 +54,8 @@ class Settings:
 
     Args:
         plan: the requested plan.
-        logger_is_on: whether a fit writes logs.
-        enable_checkpointing: whether a fit writes checkpoints by default.
+        logger_is_on: True if a fit writes logs.
+        enable_checkpointing: True if a fit writes checkpoints by default.
         auto_lr_find, auto_scale_batch_size: searches of the tuner before a fit.
         own_optimizer: the argument ``optimizer``, which can be an optimizer or a function that creates an optimizer.
 
@@ -65,7 +65,7 @@ class Settings:
         ranks: the ranks of the last call. The value is one rank until a call joins the other ranks.
         micro_batch: number of samples in a micro-batch on each rank, determined by the tuner. None uses the batches of
             the loader unchanged.
-        num_micro_batches: number of micro-batches per step, determined by the tuner in the run that is resumed.
+        num_micro_batches: number of micro-batches per step that the tuner determined in the run that this run resumes.
         state: the method that was called last, and the loop that is running.
         should_stop: True ends training at the next save point.
     """
@@ -120,13 +120,13 @@ class Settings:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger, or None."""
+        """The first logger; None if there is no logger."""
         return self.loggers[0] if self.loggers else None
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first ModelCheckpoint, or None. A ModelCheckpoint of Lightning is returned as the object that the user
-        passed."""
+        """The first ModelCheckpoint; None if there is none. A ModelCheckpoint of Lightning is returned as the object
+        that the user passed."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -136,7 +136,7 @@ class Settings:
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping callback of roomier or of Lightning, or None."""
+        """The first EarlyStopping callback of roomier or of Lightning; None if there is none."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
@@ -146,7 +146,7 @@ class Settings:
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The ProgressBar, or None."""
+        """The ProgressBar; None if there is none."""
         return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
 
     @property
@@ -187,7 +187,7 @@ class Settings:
 
     @property
     def keeps_files(self) -> bool:
-        """Whether a fit writes a run folder."""
+        """True if a fit writes a run folder."""
         return not self.options.num_dev_batches and (self.logger_is_on or self.enable_checkpointing)
 
     @property
@@ -197,7 +197,7 @@ class Settings:
 
     @property
     def gradient_clip_algorithm(self) -> str:
-        """``"norm"`` or ``"value"``."""
+        """Algorithm of gradient clipping: ``"norm"`` or ``"value"``."""
         return self.plan.batch.gradient_clip_algorithm
 
     @property
@@ -227,7 +227,7 @@ class Settings:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this is rank 0."""
         return self.world.is_global_zero
 
     @property
@@ -316,9 +316,9 @@ class Settings:
         """Use the results of the tuner in the next fits.
 
         Args:
-            plan: replaces the requested plan.
+            plan: plan that replaces the requested plan.
             micro_batch: number of samples per micro-batch on each rank.
-            num_micro_batches: micro-batches per step.
+            num_micro_batches: number of micro-batches per step.
         """
         if plan is not None:
             self.plan = self.requested_plan = plan
@@ -372,5 +372,5 @@ class Settings:
 
     @property
     def is_running(self) -> bool:
-        """Whether a loop of this Trainer is currently running."""
+        """True if a loop of this Trainer is currently running."""
         return self.state.stage is not None

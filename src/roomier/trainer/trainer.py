@@ -88,8 +88,8 @@ class Trainer(LastCall):
             (``OptimizerPlan``).
         step_in_backward: update each parameter in backward. True means ``"exact"`` (``OptimizerPlan``).
         activation_checkpointing: activations to recompute in backward. The value is a policy such as ``"full"``, a
-            budget for the peak of a step in bytes (``"6GiB"``) or as a fraction (0.5), or a dict such as ``{"every_n":
-            3}``. True means ``"full"`` (``ActivationPlan``).
+            budget for the peak memory of a step, in bytes (``"6GiB"``) or as a fraction (0.5), or a dict such as
+            ``{"every_n": 3}``. True means ``"full"`` (``ActivationPlan``).
         offload: tensors to store in host memory or on disk, such as ``{"optimizer_states": "disk"}`` (``OffloadPlan``).
         chunked_loss: compute the loss of a language model in chunks of this many tokens (``LossPlan``).
         attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
@@ -102,12 +102,12 @@ class Trainer(LastCall):
         auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
             module's attribute that contains the learning rate.
         auto_scale_batch_size: before a fit, search for the largest micro-batch that fits in memory. The number of
-            samples per step is unchanged. ``"power"`` (True) doubles the size; ``"binsearch"`` then refines it.
+            samples per step is unchanged. ``"power"`` (True) doubles the size; ``"binsearch"`` then refines this size.
         max_epochs: maximum number of epochs. -1 means no limit. The default is 1000 if no other limit is set.
         min_epochs: minimum number of epochs.
         max_steps: maximum number of optimizer steps. -1 means no limit.
         min_steps: minimum number of optimizer steps.
-        max_time: maximum training time: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with its keyword arguments.
+        max_time: maximum training time, as ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its keyword arguments.
         limit_train_batches: limit on batches per epoch on each rank, as a number (int) or as a fraction (float).
         limit_val_batches: limit on batches of a validation over all ranks (int or fraction). 0 disables validation.
         limit_test_batches: limit on batches of a test, in the same form as ``limit_val_batches``.
@@ -117,7 +117,7 @@ class Trainer(LastCall):
         fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
         val_check_interval: number of training batches between two validations (int), or fraction of an epoch (float).
             The default is one epoch.
-        check_val_every_n_epoch: epochs between two validations. With None, ``val_check_interval`` spans epochs.
+        check_val_every_n_epoch: validate every n epochs. With None, ``val_check_interval`` spans several epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
         reload_dataloaders_every_n_epochs: call ``train_dataloader`` and ``val_dataloader`` again after this number of
@@ -130,11 +130,11 @@ class Trainer(LastCall):
         enable_plan_table: print the Plan. None prints it unless ``enable_progress_bar=enable_model_summary=False``.
         deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no such algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
-        detect_anomaly: raise an error that identifies the forward operation of a NaN in backward. This is slow.
+        detect_anomaly: raise an error that identifies the forward operation of a NaN in backward. This slows training.
         inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
         profiler: ``"simple"`` (actions), ``"advanced"`` (functions), ``"pytorch"`` (operations), or a profiler object.
-        hang_timeout: time after which the run ends if ranks wait for a rank that hangs in a step, in the same formats
-            as ``max_time``. None disables the check.
+        hang_timeout: time, in a format of ``max_time``, after which the run ends if ranks wait for a rank that hangs in
+            a step. None disables the check.
         default_root_dir: folder that contains the run folders ``version_N``. The default is ``"runs"``.
 
     Raises:
@@ -286,7 +286,7 @@ class Trainer(LastCall):
             ckpt_path: checkpoint whose weights are loaded first: a path, ``"best"`` or ``"last"``. With None, a
                 ``model`` argument retains its weights, and the model of the last fit loads the weights of its best
                 checkpoint, as in Lightning.
-            verbose: whether to print the metrics to standard error on rank 0.
+            verbose: True to print the metrics to standard error on rank 0.
             datamodule: a DataModule that provides the data in place of loaders.
             weights_only: must be None or True, because loading a checkpoint never executes code.
 
@@ -337,8 +337,8 @@ class Trainer(LastCall):
             weights_only: as in :meth:`validate`.
 
         Returns:
-            One item per batch. With several loaders, one list per loader. Every rank receives the predictions of all
-            ranks in host memory, in the order of the batches. None without batches or if predictions are discarded.
+            One item per batch; with several loaders, one list per loader. Every rank receives the predictions of all
+            ranks in host memory, in the order of the batches. None if no batches exist or predictions are discarded.
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
@@ -357,7 +357,7 @@ class Trainer(LastCall):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
     ) -> Generator[Any, None, None]:
-        """Return an iterator over the predictions, which computes each prediction when it is requested.
+        """Return an iterator that computes each prediction when the prediction is requested.
 
         The iterator yields one item per batch, for one loader after the other, and stores the predictions of only one
         batch per rank. The run ends when the iterator is exhausted, is closed with ``stream.close()``, or is deleted.
@@ -397,7 +397,7 @@ class Trainer(LastCall):
 
         Args:
             filepath: the folder to create.
-            weights_only: save only the weights and the hyperparameters. A run cannot be resumed from this checkpoint.
+            weights_only: True to save only the weights and the hyperparameters, from which no run can be resumed.
             storage_options: must be None, because a checkpoint is a folder in the file system.
             asynchronous: during a fit, copy the state to host memory, and write the checkpoint while training
                 continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is
@@ -415,7 +415,7 @@ class Trainer(LastCall):
             )
         if storage_options is not None:
             action = "Omit storage_options, and copy the folder in when_committed"
-            problem = "is not supported, because a checkpoint is a folder of the file system"
+            problem = "is not supported, because a checkpoint is a folder in the file system"
             raise RoomierError("storage_options", storage_options, problem, action)
         save = save_lightning_file if format == "lightning" else save_checkpoint
         save(self.fitted, filepath, bool(weights_only), asynchronous=asynchronous, when_committed=when_committed)

@@ -113,7 +113,7 @@ def largest_that_fits(
         sizes: sizes in ascending order.
         fits: function that returns True if a size fits.
         first: the first size to try.
-        refines: whether to search between the last size that fits and the first size that does not fit. If False, the
+        refines: True to search between the last size that fits and the first size that does not fit. If False, the
             size is only doubled.
         max_trials: maximum number of calls of ``fits``.
     """
@@ -150,7 +150,7 @@ def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, marg
 
 
 def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | None:
-    """Return the memory limit of a step; None uses the memory of the device.
+    """Return the memory limit of a step; None means the memory of the device.
 
     Raises:
         RoomierError: the limit is unknown, or the run has several ranks, because a single rank could run out of memory.
@@ -160,7 +160,7 @@ def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | Non
         problem = "cannot be combined with strategy='auto', which chooses the micro-batch by forecast"
         raise RoomierError(_FIELD, True, problem, "Remove one of the two")
     if trainer.world.size > 1:
-        problem = f"if a rank ran out of memory, the other {trainer.world.size - 1} ranks would wait forever"
+        problem = "is not supported, because the other ranks would wait forever if one rank ran out of memory"
         action = "Use strategy='auto' or memory_budget, which choose the micro-batch for all ranks by forecast"
         raise RoomierError(_FIELD, f"{trainer.world.size} ranks", problem, action)
     if memory_budget is not None:
@@ -168,7 +168,7 @@ def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | Non
     limit_bytes = plan.choice.memory_budget_bytes
     device = resolve_device(plan.parallel.accelerator)
     if limit_bytes is None and device.type == "cpu":
-        problem = "a CPU process is killed without an error if memory is full"
+        problem = "requires a memory limit, because a CPU process is killed without an error if memory is full"
         raise RoomierError(_FIELD, str(device), problem, "Set the available memory: memory_budget='8GiB'")
     return limit_bytes
 

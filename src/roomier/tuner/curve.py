@@ -66,8 +66,8 @@ class LearningRateCurve:
         """Return a matplotlib figure with the curve.
 
         Args:
-            suggest: mark the suggested rate.
-            show: open a window.
+            suggest: True to mark the suggested rate.
+            show: True to open a window.
             ax: axes to draw on; None creates a figure.
 
         Raises:

@@ -53,7 +53,7 @@ def lr_find(
         mode: spacing of the rates between ``min_lr`` and ``max_lr``.
         early_stop_threshold: stop the test if the smoothed loss is greater than its minimum times this factor; None
             disables this condition. A loss that is not finite always stops the test.
-        update_attr: whether to use the suggested rate in subsequent fits. The rate is set on the optimizer that the
+        update_attr: True to use the suggested rate in subsequent fits. The rate is set on the optimizer that the
             Trainer selects by name, or in the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
         attr_name: name of the attribute if it is neither ``lr`` nor ``learning_rate``.
 
@@ -147,7 +147,7 @@ class _RangeTest(Callback):
         self.losses: list[float] = []
 
     def take_groups(self, run: Run, name: str, probe: float) -> None:
-        """Control the learning rates of the optimizer's parameter groups, instead of its schedulers.
+        """Take control of the learning rates of the optimizer's parameter groups, and disable the schedulers.
 
         Args:
             run: the run of the trial.

@@ -94,7 +94,7 @@ def run_trial(
     with ExitStack() as stack:
         stack.callback(set_rng_state, rng_state())
         for loader in _read_by(subject):
-            check_is_repeatable(loader, "train_dataloaders", "choose the value yourself")
+            check_is_repeatable(loader, "train_dataloaders", "set the value manually")
             stack.enter_context(untouched(loader))
         trial = trainer.copy_for_trial(plan, _options_of_trial(trainer.options, max_steps), callback)
         model, datamodule = _copied(subject, trainer, trial)
@@ -137,7 +137,7 @@ def _options_of_trial(options: LoopOptions, max_steps: int) -> LoopOptions:
 
 
 def _copied(subject: Subject, trainer: Tunable, trial: Tunable) -> tuple[nn.Module, DataModule | None]:
-    """Return copies of the model and the DataModule that use the same data."""
+    """Return copies of the model and the DataModule. The copies use the same data as the originals."""
     memo: dict[int, Any] = {id(trainer): trial}
     for part in subject.model.modules():
         former = vars(part).get("_trainer")

@@ -21,7 +21,7 @@ from roomier.trainer.keywords.devices import resolve_auto
 from roomier.trainer.lightning.callbacks import adopted
 
 _SHARES = (
-    "Remove it: roomier divides any loader across the ranks, except loaders with a DistributedSampler or with "
+    "Remove it: roomier shards any loader across ranks, except loaders with a DistributedSampler or with "
     "shards_by_rank = True"
 )
 _NAMED_OPTIMIZER = "Set it in the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
@@ -158,7 +158,10 @@ def check_weights_only(weights_only: bool | None) -> None:
         RoomierError: ``weights_only`` is False.
     """
     if weights_only is not None and weights_only is not True:
-        action = "Remove it. If the checkpoint requires it, save its weights with torch.save and pass it as weights"
+        action = (
+            "Remove this argument. If the checkpoint cannot be loaded without it, save the weights with torch.save, "
+            "and pass the new file as weights"
+        )
         raise RoomierError(
             "weights_only",
             weights_only,
@@ -221,7 +224,7 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
 
     Args:
         given: the names and values of all Trainer arguments.
-        enable_checkpointing: whether a ModelCheckpoint is added.
+        enable_checkpointing: True if a ModelCheckpoint is added.
 
     Raises:
         RoomierError: ``callbacks`` is neither a callback nor a list, or it contains a ModelCheckpoint although
@@ -257,7 +260,7 @@ def ordered(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def is_checkpoint(callback: object) -> bool:
-    """Return whether ``callback`` saves checkpoints, that is, whether it is a ModelCheckpoint or an instance of a
+    """Return True if ``callback`` saves checkpoints, that is, if it is a ModelCheckpoint or an instance of a
     subclass of Lightning's Checkpoint."""
     return isinstance(callback, ModelCheckpoint) or is_builtin(callback, "Checkpoint")
 

@@ -53,7 +53,8 @@ def num_ranks_of(given: Mapping[str, Any], *, alone_by_default: bool = False) ->
 
     Args:
         given: arguments of the Trainer.
-        alone_by_default: ``devices="auto"`` means one device if ``given`` names no strategy for several ranks.
+        alone_by_default: if True, ``devices="auto"`` means one device unless ``given`` names a strategy for several
+            ranks.
     """
     launch = present_launch()
     if launch is not None:
@@ -95,7 +96,7 @@ def _number_of(devices: Any, accelerator: object) -> Any:
     variable = visible_devices_variable(str(kind))
     action = f"Use devices={len(listed)}, and select the devices with the environment variable {variable}"
     raise PlanError(
-        "devices", devices, "is not supported, because each rank uses the device with its local rank", action
+        "devices", devices, "is not supported, because each rank uses the device whose index is its local rank", action
     )
 
 

@@ -54,7 +54,7 @@ _PROBLEMS = {"strategy": "is an object of another library"}
 
 
 def refuse_former_flags(given: Mapping[str, Any]) -> None:
-    """Reject arguments of former Lightning versions in ``given``, the arguments of the Trainer.
+    """Reject arguments of earlier Lightning versions. ``given`` contains the arguments of the Trainer.
 
     Raises:
         RoomierError: a former argument is given. The error message shows the call ``Trainer(...)`` with current
@@ -123,7 +123,7 @@ def _add_devices(today: dict[str, Any], remarks: list[str], name: str, value: An
     if name == "tpu_cores":
         remarks.append("accelerator='tpu' requires the package torch-tpu")
     elif name not in ("gpus", "num_gpus"):
-        remarks.append(f"It requires a package that adds the device {_ACCELERATORS[name]!r} to torch")
+        remarks.append(f"This accelerator requires a package that adds the device {_ACCELERATORS[name]!r} to torch")
     elif isinstance(value, (list, tuple)) or (isinstance(value, str) and "," in value):
         listed = value if isinstance(value, str) else ",".join(map(str, value))
         remarks.append(

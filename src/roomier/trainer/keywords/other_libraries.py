@@ -77,8 +77,8 @@ def _with_training_arguments(given: dict[str, Any], defaults: Mapping[str, Any])
 
 
 def _with_deepspeed(field: str, value: object, given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given`` with the arguments of the DeepSpeed configuration in the argument ``field``, and print a table
-    with all keys."""
+    """Return ``given`` with arguments that replace the DeepSpeed configuration in the argument ``field``, and print a
+    table with all keys."""
     own = {name: each for name, each in given.items() if name not in defaults or each != defaults[name]}
     answers = answers_to_source(value, num_ranks_of(given), own, field)
     found = merged(answers, given, defaults)
@@ -119,11 +119,11 @@ def _of_barebones(value: object) -> Answers | None:
 
 
 def _without_effect_on_one_rank(name: str, value: object, given: Mapping[str, Any]) -> bool:
-    """Return whether ``value`` requests a behavior that differs only on several ranks, and report it."""
+    """Return True if ``value`` requests a behavior that differs only on several ranks, and report it."""
     ordinary = {"sync_batchnorm": False, "use_distributed_sampler": True, "replace_sampler_ddp": True}
     if not isinstance(value, bool) or value == ordinary[name] or num_ranks_of(given, alone_by_default=True) > 1:
         return False
-    notice(f"{name}={value}: no effect: this run has one rank")
+    notice(f"{name}={value} has no effect, because this run has one rank")
     return True
 
 

@@ -27,7 +27,8 @@ class NamedSpans:
 
 
 class BatchHooks:
-    """Selects the object whose batch hook is called: the DataModule if it overrides the hook, otherwise the module."""
+    """Selector of the object whose batch hook is called: the DataModule if it overrides the hook, otherwise the
+    module."""
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer

@@ -152,9 +152,12 @@ def _adopted(callback: Any) -> Any:
         raise RoomierError("callbacks", type(callback).__name__, problem, REFUSED[name])
     make = MADE.get(name)
     if make is None:
-        action = f"Use a callback of roomier (see help(roomier.callbacks)), or implement its hooks in a {_OWN}"
+        action = f"Use a roomier callback (see help(roomier.callbacks)), or implement its hooks in a {_OWN}"
         raise RoomierError(
-            "callbacks", type(callback).__name__, f"is not supported, because Lightning's {name} is unknown", action
+            "callbacks",
+            type(callback).__name__,
+            f"is not supported, because roomier has no equivalent of Lightning's {name}",
+            action,
         )
     left = [each for each in added_names(callback, builtin) if each not in _MAY_ADD.get(name, ())]
     if left and name not in _DRAWS:
@@ -207,7 +210,7 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
 
 def _lr_monitor(given: Any) -> callbacks.LearningRateMonitor:
     own = callbacks.LearningRateMonitor(given.logging_interval, given.log_momentum, given.log_weight_decay)
-    own.lrs = given.lrs  # one dict for both
+    own.lrs = given.lrs  # both callbacks share one dict
     return own
 
 

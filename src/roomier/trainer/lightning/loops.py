@@ -91,12 +91,12 @@ class FitLoop:
 
     @property
     def max_epochs(self) -> int | None:
-        """Argument of the Trainer."""
+        """Argument ``max_epochs`` of the Trainer."""
         return self._trainer.max_epochs  # type: ignore[no-any-return]
 
     @property
     def min_epochs(self) -> int | None:
-        """Argument of the Trainer."""
+        """Argument ``min_epochs`` of the Trainer."""
         return self._trainer.min_epochs  # type: ignore[no-any-return]
 
     @property
@@ -135,7 +135,7 @@ class PrecisionView:
 
     @property
     def scaler(self) -> Any:
-        """The loss scale; None if the precision has none."""
+        """The loss scale; None if the precision does not use a loss scale."""
         return self._trainer.scaler
 
     @property
@@ -202,7 +202,7 @@ def init_module(trainer: TrainerView, empty_init: bool | None = None) -> Iterato
 
     Args:
         trainer: the Trainer.
-        empty_init: do not initialize the weights, for example because a checkpoint is loaded next.
+        empty_init: True to leave the weights uninitialized, for example because a checkpoint is loaded next.
     """
     device = root_device(trainer)
     dtype = precision_of(trainer.plan.precision.mode, device).weight_dtype

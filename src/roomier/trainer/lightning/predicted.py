@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class PredictLoop:
-    """State of a prediction on this rank, with Lightning's names. :class:`KeepsPredicted` fills it.
+    """State of a prediction on this rank, with Lightning's names. :class:`KeepsPredicted` updates this state.
 
     Attributes:
         current_batch_number: number of the current batch, counted over all ranks.
         current_batch_indices: dataset indices of the samples in the current batch. The list is empty if the loader is
             not a DataLoader that reads the dataset in order.
         epoch_batch_indices: dataset indices of the samples in each batch so far, as one list per loader.
-        return_predictions: whether ``predict`` returns the predictions.
+        return_predictions: True if ``predict`` returns the predictions.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class PredictLoop:
         """Add a batch.
 
         Args:
-            loader_number: index of its loader.
+            loader_number: index of the loader.
             number: number of the batch, counted over all ranks.
             indices: dataset indices of the samples in the batch.
-            output: its prediction.
-            is_kept: whether to store the prediction.
+            output: prediction for the batch.
+            is_kept: True to store the prediction.
         """
         self.current_batch_number, self.current_batch_indices = number, indices
         self.epoch_batch_indices[loader_number].append(indices)
@@ -71,10 +71,11 @@ class PredictLoop:
 
 
 class KeepsPredicted(Callback):
-    """Fills ``trainer.predict_loop``. This callback must be the first in the list, so that writers read current values.
+    """Callback that updates ``trainer.predict_loop``. It must be first in the list, so that writers read current
+    values.
 
     Args:
-        until_end: whether to store the predictions for a callback that writes them at the end.
+        until_end: True to store the predictions for a callback that writes them at the end.
     """
 
     def __init__(self, *, until_end: bool) -> None:
@@ -100,12 +101,12 @@ class KeepsPredicted(Callback):
 
 
 def writes_predictions(callback: Any) -> bool:
-    """Return whether ``callback`` is a prediction writer from roomier or from Lightning."""
+    """Return True if ``callback`` is a prediction writer from roomier or from Lightning."""
     return isinstance(callback, PredictionWriter) or is_builtin(callback, "BasePredictionWriter")
 
 
 def writes_at_end(callback: Any) -> bool:
-    """Return whether ``callback`` writes all predictions of a rank at the end of the prediction."""
+    """Return True if ``callback`` writes all predictions of a rank at the end of the prediction."""
     interval = callback.interval
     return "epoch" in str(getattr(interval, "value", interval))
 

@@ -75,12 +75,12 @@ class Strategy:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this is rank 0."""
         return self._trainer.is_global_zero
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks."""
+        """True if there are several ranks."""
         return self.world_size > 1
 
     @property
@@ -140,7 +140,7 @@ class Strategy:
         return reduced.to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether ``decision`` is True on all ranks, or on any rank if ``all`` is False."""
+        """Return True if ``decision`` is True on all ranks, or on any rank if ``all`` is False."""
         decisions = self._trainer.ranks.gather(bool(decision))
         return min(decisions) if all else max(decisions)
 
