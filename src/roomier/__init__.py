@@ -22,7 +22,7 @@ __version__ = version("roomier")
 
 _FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models", "tuner")
 
-# Imported when first used, because a Plan or the help of the command should not have to wait for the import of torch.
+# Imported on first use, so that creating a Plan or printing the command's help does not wait for the import of torch.
 _HOMES = {
     "Accelerator": "roomier.prepared.accelerator",
     "Callback": "roomier.api.callback",

@@ -90,7 +90,7 @@ def test_a_second_run_without_the_keyword_keeps_and_reports_the_adapters(
     trainer = make_trainer(optimizer=OPTIMIZER, max_steps=2, enable_plan_table=True)
     trainer.fit(module, batches)
     shown = capfd.readouterr().err
-    found = f"rank 4 on 8 layers{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and no other"
+    found = f"rank 4 on 8 layers{'' if base == 'as_is' else f', frozen weights in {base}'}. The adapters remain, and no"
     assert shown.count("the model has adapters that this Plan does not contain") == 1
     assert found in shown
     assert "from roomier.adapters import merge_lora" in shown
@@ -112,7 +112,7 @@ def test_quantized_weights_of_an_earlier_run_are_reported_and_not_supported_with
 ) -> None:
     module = trained(make_trainer, Adaptable(), base="nf4")
     make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
-    assert "frozen weights in nf4 from an earlier run, which remain quantized" in capfd.readouterr().err
+    assert "frozen weights in nf4 from an earlier run. These weights remain quantized" in capfd.readouterr().err
     with pytest.raises(
         PlanError, match=r"from an earlier run, but it is not supported with strategy 'zero2'.*merge_lora"
     ):

@@ -138,7 +138,7 @@ def test_aliases_that_expand_to_millions_of_values_are_rejected(
         words = ["--trainer.callbacks", inline]
     assert main(["fit", *TOY, *words]) == 2
     error = capsys.readouterr().err
-    assert f"its aliases expand to {NUM_VALUES} values, and at most 100000 are allowed" in error
+    assert f"its aliases expand to {NUM_VALUES} values, but at most 100000 are allowed" in error
 
 
 def num_values(level: int) -> int:

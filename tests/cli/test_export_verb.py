@@ -122,7 +122,7 @@ def test_inputs_have_the_format_of_plan(
         (["--to", "lightning", *MODEL], "is not supported with --to lightning"),
         (["--to", "lightning", "--model.hidden", "3"], "is not supported with --to lightning"),
         (["--to", "torchscript", "--model", "cli_toy.HasForwar"], "Did you mean 'HasForward'"),
-        (["--to", "torchscript", "--model", "cli_toy.ToyData"], "must be a class of models"),
+        (["--to", "torchscript", "--model", "cli_toy.ToyData"], "must be a model class"),
         (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "does not match the weights of HasForward"),
         (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is unknown or has no value"),
         (["--to", "torchscript"], "--model=None: is required"),

@@ -27,7 +27,7 @@ READERS = {"a plan": lambda text, folder: Plan.from_yaml(f"optimizer: {{options:
 @pytest.mark.parametrize("reader", READERS)
 def test_aliases_that_expand_too_far_are_rejected(reader: str, tmp_path: Path) -> None:
     text = BOMB.replace("\n", ", ") if reader == "a plan" else BOMB
-    with pytest.raises(RoomierError, match=r"aliases expand to [0-9]+ values, and at most 100000 are allowed"):
+    with pytest.raises(RoomierError, match=r"aliases expand to [0-9]+ values, but at most 100000 are allowed"):
         READERS[reader](text, tmp_path)
 
 

@@ -4,8 +4,8 @@
 Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The graph of a block is the usual graph, but its
 saved tensors are placeholders. A second forward pass computes the saved tensors when the backward first reads one of
 them. Inputs do not have to require a gradient, and hooks on gradients and ``backward(inputs=...)`` work. The random
-states and autocast are the same as in the first forward pass. The reentrant variant would run a separate backward
-inside the backward, and bypass the hooks that reduce gradients.
+states and the autocast state are the same as in the first forward pass. The reentrant variant would run a separate
+backward inside the backward and bypass the hooks that reduce gradients.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class BlockForward(WrappedForward):
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward for the compiler. :class:`MovingForward` offloads the saved tensors."""
+        """Run the forward while the compiler traces it. :class:`MovingForward` offloads the saved tensors."""
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}
@@ -113,11 +113,11 @@ class MovingForward(WrappedForward):
 
 
 class _Call:
-    """One call of a block that can be repeated.
+    """Repeatable call of a block.
 
     Args:
         forward: forward of the block.
-        leaves: leaves of the arguments and keyword arguments, with a :class:`_Place` for each tensor.
+        leaves: leaves of the arguments and keyword arguments, in which a :class:`_Place` replaces each tensor.
         form: containers of the leaves. The containers are recreated for each call, because some containers, such as
             ``PackedSequence``, accept only tensors.
         surroundings: state, in addition to tensors, that is restored for the second forward pass.
@@ -154,7 +154,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Place:
-    """Placeholder of a tensor among arguments."""
+    """Placeholder for a tensor in the arguments of a call."""
 
     index: int
 

@@ -50,8 +50,8 @@ class Estimates(Protocol):
         ...
 
     def lost_ns(self, block: int, keep: Keep) -> int:
-        """Return the time in nanoseconds for the recomputation of a block in each step. ``block`` is the index of the
-        block, which saves the activations of ``keep``."""
+        """Return the time in nanoseconds that recomputing a block takes per step. ``block`` is the index of the block,
+        which saves the activations that ``keep`` selects."""
         ...
 
 
@@ -69,7 +69,7 @@ class BudgetedRecompute(Recompute):
         predicted_bytes: predicted peak memory of a step on the rank with the highest peak; None before the choice.
         lost_ns: predicted time per step for recomputation and for copies that do not overlap with computation, in
             nanoseconds; None before the choice.
-        estimates: values that replace measurements in a dry run; None in a run.
+        estimates: values that replace measurements in a dry run; None in a training run.
     """
 
     def __init__(
@@ -166,7 +166,8 @@ class BudgetedRecompute(Recompute):
             if is_first:
                 raise too_small(budget_bytes, least_bytes)
             notice(
-                f"the larger batch does not fit into {format_bytes(budget_bytes)}, so each block saves only its input"
+                f"a larger batch does not fit into the activation budget of {format_bytes(budget_bytes)}, so each "
+                "block now saves only its input"
             )
             choice = choose(stages, least_bytes)
             assert choice is not None
@@ -213,7 +214,7 @@ def budget_bytes_of(activation: ActivationPlan, stages: Sequence[Stage]) -> int:
     assert activation.budget_fraction is not None
     least_bytes = peak_bytes(stages, [0] * len(stages))
     most_bytes = peak_bytes(stages, [0] + [WAYS.index(Way(Keep.ALL))] * (len(stages) - 1))
-    # Saving all activations can require less memory, because nothing is recomputed.
+    # Saving all activations can require less memory than saving only the inputs, because nothing is recomputed.
     return least_bytes + round(activation.budget_fraction * max(most_bytes - least_bytes, 0))
 
 

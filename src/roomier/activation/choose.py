@@ -16,20 +16,20 @@ recomputation.
 Blocks are processed in order. A state is the pair (additional bytes saved so far, time lost so far). At each later
 block, the budget limits the bytes of a state, and the lost time only increases. Therefore, a state can be dropped if
 another state has at most as many bytes and at most as much lost time. Every sequence of later choices that is possible
-after the dropped state is also possible after the other state, and costs no more time there. The remaining states
-contain the exact optimum. Equal blocks have equal sums, so about a hundred states remain for 100 blocks. Many unequal
-blocks can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are
-retained. The choice is still within the budget, but can be slightly slower than the optimum.
+after the dropped state is also possible after the other state, and costs no more time. The remaining states contain
+the exact optimum. Equal blocks have equal sums, so about a hundred states remain for 100 blocks. Many unequal blocks
+can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES`` evenly spaced states are retained. The
+choice is still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
 At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). At a given
 moment, all offloaded calls on the device belong to blocks between their forward and their backward. Therefore, the
 total size of the two largest calls of the first ``k`` blocks is an upper bound. If the block that runs at this moment
 is offloaded, only one other offloaded call is on the device. In the choice, the size of each offloaded call is counted
-as the size of the largest allowed call. Therefore, a state contains only the number of such calls (zero, one, or at
-least two), and only states with equal numbers are compared. A third call adds no memory. Several values are tried for
-the largest size. If offloaded blocks have equal sizes, the choice is optimal. Otherwise, the bound can be too large,
-but never too small.
+as the size of the largest allowed call. Therefore, a state contains only the number of offloaded calls (zero, one, or
+at least two), and only states with the same number of calls are compared. A third call adds no memory. Several values
+are tried for the largest size. If offloaded blocks have equal sizes, the choice is optimal. Otherwise, the bound can be
+too large, but never too small.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Option:
         own_peak_bytes: peak of all memory on the device while this block runs forward or backward, if all blocks before
             it save the minimum.
         lost_ns: time that the option costs per step, in nanoseconds.
-        moved_bytes: bytes of one call that are offloaded to host memory, or 0. ``kept_bytes`` does not contain the
-            offloaded bytes that are temporarily on the device; see [Note: what waits in host memory].
+        moved_bytes: bytes that one call offloads to host memory; 0 without offloading. ``kept_bytes`` does not contain
+            the offloaded bytes that are temporarily on the device; see [Note: what waits in host memory].
         num_moved: maximum number of calls of the block that are between forward and backward at the same time.
     """
 
@@ -113,7 +113,7 @@ def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
 
 
 def _largest_moved(stages: Sequence[Stage]) -> list[int]:
-    """Return the sizes to try as the largest offloaded call: 0, the largest size, and some sizes in between."""
+    """Return the sizes to try for the largest offloaded call: 0, the largest size, and some sizes in between."""
     sizes = sorted({option.moved_bytes for stage in stages for option in stage.options} - {0})
     places = np.linspace(len(sizes) - 1, 0, min(len(sizes), MAX_MOVED_SIZES)).astype(np.int64)
     return [0, *(sizes[place] for place in places)]
@@ -176,7 +176,7 @@ def _useful(kept: Numbers, lost: Numbers, num_moved: Numbers, before: Numbers) -
 
 
 def _not_beaten(order: Numbers, lost: Numbers) -> Numbers:
-    """Return the indices in ``order`` (ascending bytes) whose lost time is less than for all previous indices."""
+    """Return the indices in ``order`` (ascending bytes) whose lost time is less than at all previous indices."""
     sorted_lost = lost[order]
     is_needed = np.ones(len(order), bool)
     is_needed[1:] = sorted_lost[1:] < np.minimum.accumulate(sorted_lost)[:-1]

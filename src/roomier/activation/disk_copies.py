@@ -2,12 +2,11 @@
 
 [Note: activations on disk]
 The writer thread of a scratch file writes a tensor, and the reader thread of the file reads the tensor, while
-computation continues. On an accelerator, a tensor passes through pinned host memory. The stream of the copies copies
-the tensor to the host, and the writer waits for this copy. The reader starts the copy to the device after it has read
-the tensor.
+computation continues. On an accelerator, a tensor passes through pinned host memory. The copy stream copies the tensor
+to the host, and the writer waits for this copy. The reader starts the copy to the device after it has read the tensor.
 
-On a CPU, the writer reads the memory of the tensor directly, and the tensor is freed after the write. When the second
-block after a block begins, computation waits for the writes of the block. Therefore, the host memory contains the saved
+On a CPU, the writer reads the memory of the tensor directly, and the tensor is freed after the write. When a block
+begins, computation waits for the writes of the second block before it. Therefore, the host memory contains the saved
 tensors of at most two blocks, if the graph is their only user. glibc retains most freed blocks of memory by default.
 While activations are on disk, large freed blocks are returned to the operating system instead. The operating system
 must then clear the pages of new blocks, which takes time.
@@ -58,11 +57,11 @@ class _Mark:
 
 @dataclass(eq=False)
 class _Read:
-    """A read that started.
+    """A read that has started.
 
     Attributes:
-        job: the job.
-        mark: position of the copy to the device on the stream of the copies; None until the job is complete.
+        job: job that reads the tensor.
+        mark: position of the copy to the device in the copy stream; None until the job is complete.
     """
 
     job: Job
@@ -74,10 +73,10 @@ class DiskCopies(Copies):
 
     Args:
         device: device of the tensors.
-        scratch: the file, which :meth:`close` closes.
+        scratch: scratch file for the tensors. :meth:`close` closes this file.
 
     Attributes:
-        bytes_read, bytes_written: bytes that were transferred from and to the disk, including padding.
+        bytes_read, bytes_written: number of bytes read from and written to the disk, including padding.
     """
 
     place = "on disk"
@@ -96,7 +95,7 @@ class DiskCopies(Copies):
         self._read: _Read | None = None
 
     def to_host(self, tensor: Tensor) -> Any:
-        """Start to write ``tensor`` (uint8) to disk.
+        """Start writing ``tensor`` (uint8) to disk.
 
         Raises:
             TierError: the disk is full, or an earlier transfer failed.
@@ -116,7 +115,7 @@ class DiskCopies(Copies):
         return _Stored(region, len(tensor), self._write)
 
     def to_device(self, copy: Any) -> Tensor:
-        """Start to read a tensor. The tensor can be used after :meth:`wait`.
+        """Start reading a tensor. The tensor can be used after :meth:`wait`.
 
         Raises:
             TierError: an earlier transfer failed.
@@ -146,7 +145,7 @@ class DiskCopies(Copies):
         return _Mark(self._write, self._read, None if self._link is None else self._link.mark())
 
     def wait(self, mark: Any) -> None:
-        """Wait on the host for the transfers of the disk, and let computation wait for the copies of the device.
+        """Block the host until the disk transfers before ``mark`` end, and make computation wait for the device copies.
 
         Raises:
             TierError: a transfer failed.

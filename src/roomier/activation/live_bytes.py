@@ -1,9 +1,9 @@
 """Bytes of tensors that are in use on a device, at each moment of a step.
 
-If the allocator of the device reports its bytes, the numbers come from the allocator. Otherwise, the storages that
-operations use are counted. A storage is counted from the operation that returns it until Python frees it. A storage
-that first appears as an argument is counted from the start, because the storage already existed. ``fully_shard`` frees
-and allocates storages by resizing them, so the sizes of storages are checked before each operation.
+If the allocator of the device reports memory statistics, the numbers come from the allocator. Otherwise, the storages
+that operations use are counted. A storage is counted from the operation that returns it until Python frees it. A
+storage that first appears as an argument is counted from the start of the measurement, because it already existed.
+``fully_shard`` frees and allocates storages by resizing them, so storage sizes are checked before each operation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roomier.device.capability import capabilities_of
 
 
 class LiveBytes(Protocol):
-    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, excluding :attr:`base_bytes`."""
+    """Protocol for measuring the bytes in use between :meth:`start` and :meth:`stop`, without :attr:`base_bytes`."""
 
     @property
     def base_bytes(self) -> int:
@@ -54,12 +54,12 @@ class LiveBytes(Protocol):
 
 
 def live_bytes_on(device: torch.device) -> LiveBytes:
-    """Return the measurement for ``device``."""
+    """Return the implementation of :class:`LiveBytes` for ``device``."""
     return AllocatorBytes(device) if capabilities_of(device).has_memory_statistics else CountedBytes(device)
 
 
 class AllocatorBytes:
-    """Measurement with the allocator of the device. The measurement resets the peak statistics of the allocator."""
+    """Measurement by the allocator of the device. The measurement resets the peak statistics of the allocator."""
 
     base_bytes = 0
     own_ns = 0

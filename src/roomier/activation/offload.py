@@ -2,13 +2,13 @@
 
 [Note: two blocks at a time]
 Each call of a block is a visit. Tensors that are saved during a visit are copied to the host while computation
-continues. When the second block after this block begins, the computation waits for the copies, and the device memory of
-the tensors is freed. In backward, the computation waits for the tensors of a visit, and starts to copy the tensors of
-the preceding visit, which overlaps with computation. Therefore, only the tensors of at most two visits are on the
-device. The tensors of the last two visits are still on the device when backward begins. The computation also waits for
-their copies, because backward frees their memory. All device memory belongs to the compute stream, which waits for the
-copies before memory is freed. ``record_stream`` is not used, because the memory would remain allocated while the host
-runs ahead of the device.
+continues. When the second visit after it begins, the computation waits for the copies, and the device memory of the
+tensors is freed. In backward, the computation waits for the tensors of a visit. Copying of the preceding visit's
+tensors then starts and overlaps with computation. Therefore, the tensors of at most two visits are on the device. The
+tensors of the last two visits are still on the device when backward begins. The computation also waits for the copies
+of these tensors, because backward frees their memory. All device memory belongs to the compute stream, which waits for
+the copies before memory is freed. ``record_stream`` is not used, because the memory would remain allocated while the
+host runs ahead of the device.
 
 A storage is moved completely and only once, even if several blocks save views of it (for example of a mask).
 Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Offloading parameters
@@ -39,7 +39,7 @@ _MEASURED_BYTES, _NUM_MEASURED = 2**26, 5
 
 @dataclass(frozen=True)
 class CopyTimes:
-    """Time per byte of copies between device and host, without other traffic.
+    """Time per byte of copies between device and host, measured without other traffic.
 
     Attributes:
         out_ns: nanoseconds per byte from device to host; below 1.
@@ -71,8 +71,8 @@ class Copies:
         self.saves = device.type != "cpu"
 
     def times(self) -> CopyTimes:
-        """Measure the times of copies of 64 MiB. The result is the best of several copies, because the first copy also
-        pins memory."""
+        """Measure the time per byte with copies of 64 MiB. The fastest of several copies counts, because the first copy
+        also pins memory."""
         source = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         out_ns, back_ns = [], []
         for _ in range(_NUM_MEASURED):
@@ -117,8 +117,8 @@ class Copies:
         """Make subsequent computation wait for the copies before ``mark``."""
 
     def wait_to_free(self, mark: Any) -> None:
-        """Make subsequent computation wait for the copies before ``mark``, because the computation can use the memory
-        of the copied tensors."""
+        """Make subsequent computation wait for the copies before ``mark``, so that it can reuse the memory of the
+        copied tensors."""
         self.wait(mark)
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class Parcel:
         return self._here
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return True if this parcel has the current content of the storage of ``tensor``."""
+        """Return True if this parcel contains the current content of the storage of ``tensor``."""
         return self._storage() is tensor.untyped_storage() and self._version == torch_private.version_of(tensor)
 
     def leave(self) -> None:
@@ -223,7 +223,7 @@ class Visit:
 
     Attributes:
         before: function that returns the previous call, or None if it no longer exists.
-        parcels: saved storages, which exist until no graph needs them.
+        parcels: weak references to the saved storages, which exist until no graph needs them.
     """
 
     def __init__(self, before: Visit | None) -> None:
@@ -255,7 +255,7 @@ class Visit:
         self._mark = copies.mark()
 
     def arrive(self, copies: Copies) -> None:
-        """Wait for the copies in both directions. Afterwards, each storage is freed after the graph has used it."""
+        """Make computation wait for the copies in both directions. From then on, only the graph holds the storages."""
         if self._mark is not None and self._came_back:
             copies.wait(self._mark)
         elif self._mark is not None:
@@ -275,12 +275,12 @@ class Visit:
 
 @dataclass(frozen=True)
 class Slip:
-    """Object that replaces a saved tensor in a graph. The object contains the storage and the view of the storage.
+    """Object that replaces a saved tensor in a graph. It contains the storage and the tensor's view of the storage.
 
     Attributes:
         offload: the :class:`Offload` that moved the storage.
         visit: call of a block that saved the tensor.
-        parcel: the storage.
+        parcel: the saved storage.
         dtype: dtype of the tensor.
         size: shape of the tensor.
         stride: strides of the tensor in elements.
@@ -306,12 +306,12 @@ class Slip:
 
 
 class Offload:
-    """Object that moves the saved tensors of the blocks of one network to host memory and back.
+    """Object that moves the tensors that the blocks of one network save to host memory or disk, and back.
 
     Args:
         device: device on which the blocks compute.
         min_bytes: smallest size of a storage that is moved.
-        copies: copies to the host and back; by default the copies for ``device``.
+        copies: copies to the host and back; by default the result of :func:`copies_on`.
 
     Attributes:
         device: the argument ``device``.
@@ -344,7 +344,7 @@ class Offload:
         self._copies.close()
 
     def __reduce__(self) -> Any:
-        return Offload, (self.device, self._min_bytes)  # a copy of the network has a separate Offload object, in memory
+        return Offload, (self.device, self._min_bytes)  # a copied network offloads separately, to host memory
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:

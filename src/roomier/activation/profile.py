@@ -243,7 +243,7 @@ class _Observed(WrappedForward):
 
 
 class _Watch:
-    """Interception of the operations of one forward pass, which records times and the bytes of products."""
+    """Interceptor of the operations in one forward pass, which records the times and the bytes of products."""
 
     def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
         self._notes_made = notes_made
@@ -362,7 +362,7 @@ class Interception:
 
 def measured_interception() -> Interception:
     """Measure the additional time on the CPU, where the host time is the time of the step."""
-    small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # draws no random numbers
+    small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # zeros require no random numbers
     return Interception(_longer_ns(lambda: torch.neg(small)), _longer_ns(lambda: F.linear(small, weight)))
 
 

@@ -35,7 +35,7 @@ def apply_recompute(
         activation: policy for the saved activations.
         offload: settings for offloading.
         device: device on which the blocks compute.
-        ranks: ranks that make the same choice for a budget.
+        ranks: ranks that make the same choice if there is a memory budget.
 
     Returns:
         Object for the engine. If all blocks save all activations on the device, the object contains no blocks.
@@ -92,7 +92,7 @@ def _offload(offload: OffloadPlan, device: torch.device) -> Offload | None:
 
 
 def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
-    """Return the initial setting of each block. With ``every_n``, blocks n-1, 2n-1, ... are recomputed."""
+    """Return the initial setting of each block. With ``every_n``, blocks n-1, 2n-1, ... (from 0) are recomputed."""
     match activation.policy:
         case "full":
             return [Keep.INPUT] * num_blocks

@@ -20,7 +20,7 @@ from roomier.core.log import notice
 _Place = tuple[nn.Module, str]
 _COUNTER_OF_NORMS = "num_batches_tracked"
 _PRINTED: list[str] = []
-"""Notices that were printed in this process. ``functools.cache`` would cause a compiler warning."""
+"""Notices that this process has printed. A list is used because ``functools.cache`` would cause a compiler warning."""
 
 
 class Buffers:
@@ -38,7 +38,7 @@ class Buffers:
         self._changing: set[_Place] | None = None
 
     def places(self) -> dict[_Place, Tensor]:
-        """Return the current buffers by place."""
+        """Return the current buffers, keyed by module and name."""
         modules = self._block.modules()
         return {(module, name): each for module in modules for name, each in module.named_buffers(recurse=False)}
 
@@ -47,7 +47,7 @@ class Buffers:
         return self._changing is None or place in self._changing
 
     def learn(self, before: dict[_Place, Tensor], versions: dict[_Place, int]) -> None:
-        """Determine which buffers a forward pass changed, after the forward.
+        """Determine which buffers the forward pass that has just ended changed.
 
         Args:
             before: copies of the buffers that can change.
@@ -64,15 +64,15 @@ class Buffers:
         for place, version in versions.items():
             if place not in now or torch_private.version_of(now[place]) != version:
                 problem = (
-                    f"is a buffer that a forward of {type(self._block).__name__} changed, but the first forward did "
-                    "not change"
+                    f"is a buffer that the first forward of {type(self._block).__name__} did not change, but a later "
+                    "forward changed"
                 )
                 action = "Use activation_checkpointing='none', because the block cannot be recomputed"
                 raise RoomierError("activation_checkpointing", place[1], problem, action)
 
 
 class Surroundings:
-    """State before a forward pass: values of the buffers that it changes, and the random states of Python and NumPy.
+    """State before a forward pass: values of the buffers that the pass changes, and random states of Python and NumPy.
 
     Args:
         buffers: buffers of the block.
@@ -95,7 +95,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore this state inside the context, and the current state at the end of the context."""
+        """Return a context manager that restores this state on entry, and the previous state on exit."""
         generators = _host_generators()
         buffers = {(module, name): getattr(module, name) for module, name in self._copies}
         _set_host_generators(self._generators)

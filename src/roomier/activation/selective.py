@@ -2,9 +2,10 @@
 
 [Note: not torch's selective contexts]
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forwards, including the
-operations of hooks that all-gather parameters, which differ between the forwards. If the result of attention is saved,
-these contexts do not reproduce its random numbers in the second forward pass, so later dropout differs. The tensors
-that these contexts save cannot be offloaded. The compiler supports these contexts, so compiled blocks use them.
+operations of hooks that all-gather parameters. The operations of hooks differ between the two forwards. If the result
+of attention is saved, these contexts do not advance the random generator in the second forward pass as attention did
+in the first, so later dropout differs. The tensors that these contexts save cannot be offloaded. The compiler supports
+these contexts, so compiled blocks use them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Result:
 
     Attributes:
         operator: the operator.
-        output: output with a :class:`Saved` for each tensor.
+        output: output, in which a :class:`Saved` replaces each tensor.
         device: device of the first tensor.
         generator_state: random state of ``device`` after the operator, if the operator can sample random numbers.
     """
@@ -68,7 +69,7 @@ class _Result:
 
 
 class Products:
-    """Results of the products of one forward pass, which the second forward pass reuses instead of computing them.
+    """Saved results of the matrix products, convolutions and attention of one forward pass, for use in the second pass.
 
     Args:
         save: function that saves a tensor.
@@ -133,7 +134,7 @@ class Products:
 
 
 def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the two contexts for a compiled block, which saves products."""
+    """Return the contexts for the first and the second forward pass of a compiled block that saves products."""
     operators = sorted(PRODUCTS | ATTENTION, key=str)
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(operators)  # type: ignore[no-untyped-call]
     return contexts

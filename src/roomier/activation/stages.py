@@ -13,12 +13,12 @@ from roomier.activation.choose import Option, Stage
 from roomier.activation.offload import CopyTimes
 from roomier.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
 
-# Fraction of a copy's time that counts as lost even if the copy overlaps. It avoids unnecessary copies.
+# Fraction of a copy's time that counts as lost even if the copy overlaps with computation, to avoid unnecessary copies.
 _COPY_COST = 0.02
 
 
 class Way(NamedTuple):
-    """Setting of a block, which corresponds to one of its options.
+    """Setting of a block. Each setting corresponds to one of the block's options.
 
     Attributes:
         keep: activations that are saved for backward.
@@ -40,8 +40,8 @@ class Profile:
 
     Attributes:
         order: indices of the blocks that were recomputed, in the order of their first forward pass.
-        stages: stage of each of these blocks, with an option for each of ``WAYS``. The first stage has a single option.
-            The first stage represents moments at which no block is between its forward and its backward.
+        stages: a first stage for the moments at which no block is between its forward and its backward, then one stage
+            for each of these blocks. The first stage has a single option, and the others have one for each of ``WAYS``.
     """
 
     order: tuple[int, ...]
@@ -103,8 +103,8 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
     """Return the option that saves all activations of a block in host memory. ``kept`` is the option that saves all
     activations on the device.
 
-    The arguments of the block are counted as still on the device, because another block can also save them. These
-    tensors are counted a second time when they are copied back to the device.
+    The arguments of the block are counted as still on the device, because another block can also save them. The
+    arguments are counted a second time when they are copied back to the device.
     """
     moved_bytes = max(call.moved_bytes for call in calls)
     given_bytes = max(call.moved_bytes - call.own_moved_bytes for call in calls)
@@ -139,7 +139,7 @@ def _call_after(call: Call, recorder: Recorder) -> Call:
 def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
     """Return the time of the copies of ``call`` that computation does not hide, in nanoseconds.
 
-    Copies to the host run during the forward of ``after``, and copies back run during its backward.
+    Copies to the host run during the forward of ``after``, and copies back run during the backward of ``after``.
     """
     out_ns, back_ns = (call.moved_bytes * each for each in (times.out_ns, times.back_ns))
     shown_ns = max(out_ns - total_ns(after.spans), 0) + max(back_ns - total_ns(after.backward_spans), 0)
@@ -147,7 +147,7 @@ def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
 
 
 def _own_peak(moment: Moment, keep: Keep) -> int:
-    """Return the peak of an interval of a block if the block saves the activations of ``keep``."""
+    """Return the peak memory in an interval of a block if the block saves the activations that ``keep`` selects."""
     call = moment.own
     assert call is not None
     idle_bytes = call.idle_bytes if keep is Keep.PRODUCTS else 0
@@ -159,7 +159,7 @@ def _own_peak(moment: Moment, keep: Keep) -> int:
 
 
 def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
-    """Return the time of the second forward pass of a block that saves the activations of ``keep``, in nanoseconds.
+    """Return the time in nanoseconds of a block's second forward pass if the block saves what ``keep`` selects.
 
     In the measured step, each operation was intercepted once. To save products, each operation is intercepted
     twice, in the first and in the second forward pass.
@@ -192,9 +192,9 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 
 
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
-    """Set the times of blocks with equal bytes to their median.
+    """Return ``stages`` with the times of blocks that save equal numbers of bytes replaced by their median.
 
-    A single time measurement is inaccurate, and must not cause different choices for equal blocks.
+    A single time measurement is inaccurate and must not cause different choices for equal blocks.
     """
     alike: dict[tuple[int, ...], list[Stage]] = defaultdict(list)
     for stage in stages:
@@ -216,7 +216,7 @@ def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def with_lost_ns(profile: Profile, lost_ns: Callable[[int, Keep], int]) -> Profile:
-    """Replace the measured times of all options that save activations on the device.
+    """Return ``profile`` with other times for all options that save activations on the device.
 
     Args:
         profile: measurements of one rank.

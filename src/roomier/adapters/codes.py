@@ -1,8 +1,8 @@
-"""Weights quantized to 8 or 4 bits: one code per number, one scale per block of 64 numbers.
+"""Weights quantized to 8 or 4 bits, with one code per number and one scale per block of 64 numbers.
 
 - ``"int8"``: 255 evenly spaced levels between minus and plus the largest magnitude of the block.
 - ``"nf4"``: the 16 levels of NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E). Normally
-  distributed numbers use these levels about equally often. Two codes are stored in one byte.
+  distributed numbers are rounded to each level about equally often. Two codes are stored in one byte.
 
 Scales are float32, so a number occupies 1.0625 bytes in int8, or 0.5625 bytes in nf4.
 """
@@ -46,7 +46,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, code_format: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the values that :func:`encode` quantized, with the shape ``shape``, rounded to ``dtype`` once."""
+    """Return the values that :func:`encode` quantized, as a tensor of ``shape`` that is rounded to ``dtype`` last."""
     factors = scales.view(torch.float32)[:, None]
     if code_format == "int8":
         values = codes.view(-1, BLOCK_SIZE).float().mul_(factors / _LARGEST_INT8)
@@ -74,7 +74,7 @@ _kept: dict[torch.device, Tensor] = {}
 
 
 def _nf4_pairs(device: torch.device) -> Tensor:
-    """Return the two levels of each byte, a float32 tensor of shape ``(256, 2)``.
+    """Return the two levels that each byte encodes, as a float32 tensor of shape ``(256, 2)``.
 
     The tensor is cached without ``functools.cache``, because compilers ignore that decorator.
     """

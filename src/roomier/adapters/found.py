@@ -1,4 +1,4 @@
-"""Adapters that a model retains from an earlier run. The Plan of the current run can omit these adapters."""
+"""Adapters that a model retains from an earlier run, even if the Plan of the current run does not contain them."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
 def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
     """Return ``plan`` with the adapters and the quantization that ``network`` retains from an earlier run.
 
-    The result is the same before and after the adapters of ``plan`` are added. These settings are required to load a
-    checkpoint, and the table of the run contains them.
+    The result is the same before and after the adapters of ``plan`` are added. The settings of retained adapters are
+    required to load a checkpoint, and the table of settings that a run prints contains them.
 
     Raises:
         PlanError: the settings are not supported with the other settings of ``plan``.
@@ -106,8 +106,8 @@ def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.
     if plan.adapter.lora_rank is not None:
         if base != plan.adapter.frozen_base:
             notice(
-                f"the model has frozen weights in {base} from an earlier run, which remain quantized (lora base: "
-                f"{base})"
+                f"the model has frozen weights in {base} from an earlier run. These weights remain quantized (lora "
+                f"base: {base})"
             )
         if named.lora_targets != plan.adapter.lora_targets:
             targets = target_layers(network, blocks, plan.adapter.lora_targets)
@@ -121,7 +121,7 @@ def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.
     trains_alone = all(is_adapter(name) for name, each in network.named_parameters() if each.requires_grad)
     notice(
         f"the model has adapters that this Plan does not contain: rank {named.lora_rank} on {num_layers} layers"
-        f"{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and "
+        f"{'' if base == 'as_is' else f', frozen weights in {base}'}. The adapters remain, and "
         f"{'no other parameters train' if trains_alone else 'other parameters that are not frozen also train'}. To get "
         f"a plain model, call merge_lora(model) first ({_IMPORT})"
     )

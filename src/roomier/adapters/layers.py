@@ -1,4 +1,4 @@
-"""Linear layers with an adapter, and with quantized frozen weights.
+"""Linear layers with an adapter and, optionally, quantized frozen weights.
 
 [Note: layers change their class in place]
 To adapt a layer, its class is changed to a class that has the old class as a base, as in ``fully_shard``. Therefore,
@@ -71,7 +71,7 @@ class Adapted(nn.Module):
         return output + (x @ a * self.lora_scale @ b).to(output.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the layer by its original class and its mixins, because its current class cannot be imported."""
+        """Pickle the layer as its original class and its mixins, because its current class cannot be imported."""
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         made_by, _, *rest = reduced
         if made_by is not copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -82,12 +82,12 @@ class Adapted(nn.Module):
 
 
 class InFewBits(nn.Module):
-    """Mixin that stores the frozen weight as codes, and decodes it temporarily for the matrix products in forward and
+    """Mixin that stores the frozen weight as codes and decodes it temporarily for the matrix products in forward and
     backward.
 
     Attributes:
         weight_codes: buffer of codes from :func:`roomier.adapters.codes.encode`.
-        weight_scales: buffer of scales from the same function as the codes.
+        weight_scales: buffer of scales from the same function.
         weight_format: format of the codes.
         weight_shape: shape of the weight.
         weight_dtype: dtype of the weight.

@@ -53,7 +53,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     for name, each in network.named_parameters():
         each.requires_grad_(is_adapter(name) or each in trained)
         if not each.requires_grad:
-            each.grad = None  # no optimizer would free this gradient of an earlier fit
+            each.grad = None  # no optimizer would free this gradient from an earlier fit
     for layer in targets.values():
         if isinstance(layer, Adapted):
             layer.lora_dropout = plan.lora_dropout
@@ -90,8 +90,8 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
 def merge_lora(network: nn.Module) -> nn.Module:
     """Merge the adapters of ``network`` into its weights, in place, and return ``network`` as a plain model.
 
-    Quantized weights are decoded, so the result equals the original weights only up to rounding. Frozen parameters stay
-    frozen. Call ``network.requires_grad_()`` to train the frozen parameters.
+    Quantized weights are decoded, so they equal the original weights only up to the quantization error. Frozen
+    parameters stay frozen. Call ``network.requires_grad_()`` to train the frozen parameters.
 
     Raises:
         RoomierError: the network has no adapters, or is sharded across ranks.
@@ -249,7 +249,7 @@ def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
                 f"does not match {name}, which has an adapter of rank {rank_of(layer)} and scale {layer.lora_scale:g}"
             )
             action = (
-                "Continue to train with the same rank and alpha, or call merge_lora(model) first (from "
+                "Continue training with the same rank and alpha, or call merge_lora(model) first (from "
                 "roomier.adapters import merge_lora)"
             )
             raise RoomierError("lora", {"rank": rank, "alpha": scale * rank}, problem, action)

@@ -1,7 +1,7 @@
 """Rejection of Hugging Face's ``save_pretrained`` for a model with adapters, because the written files could not be
 loaded.
 
-``from_pretrained`` ignores names that its model does not have, such as ``lora_A``, and initializes missing weights,
+``from_pretrained`` ignores names that the model does not have, such as ``lora_A``, and initializes missing weights,
 such as quantized weights, with random values. The result would be a model without the trained parameters, and no error
 would be raised.
 """
@@ -38,7 +38,7 @@ class SavesPlainModels:
         """
         kind: Any = type(self.model)
         if kwargs.get("state_dict") is None and any(isinstance(each, Adapted) for each in self.model.modules()):
-            problem = "has adapters, which from_pretrained would not load from its files"
+            problem = "has adapters, which from_pretrained would not load from the saved files"
             action = (
                 "Use one of three ways: merge the adapters with merge_lora(model) (from roomier.adapters import "
                 "merge_lora), save only the adapters with export_adapter(model, folder) (from roomier.export.adapter "

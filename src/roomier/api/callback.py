@@ -19,8 +19,8 @@ class Callback:
     """Base class for callbacks. Override the hooks that you need, and pass instances to ``Trainer(callbacks=[...])``.
 
     Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
-    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. Within a step,
-    only a checkpoint that is saved in this hook can be resumed with bit-identical results.
+    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. It is the only
+    hook of a step in which a checkpoint can be saved that resumes with bit-identical results.
 
     Example:
         >>> class PrintLoss(roomier.Callback):
@@ -64,7 +64,7 @@ class Callback:
         """
 
     def teardown(self, trainer: Any, pl_module: Module, stage: str) -> None:
-        """Called in every process at the end of a call, even after an error. See :meth:`setup` for ``stage``."""
+        """Called in every process when a Trainer method ends, even after an error. See :meth:`setup` for ``stage``."""
 
     def on_fit_start(self, trainer: Any, pl_module: Module) -> None:
         """Called at the start of a fit, after checkpoints are restored and before the sanity check."""
@@ -114,7 +114,7 @@ class Callback:
         """Called after the gradients of a step are computed, before clipping and the update."""
 
     def on_save_point(self, trainer: Any, pl_module: Module) -> None:
-        """Called at the end of an optimizer step, after its hooks, its validation and the end-of-epoch hooks.
+        """Called at the end of an optimizer step, after the step's other hooks, validation and end-of-epoch hooks.
 
         ``trainer.save_checkpoint(path)`` writes immediately in this hook. In other hooks of a running fit, the
         checkpoint is written at the next save point.

@@ -1,4 +1,4 @@
-"""DataModule: one class for the preparation, the datasets and the loaders of the data."""
+"""DataModule: a class that prepares data and provides its datasets and loaders."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class DataModule(HasHyperParameters):
         """
 
     def teardown(self, stage: str) -> None:
-        """Release resources at the end of a call. See :meth:`setup` for ``stage``."""
+        """Release resources when a Trainer method ends. See :meth:`setup` for ``stage``."""
 
     def train_dataloader(self) -> Any:
         """Return the training data: a ``DataLoader``, an iterable of batches, or a list of batches."""

@@ -29,7 +29,7 @@ class StepHooks:
         before_backward: called with each loss before its backward.
         after_backward: called after each backward pass.
         zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward pass of a window, as in
-            Lightning. If None, the gradients are freed before that forward, which lowers the peak.
+            Lightning. If None, the gradients are freed before that forward, which lowers the peak memory.
         keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
             update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.
@@ -38,7 +38,7 @@ class StepHooks:
         batch_loss: called after the backward of each micro-batch with its loss (0-dim, detached) and its index.
         batch_end: called with the index at the end of each micro-batch, except the last one of the window. The training
             loop ends the last micro-batch after the update.
-        is_skipping: returns True if a hook requested to skip this step, on every rank.
+        is_skipping: returns True on every rank if a hook on any rank requested to skip this step.
     """
 
     before_backward: tuple[Callable[[Tensor], Any], ...] = ()
@@ -79,8 +79,8 @@ class Engine(Protocol):
 
     Attributes:
         module: the module whose parameters are trained and stored.
-        blocks: the blocks of ``module``, see :func:`roomier.api.blocks.find_blocks`.
-        optimizers: the optimizers of its parameters.
+        blocks: the blocks of ``module``; see :func:`roomier.api.blocks.find_blocks`.
+        optimizers: the optimizers of the module's parameters.
         device: the device of this rank.
         hooks: functions of the training loop that :meth:`forward_backward` calls.
     """
@@ -152,7 +152,7 @@ class Engine(Protocol):
         ...
 
     def complete_updates(self) -> None:
-        """Finish pending updates, before hooks of users read parameters or optimizer states within a step."""
+        """Finish pending updates before user hooks read parameters or optimizer states within a step."""
         ...
 
     def close(self) -> None:
@@ -190,15 +190,15 @@ class Engine(Protocol):
         ...
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Run the next forward pass of training inside ``context``, once."""
+        """Run only the next forward pass of training inside ``context``."""
         ...
 
     def weights(self) -> dict[str, Any]:
-        """Return the weights and buffers of :meth:`state`."""
+        """Return the weights and buffers that :meth:`state` includes."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return weights, optimizer states and loss scale by fully qualified name. Tensors are not copied."""
+        """Return the weights, optimizer states and loss scale. Tensors are not copied."""
         ...
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -212,12 +212,12 @@ class Engine(Protocol):
     def places(
         self, stored: Sequence[Mapping[str, Any]], *, is_spec: Callable[[Any], bool], unneeded: Any
     ) -> list[dict[str, Any]]:
-        """Return the optimizer states ``stored`` with memory for :meth:`load` in place of each tensor to read.
+        """Return the optimizer states ``stored``, with each tensor to read replaced by memory for :meth:`load`.
 
         Args:
             stored: the states of each optimizer.
             is_spec: returns whether a value represents a tensor. Such a value has ``shape`` and ``dtype``.
-            unneeded: value in place of tensors that this rank does not need.
+            unneeded: value that replaces tensors that this rank does not need.
         """
         ...
 

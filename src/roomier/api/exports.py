@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Exports:
     """Export methods of :class:`roomier.Module`."""
 
-    # TorchScript compiles the properties of a class. An exported model does not need these properties.
+    # TorchScript compiles all properties of a class except these, which an exported model does not need.
     __jit_unused_properties__: ClassVar[list[str]] = [
         *("trainer", "is_attached", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers"),
         *("on_gpu", "device", "dtype", "hparams", "logged_hparams", "hparams_initial", "fabric"),
@@ -27,11 +27,11 @@ class Exports:
         The file is run with onnxruntime, and its outputs are compared with the outputs of the module.
 
         Args:
-            file_path: path of the file; None returns the program without a file.
+            file_path: path of the file; None returns the program without writing a file.
             input_sample: input of ``forward``: a tensor, a tuple of the arguments, or a dict of keyword arguments.
                 Default: ``self.example_input_array``.
-            kwargs: arguments of ``torch.onnx.export``, and ``max_difference``: the largest allowed difference of the
-                outputs, relative to the largest value (default 1e-4).
+            kwargs: arguments of ``torch.onnx.export``, and ``max_difference``: the largest allowed difference between
+                the outputs, relative to the largest value (default 1e-4).
 
         Returns:
             The ``torch.onnx.ONNXProgram``.
@@ -54,10 +54,10 @@ class Exports:
         """Convert this module in evaluation mode to TorchScript.
 
         Args:
-            file_path: path of the file; None returns the module without a file.
+            file_path: path of the file; None returns the module without writing a file.
             method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for
                 one input.
-            example_inputs: the input for the trace. Default: ``self.example_input_array``.
+            example_inputs: the input for ``"trace"``. Default: ``self.example_input_array``.
             kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class GoBackError(Exception):
-    """Exception that restores the newest checkpoint of the run and continues from it. The training loop catches this
-    exception.
+    """Exception that a callback raises so that the training loop restores the newest checkpoint of the run and
+    continues from it.
 
     Every rank must raise this exception at the same place: in ``on_train_batch_end`` of the last micro-batch of a step,
     or in a function in ``Run.looks``. The callback must ensure that the run does not return to the same checkpoint

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 Hook = Callable[..., Any]
 
-# This hook is called on callbacks (with the trainer and the module as first arguments) and on the module (without these
-# arguments).
+# Each of these hooks is called on callbacks (with the trainer and the module as first arguments) and on the module
+# (without these arguments).
 SHARED_HOOKS = (
     "on_fit_start",
     "on_fit_end",
@@ -47,7 +47,7 @@ CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point
 
 
 class HookTable:
-    """Table of the hooks to call, as attributes: ``table.on_train_batch_start`` is a tuple of functions.
+    """Table of the hooks to call. Each hook is an attribute: ``table.on_train_batch_start`` is a tuple of functions.
 
     Hooks of callbacks run before the hook of the module. At the end of a training epoch, callbacks that monitor a
     metric run after the module, because the module may log the metric in its hook.

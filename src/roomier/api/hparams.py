@@ -36,7 +36,7 @@ def is_plain(value: object) -> bool:
 
 
 def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
-    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` to its callers, or None.
+    """Return the arguments of the ``__init__`` calls of ``obj`` among ``frame`` and its callers; None without a call.
 
     If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both methods, and the
     arguments of the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to
@@ -73,10 +73,10 @@ class HasHyperParameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Store the arguments of ``__init__`` in ``self.hparams``. Checkpoints contain the arguments of a Module.
+        """Store the arguments of ``__init__`` in ``self.hparams``. Checkpoints contain the stored arguments.
 
         Call this method in ``__init__``. Values that are not plain data, such as a network, are available in
-        ``hparams``, but are not saved in checkpoints. A notice reports them.
+        ``hparams``, but are not saved in checkpoints. A notice reports such values.
 
         Args:
             args: names of the arguments to store, or one mapping or namespace whose items are stored. Default: all
@@ -146,7 +146,7 @@ class HasHyperParameters:
 
     @property
     def logged_hparams(self) -> dict[str, Any]:
-        """The items of :attr:`hparams_initial` for the loggers."""
+        """The items of :attr:`hparams_initial` to log; empty after ``save_hyperparameters(logger=False)``."""
         return dict(self.hparams_initial) if self.__dict__.get("_logs_hyperparameters", True) else {}
 
 

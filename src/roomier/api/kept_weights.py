@@ -1,4 +1,4 @@
-"""Callbacks that store a copy of the weights, which plans and forecasts take into account."""
+"""Callbacks that store a copy of the weights. Plans and forecasts take the memory of this copy into account."""
 
 from __future__ import annotations
 

@@ -78,12 +78,12 @@ class LightningAdapter(WrappedModule):
         return self.network(*args, **kwargs)
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
-        """Return 1: all micro-batches have the same weight."""
+        """Return 1, because all micro-batches have the same weight."""
         return 1
 
     @property
     def automatic_optimization(self) -> bool:
-        """Attribute of the LightningModule, which can change at any time."""
+        """Attribute of the LightningModule. Its value can change at any time."""
         return bool(self._user.automatic_optimization)
 
     @automatic_optimization.setter
@@ -119,7 +119,7 @@ class LightningAdapter(WrappedModule):
 
     @property
     def logged_hparams(self) -> dict[str, Any]:
-        """Hyperparameters of the LightningModule for the loggers."""
+        """Hyperparameters of the LightningModule that are sent to the loggers."""
         return logged_hparams_of(self.network)
 
 
@@ -130,12 +130,12 @@ def _adapter_class(kind: type) -> type:
 
 
 def hparams_of(obj: Any) -> dict[str, Any]:
-    """Return the hyperparameters of a Module or DataModule, of roomier or of Lightning."""
+    """Return the hyperparameters of a Module or DataModule from roomier or Lightning."""
     return _without_cli(obj.hparams)
 
 
 def logged_hparams_of(obj: Any) -> dict[str, Any]:
-    """Return the initial hyperparameters of a Module or DataModule, of roomier or of Lightning, for the loggers."""
+    """Return the initial hyperparameters that a Module or DataModule from roomier or Lightning sends to the loggers."""
     if isinstance(obj, HasHyperParameters):
         return obj.logged_hparams
     # Lightning stores the argument of save_hyperparameters(logger=...) only in this attribute.
@@ -143,7 +143,7 @@ def logged_hparams_of(obj: Any) -> dict[str, Any]:
 
 
 def described_hparams(module: Module) -> dict[str, Any]:
-    """Return the entries of a checkpoint for the hyperparameters of ``module``.
+    """Return the checkpoint entries for the hyperparameters of ``module``.
 
     The entries are the hyperparameters that are plain data, and the name of the argument that contained all
     hyperparameters, if such an argument exists.
@@ -158,7 +158,7 @@ def described_hparams(module: Module) -> dict[str, Any]:
 
 
 def described_datamodule(datamodule: Any) -> dict[str, Any]:
-    """Return the entry of a checkpoint from which a DataModule of roomier or Lightning is created.
+    """Return the checkpoint entry from which a DataModule of roomier or Lightning can be recreated.
 
     The entry contains the name of the class, the hyperparameters that are plain data, and the name of the argument that
     contained all hyperparameters, if such an argument exists.
@@ -177,7 +177,7 @@ def _without_cli(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _public_names() -> tuple[str, ...]:
-    """Return the methods of Module that the author of a module may override."""
+    """Return the names of the methods of Module that the author of a module may override."""
     lent = {*LENT, "trainer", "forward", "load_from_checkpoint", "freeze", "unfreeze"}
     found = {name for cls in Module.__mro__ if cls.__module__.startswith("roomier.") for name in vars(cls)}
     return tuple(sorted(name for name in found - lent if not name.startswith("_") and callable(getattr(Module, name))))
@@ -254,7 +254,7 @@ def _reduce_as(kind: type) -> Callable[[Any, Any], Any]:
     def reduce_ex(self: Any, protocol: Any) -> Any:
         user_class: Any = kind
         maker, arguments, *state = user_class.__reduce_ex__(self, protocol)
-        if maker is copyreg.__newobj__:  # type: ignore[attr-defined]  # which requires the class of the object
+        if maker is copyreg.__newobj__:  # type: ignore[attr-defined]  # requires the class of the object
             maker, arguments = object.__new__, (kind, *arguments[1:])
         return (maker, arguments, *state)
 

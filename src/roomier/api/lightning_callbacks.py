@@ -10,7 +10,7 @@ _BASES = ("Callback", "Checkpoint", "BasePredictionWriter")  # base classes for 
 
 
 def builtin_class(obj: object) -> type | None:
-    """Return the built-in callback class of Lightning of which ``obj`` is an instance, or None."""
+    """Return the built-in callback class of Lightning of which ``obj`` is an instance; None if there is none."""
     for cls in type(obj).__mro__:
         if cls.__module__.startswith(_FOLDERS):
             return None if cls.__name__ in _BASES else cls
@@ -23,8 +23,8 @@ def is_builtin(obj: object, name: str) -> bool:
 
 
 def added_names(obj: object, builtin: type) -> list[str]:
-    """Return the public methods of ``builtin`` that the class of ``obj`` overrides, and that must therefore be
-    called."""
+    """Return the names of the public methods of ``builtin`` that the class of ``obj`` overrides, and that must
+    therefore be called."""
     own = type(obj).__mro__[: type(obj).__mro__.index(builtin)]
     names = {name for cls in own for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
     return sorted(name for name in names if hasattr(builtin, name))

@@ -1,4 +1,4 @@
-"""Types that accept instances of Lightning's classes in signatures, including the command line.
+"""Types that represent Lightning's classes in signatures, including the signatures that the command line reads.
 
 These types are never instantiated, and Lightning is not imported.
 """

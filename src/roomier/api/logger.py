@@ -101,7 +101,7 @@ class Nothing:
     """Object that ignores all calls and returns itself.
 
     Args:
-        reason: text of the notice about the first call. Empty for no notice.
+        reason: text of the notice about the first call; empty to print no notice.
     """
 
     def __init__(self, reason: str = "") -> None:

@@ -33,8 +33,8 @@ def count_loss_terms(batch: Any, *, is_shifted_inside: bool = False, ignored_lab
         ignored_label: the target value that is not counted.
 
     Returns:
-        An int if the targets are on the CPU. A 0-dim tensor if the targets are on a device, to avoid waiting for the
-        device.
+        An int if the targets are on the CPU. A 0-dim tensor if the targets are on an accelerator, to avoid waiting for
+        the accelerator.
     """
     shifted = batch.get("shift_labels") if is_shifted_inside and isinstance(batch, Mapping) else None
     targets = shifted if isinstance(shifted, Tensor) else _targets(batch)

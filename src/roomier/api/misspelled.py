@@ -16,7 +16,7 @@ REMOVED = {
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
 }
-# Also removed from Lightning, but users can define and call a method with this name.
+# These hooks were also removed from Lightning, but users can define methods with these names and call them.
 FORMER = {
     "training_step_end": "move its code to the end of training_step",
     "validation_step_end": "move its code to the end of validation_step",
@@ -32,7 +32,7 @@ FORMER = {
     "on_init_end": "use setup",
     "configure_sharded_model": "use configure_model",
 }
-_IS_NEAR = 0.85  # ratio of difflib. One additional or missing letter in the shortest hook exceeds this ratio
+_IS_NEAR = 0.85  # ratio of difflib, which the shortest hook with one additional or missing letter exceeds
 _OTHER_HOOKS = ("setup", "teardown", "num_loss_terms", "optimizer_zero_grad", "transfer_batch_to_device")
 
 
@@ -40,7 +40,7 @@ def check_hook_names(obj: object, base: type) -> None:
     """Report methods of ``obj`` whose names are similar to hooks, and reject removed hooks of Lightning.
 
     Names that contain the name of a hook, such as ``on_train_epoch_end_extra`` or ``prepare_datasets``, are not
-    reported. No method is reported if its class defines the similar hook.
+    reported. A method is not reported if its class also defines the similar hook.
 
     Args:
         obj: a Module, DataModule or Callback.

@@ -1,4 +1,4 @@
-"""Module: an ``nn.Module`` that also contains the code of its training. The names of hooks and methods are the same as
+"""Module: an ``nn.Module`` that also contains the code that trains it. The names of hooks and methods are the same as
 in Lightning's ``LightningModule``."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Module(HasHyperParameters, Exports, ModuleHooks):
-    """Base class for models: an ``nn.Module`` that also contains the code of its training.
+    """Base class for models: an ``nn.Module`` that also contains the code that trains it.
 
     Define :meth:`training_step` and :meth:`configure_optimizers`, and pass an instance to ``Trainer.fit``. All other
     methods are optional. The names, arguments and order of the hooks are the same as in Lightning's
@@ -122,22 +122,22 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return []
 
     def train_dataloader(self) -> Any:
-        """Return the training data. This method is used if neither ``fit`` nor a DataModule provides the training
-        data."""
+        """Return the training data. This method is used if the training data is neither an argument of ``fit`` nor
+        provided by a DataModule."""
         return None
 
     def val_dataloader(self) -> Any:
-        """Return the validation data. This method is used if neither the call nor a DataModule provides the validation
-        data."""
+        """Return the validation data. This method is used if the validation data is neither an argument of ``fit`` or
+        ``validate`` nor provided by a DataModule."""
         return None
 
     def test_dataloader(self) -> Any:
-        """Return the test data. This method is used if neither ``test`` nor a DataModule provides the test data."""
+        """Return the test data, if it is neither an argument of ``test`` nor provided by a DataModule."""
         return None
 
     def predict_dataloader(self) -> Any:
-        """Return the data for predictions. This method is used if neither ``predict`` nor a DataModule provides the
-        data."""
+        """Return the data for predictions, if it is neither an argument of ``predict`` nor provided by a
+        DataModule."""
         return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
@@ -179,7 +179,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step ``scheduler``. ``metric`` is the value that the scheduler monitors, or None."""
+        """Step ``scheduler``. ``metric`` is the value that the scheduler monitors; None if it monitors no value."""
         if metric is None:
             scheduler.step()
         else:
@@ -341,7 +341,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, a list if there are several schedulers, or None."""
+        """Return the scheduler; a list if there are several schedulers; None if there is no scheduler."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
@@ -403,7 +403,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
             self.untoggle_optimizer(optimizer)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return ``data`` of all ranks on every rank. Tensors of shape (...) get the shape (world size, ...).
+        """Gather the ``data`` of all ranks on every rank. Tensors of shape (...) get the shape (world size, ...).
 
         Every rank must call this method with tensors of the same shapes. With one rank, tensors are returned unchanged.
 

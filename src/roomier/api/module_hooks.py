@@ -32,7 +32,7 @@ class ModuleHooks(nn.Module):
         """
 
     def teardown(self, stage: str) -> None:
-        """Called in every process at the end of a call, even after an error. See :meth:`setup` for ``stage``."""
+        """Called in every process when a Trainer method ends, even after an error. See :meth:`setup` for ``stage``."""
 
     def on_fit_start(self) -> None:
         """Called at the start of a fit, after checkpoints are restored and before the sanity check."""
@@ -158,7 +158,7 @@ class ModuleHooks(nn.Module):
         """Called before a checkpoint is saved. Add tensors or plain data to ``checkpoint``."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is loaded. Changes to ``checkpoint`` take effect."""
+        """Called before a checkpoint is loaded. The state is then loaded from ``checkpoint`` with its changes."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Modify ``batch`` on the host and return it."""

@@ -1,4 +1,4 @@
-"""Functions that return which methods a user class overrides, and to which base class it corresponds."""
+"""Functions that find the methods that a user class overrides, and the class of Lightning from which it is derived."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "Lightni
 
 
 def lightning_base(kind: type, counterpart: type) -> type | None:
-    """Return Lightning's own class among the base classes of ``kind``. Return None if ``kind`` is not a class of
-    Lightning.
+    """Return Lightning's own class among ``kind`` and its base classes; None if ``kind`` is not derived from such a
+    class.
 
     Args:
         counterpart: Module, DataModule or Callback, for LightningModule, LightningDataModule or Callback of Lightning.
@@ -37,7 +37,7 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 
 def replace_none(obj: object, base: type) -> None:
-    """Replace methods of ``obj`` that are set to None by the methods of ``base``."""
+    """Replace methods of ``obj`` that are set to None with the methods of ``base``."""
     for owner in (obj, *type(obj).__mro__):
         for name, value in list(vars(owner).items()):
             if value is None and getattr(obj, name, None) is None and callable(getattr(base, name, None)):

@@ -21,12 +21,12 @@ def own_optimizer_of(value: Any) -> Any:
 
 
 class OwnOptimizer:
-    """Optimizer of the parameters of ``network``, which is created or completed when the parameters are final.
+    """Optimizer for ``network``. It is created, or receives the final parameters, when the parameters are final.
 
     Args:
         network: the model as the user passed it.
-        given: an optimizer of its parameters, or a function that receives the list of parameters and returns a value
-            that ``configure_optimizers`` can return.
+        given: an optimizer with parameters of ``network``, or a function that receives the list of parameters and
+            returns a value that ``configure_optimizers`` can return.
     """
 
     def __init__(self, network: nn.Module, given: Optimizer | Callable[..., Any]) -> None:

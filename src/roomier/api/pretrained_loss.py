@@ -1,4 +1,4 @@
-"""Terms over which the loss of a Hugging Face model is averaged, inferred from its class and configuration.
+"""Terms over which the loss of a Hugging Face model is averaged, inferred from the model's class and configuration.
 
 [Note: no num_items_in_batch]
 Hugging Face models compute the gradient of the full batch if they receive the argument ``num_items_in_batch``. With

@@ -1,5 +1,5 @@
-"""The interface of the Trainer for hooks and library code, with Lightning's attribute names. Only one attribute can be
-set."""
+"""The interface of the Trainer for hooks and library code, with Lightning's attribute names. Only ``should_stop`` can
+be set."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainerView(Protocol):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps in the full run. Can be read in ``configure_optimizers``. Infinite if unknown."""
+        """Number of optimizer steps in the full run. Can be read in ``configure_optimizers``. Infinite if unknown."""
 
     @property
     def is_last_batch(self) -> bool:

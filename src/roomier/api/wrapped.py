@@ -20,5 +20,5 @@ class WrappedModule(Module):
 
 
 def network_of(module: Module) -> nn.Module:
-    """Return the module whose parameters are trained, and stored under the names in this module."""
+    """Return the module whose parameters are trained. Checkpoints use the parameter names of this module."""
     return module.network if isinstance(module, WrappedModule) else module

@@ -31,7 +31,7 @@ _BACKENDS = {
 _OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # All kernels are available on other devices.
 _NEEDS_16_BITS = ("flash", "cudnn")  # This applies to CUDA. Flash attention on the CPU also supports float32.
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
-_SOURCE_OF_REASONS = "sdp_utils"  # the warnings of torch that contain the reasons are raised in files with this name
+_SOURCE_OF_REASONS = "sdp_utils"  # torch issues the warnings that contain the reasons in source files with this name
 
 
 def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: torch.dtype | None) -> MakeContext:
@@ -45,7 +45,7 @@ def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: 
         compute_dtype: dtype of matrix products; None means float32.
 
     Raises:
-        RoomierError: the kernel is not available on ``device``, or does not support this dtype.
+        RoomierError: the kernel is not available on ``device``, or does not support ``compute_dtype``.
     """
     if plan.kernel == "auto":
         return nullcontext
@@ -108,7 +108,7 @@ class _Only:
 
 @contextmanager
 def _reasons() -> Iterator[list[str]]:
-    """Collect the reasons for which torch cannot use a kernel. Other warnings are shown as usual."""
+    """Collect torch's reasons why a kernel cannot be used. Other warnings are shown as usual."""
     reasons: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f"(?s).*{_SOURCE_OF_REASONS}")

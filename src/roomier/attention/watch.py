@@ -53,7 +53,7 @@ class AttentionReport:
     calls: Counter[Call] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """Return one line for each kernel and shape, or an empty list if there is no attention."""
+        """Return one line for each combination of kernel, shape and dtype; an empty list if there is no attention."""
         lines = []
         for (kernel, shape, dtype), count in self.calls.items():
             sizes = "scores " if kernel in ("math", "by hand") else ""
@@ -65,8 +65,8 @@ class AttentionReport:
 
 
 class AttentionWatch:
-    """Context that records the attention calls of one forward pass, and passes the report to ``tell`` at the end of the
-    context.
+    """Context that records the attention calls of one forward pass and, when the context ends, passes the report to
+    ``tell``.
 
     Operations are slower in this context, so it is used for only one forward pass.
 

@@ -74,7 +74,7 @@ class CallCount:
 
     @property
     def per_step(self) -> float:
-        """Calls per step."""
+        """Number of counted calls per step."""
         return self.num_calls / (self._last - self._first)
 
     def __call__(self, index: int) -> None:

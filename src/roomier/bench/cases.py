@@ -1,4 +1,4 @@
-"""The benchmarks of ``roomier bench``, each in a separate file. An import of this module does not import the
+"""The benchmarks of ``roomier bench``, each in a separate file. Importing this module does not import the
 benchmarks."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
         "memory published by four articles, compared with the forecast of the same training", "roomier.bench.seeds"
     ),
     "seed": Case(
-        "training of a model of these articles: memory and time, compared with published values and the forecast",
+        "training of a model from these articles: memory and time, compared with published values and the forecast",
         "roomier.bench.seed.case",
     ),
     "choice": Case(

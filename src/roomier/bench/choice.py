@@ -23,7 +23,7 @@ _WORKER = "roomier.bench.choice_ranks"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--pairs", type=int, default=20, help="random models, each with a random budget (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=20, help="number of pairs of model and budget (%(default)s)")
     parser.add_argument(
         "--first", type=int, default=0, help="number of the first pair; the number and the seed determine a pair"
     )
@@ -69,9 +69,9 @@ def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each pair."""
+    """Return a table with one line for each pair."""
     found = Table(
-        title=f"{result['num_within_bar']} of {len(result['pairs'])} choices within {BAR:g} of the best step, "
+        title=f"{result['num_within_bar']} of {len(result['pairs'])} choices within {BAR:g} x the best step time, "
         f"{result['under_budget']:.0%} under the budget",
         caption="peak bytes on the largest rank, measured by the memory tracker; medians of interleaved steps\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",

@@ -1,4 +1,4 @@
-"""Random models of several kinds for ``roomier bench choice``. A number defines each model."""
+"""Random models of several kinds for ``roomier bench choice``. A number and a seed define each model."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Drawn:
     Attributes:
         kind: one of :data:`KINDS`.
         num_ranks: number of ranks.
-        sizes: mapping of names to sizes of the model and of one sample.
-        batch_size: samples of each rank.
+        sizes: mapping from names to sizes of the model and of one sample.
+        batch_size: number of samples per rank.
         tightness: position of the budget between the smallest peak (0) and the largest peak (1) of all plans.
     """
 

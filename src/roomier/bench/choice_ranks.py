@@ -55,7 +55,7 @@ class Seen:
         candidate: the plan and its micro-batch.
         words: description of the plan.
         peak_bytes: peak bytes of a step, on the rank with the largest peak.
-        step_s: seconds of a step, on the slowest rank.
+        step_s: seconds per step on the slowest rank.
     """
 
     candidate: Candidate
@@ -91,7 +91,7 @@ class Running:
         return max(self._ranks.gather(tracker.peak().total()))
 
     def turn(self) -> float:
-        """Return the median seconds of a few steps, on the slowest rank."""
+        """Return the median seconds per step over a few steps, on the slowest rank."""
         self.step()  # fill the caches of the processor
         self._ranks.barrier()
         durations = []

@@ -31,12 +31,12 @@ def write_report(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the table, including the machine, versions, commit and command."""
+    """Return the Markdown report: the table, the machine, versions, commit and command."""
     rows = [_HEADER, tuple("---" if index < 2 else "---:" for index in range(len(_HEADER))), *lines(result)]
     commit = (result["commit"] or "unknown")[:10]
     return "\n".join(
         [
-            f"# {result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step",
+            f"# {result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens per step",
             "",
             *(f"| {' | '.join(row)} |" for row in rows),
             "",
@@ -92,6 +92,6 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     axes[0].set_yticks(range(len(levers)), levers)
     axes[0].invert_yaxis()
     axes[1].legend(loc="lower right")
-    figure.suptitle(f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step")
+    figure.suptitle(f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens per step")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

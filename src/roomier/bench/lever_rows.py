@@ -28,7 +28,7 @@ class Row:
         transformers: fields of TrainingArguments, and ``precision`` with the same values. None if transformers does not
             support the technique.
         needs: package that transformers requires for this technique.
-        published: values of the guide: samples per second and MB.
+        published: values in the guide: samples per second, and memory in MB.
         only_causal: True if the technique applies only to language models with a large output layer.
     """
 
@@ -93,14 +93,14 @@ ROWS: dict[str, Row] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model of the table.
+    """Sizes of a model in the table.
 
     Attributes:
         family: ``"bert"`` (classifies a sequence) or ``"gpt2"`` (predicts the next token).
         num_layers: number of Transformer layers.
         num_heads: attention heads per layer.
         width: hidden size.
-        fields: further fields of the configuration.
+        fields: further fields of the model configuration.
     """
 
     family: str

@@ -32,7 +32,7 @@ _NUM_BATCHES = 10**6
 
 
 class Measurement:
-    """Measurement of a run, which is called at the end of each optimizer step.
+    """Measurement of a run. The run calls :meth:`end_step` at the end of each optimizer step.
 
     Attributes:
         result: bytes and seconds. The peak is measured in a step that is not timed, because counting bytes takes time.
@@ -74,7 +74,7 @@ class Measurement:
 
 def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
     """Train with roomier's Trainer until ``measurement`` is complete."""
-    from roomier import Trainer  # late: roomier must not be imported when the other framework is measured
+    from roomier import Trainer  # late: the Trainer must not be imported when the other framework is measured
 
     class AtStepEnd(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -150,7 +150,7 @@ RUNNERS: dict[str, Callable[[dict[str, Any], Measurement, str], None]] = {
 
 
 class Repeated(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """A few samples, repeated."""
+    """Dataset that repeats a few samples."""
 
     def __init__(self, samples: list[dict[str, Tensor]]) -> None:
         self._samples = samples
@@ -163,7 +163,7 @@ class Repeated(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def sizes_of(model: str) -> Sizes:
-    """Return the sizes of a model in the table."""
+    """Return the sizes of the model with the name ``model``."""
     return BERT_SIZES[model] if model in BERT_SIZES else Sizes("gpt2", *SIZES[model])
 
 

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frameworks", default="", help=f"separated by commas; {','.join(FRAMEWORKS)} if installed")
     parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps per turn (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="turns per row (%(default)s)")
-    parser.add_argument("--accelerator", default="auto", help="as Trainer(accelerator=...) (%(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of torch (%(default)s)")
+    parser.add_argument("--accelerator", default="auto", help="as in Trainer(accelerator=...) (%(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads (%(default)s)")
     parser.add_argument("--output", default=None, help="folder for levers.md and levers.png")
 
 
@@ -156,9 +156,9 @@ def row_of(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, 
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each technique and framework."""
+    """Return a table with one line for each technique and framework."""
     found = Table(
-        title=f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step",
+        title=f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens per step",
         caption=f"peak of {result['peak_is_of']}; {result['repeats']} x {result['steps']} steps, medians\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",
     )

@@ -1,4 +1,4 @@
-"""The toy step in Lightning's Trainer, if Lightning is installed. roomier does not depend on Lightning."""
+"""The toy training step in Lightning's Trainer, if Lightning is installed. roomier does not depend on Lightning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roomier.trainer import Trainer
 
 @dataclass(frozen=True)
 class Lightning:
-    """The installed Lightning, for comparisons.
+    """The installed Lightning package, for comparisons.
 
     Attributes:
         version: version of the package.
@@ -31,7 +31,7 @@ class Lightning:
         run_adapted: function that trains the same LightningModule in roomier's Trainer.
         import_line: the statement that imports the Trainer.
         fit: the ``fit`` method, without wrappers.
-        packages: packages whose frames count.
+        packages: packages whose frames are counted.
     """
 
     version: str
@@ -43,7 +43,7 @@ class Lightning:
 
 
 def load() -> Lightning | None:
-    """Return the installed Lightning package under either of its names, or None."""
+    """Return the installed Lightning package, under either of its names; None if Lightning is not installed."""
     name = next((each for each in ("lightning", "pytorch_lightning") if find_spec(each) is not None), None)
     if name is None:
         return None

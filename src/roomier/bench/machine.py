@@ -1,4 +1,4 @@
-"""Description of a measurement: machine, versions, commit and command. Every result contains them."""
+"""Description of a measurement: machine, versions, commit and command. Every result contains this description."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ The result is one JSON object: the settings, and the following keys.
 - ``raw_io_s``: time to read and write the bytes of a step of each mode. One thread reads and one thread writes, while
   the machine does not compute.
 - ``modes``: for each update mode: ``step_s``, the median time of a step; ``bytes_read`` and ``bytes_written`` per step;
-  ``raw_io_s`` of these bytes; ``overlap_ratio``, which is ``step_s`` divided by the larger of ``resident_s`` and
+  ``raw_io_s`` for these bytes; ``overlap_ratio``, which is ``step_s`` divided by the larger of ``resident_s`` and
   ``raw_io_s``; ``formula_ratio``, which is ``step_s`` divided by the planner's formula for the measured durations.
 - ``disk_read_ratio``, ``disk_write_ratio`` and ``disk_both_ratio``: speed of the tier's reads and writes relative to
   the same transfers without the tier, while the machine does not compute; ``under_load``: the same ratios while each
@@ -65,17 +65,17 @@ _RECORD_BYTES, _NUM_RECORDS = 2**26, 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--width", type=int, default=1024, help="width of the GPT (%(default)s)")
-    parser.add_argument("--layers", type=int, default=6, help="layers of the GPT (%(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="number of layers of the GPT (%(default)s)")
     parser.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary (%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per step (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each mode (%(default)s)")
     parser.add_argument("--folder", default=None, help="folder of the disk tier; by default a temporary folder")
     parser.add_argument("--memory", action="store_true", help="measure the peak memory of ranks instead of times")
-    parser.add_argument("--update", choices=MODES, default="deferred", help="update mode of --memory (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of --memory (%(default)s)")
-    parser.add_argument("--strategy", default="zero3", help="strategy of --memory (%(default)s)")
-    parser.add_argument("--communication", default="overlapped", help="communication of --memory (%(default)s)")
-    parser.add_argument("--buffers", type=int, default=3, help="buffers of the disk tier of --memory (%(default)s)")
+    parser.add_argument("--update", choices=MODES, default="deferred", help="update mode with --memory (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks with --memory (%(default)s)")
+    parser.add_argument("--strategy", default="zero3", help="strategy with --memory (%(default)s)")
+    parser.add_argument("--communication", default="overlapped", help="communication with --memory (%(default)s)")
+    parser.add_argument("--buffers", type=int, default=3, help="buffers of the disk tier with --memory (%(default)s)")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -99,18 +99,18 @@ def model_of(width: int, layers: int, vocab: int) -> GPT:
 
 
 def batch_of(num_tokens: int, vocab: int) -> Tensor:
-    """Return token ids, ``[sequences, tokens + 1]``."""
+    """Return token ids with the shape ``[sequences, tokens + 1]``."""
     length = min(num_tokens, _CONTEXT)
     generator = torch.Generator().manual_seed(1)
     return torch.randint(vocab, (max(1, num_tokens // length), length + 1), generator=generator)
 
 
 class _Training:
-    """Training whose steps are timed one at a time.
+    """Training run whose steps are timed one at a time.
 
     Args:
         options: the options of the benchmark.
-        offload: the offload of the plan; None keeps all tensors in memory.
+        offload: offload settings of the plan; None keeps all tensors in memory.
     """
 
     def __init__(self, options: argparse.Namespace, offload: Mapping[str, Any] | None) -> None:
@@ -223,7 +223,7 @@ class _Disk:
         self._tier.settle()
 
     def raw_s(self, num_read: int, num_written: int) -> float:
-        """Return the time to read and write these numbers of bytes at the same time, with one thread each."""
+        """Return the time to read ``num_read`` and write ``num_written`` bytes at the same time, in one thread each."""
         return median(self._raw_once_s(num_read, num_written) for _ in range(3))
 
     def _raw_once_s(self, num_read: int, num_written: int) -> float:

@@ -10,8 +10,8 @@ fused AdamW with float32 states. The keys of a row are:
 - ``state_bytes_per_parameter``: bytes of the states of large matrices, to which low-bit states apply; ``large_share``:
   fraction of the parameters in large matrices;
 - ``step_s``: median wall time of an update of ``step_parameters`` parameters; ``step_cpu_s``: processor time of this
-  thread; ``step_ratio_to_adamw``: ratio of ``step_cpu_s`` to the value of AdamW, which depends less on the load of the
-  machine.
+  thread, which depends less on the load of the machine; ``step_ratio_to_adamw``: ratio of ``step_cpu_s`` to the
+  ``step_cpu_s`` of AdamW.
 
 The model is the GPT of ``examples/demo.py``, with a smaller width by default. The data consists of the source code of
 the standard library, as bytes. For each seed, all optimizers use the same batches. The learning rate increases during
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizers", default=_DEFAULT, help=f"in addition to {PEER}, separated by commas (%(default)s)"
     )
     parser.add_argument(
-        "--step-parameters", type=_positive, default=2**24, help="parameters of the timed update (%(default)s)"
+        "--step-parameters", type=_positive, default=2**24, help="number of updated parameters (%(default)s)"
     )
     parser.add_argument("--repeats", type=_positive, default=15, help="timed updates per optimizer (%(default)s)")
 
@@ -210,7 +210,7 @@ def _update_of(name: str, num_parameters: int) -> Callable[[], Cost]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each optimizer."""
+    """Return a table with one line for each optimizer."""
     found = Table(
         title=f"GPT of width {result['model']['width']} on bytes, {result['steps']} steps, {result['seeds']} seeds",
         caption="states: bytes per parameter of large matrices; "
@@ -235,5 +235,5 @@ def table(result: Mapping[str, Any]) -> RenderableType:
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value

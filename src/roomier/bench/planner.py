@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return the rows with the largest errors, and the rows that have a resident set."""
+    """Return a table of the rows with the largest errors and the rows with a resident set."""
     shown = Table(
         title=f"median error {result['median_error']:.3%}, worst {result['worst_error']:.2%} of {len(result['rows'])}",
         caption=f"the {_NUM_SHOWN} largest errors, and rows with a resident set; {len(result['refused'])} rejected, "

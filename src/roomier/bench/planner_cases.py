@@ -1,4 +1,4 @@
-"""The plans and models of ``roomier bench planner``."""
+"""The plans and models that ``roomier bench planner`` compares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITHOUT_BLOCKS = ("lstm", "lstm_padded", "recommender")  # models without block
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of one model.
+    """One plan for one model.
 
     Attributes:
         model: name of the model.
@@ -33,7 +33,7 @@ class Case:
         recompute: policy of activation checkpointing. For an activation budget, ``"budget"`` and the fraction.
         precision: mode of precision.
         optimizer: name of the optimizer.
-        accumulate: micro-batches per step.
+        accumulate: number of micro-batches per step.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Return every legal combination of model, strategy and options."""
+    """Return a case for every legal combination of model, strategy and options."""
     return [
         Case(model, strategy, num_ranks, *levers)
         for model in _names()
@@ -87,10 +87,10 @@ def all_cases() -> list[Case]:
 
 
 def some_cases(per_pair: int = 2) -> list[Case]:
-    """Return every model with every strategy and number of ranks.
+    """Return cases for every combination of model, strategy and number of ranks.
 
-    Each combination of model, strategy and number of ranks has ``per_pair`` different combinations of options, so that
-    every pair of options occurs in at least one case.
+    Each of these combinations has ``per_pair`` different combinations of options, so that every pair of options occurs
+    in at least one case.
     """
     return [
         _case(model, setup, i + j + 5 * turn, accumulate=1 + (i + j + turn) % 2)
@@ -101,7 +101,7 @@ def some_cases(per_pair: int = 2) -> list[Case]:
 
 
 def few_cases() -> list[Case]:
-    """Return every model twice, with two strategies, and every option at least twice."""
+    """Return two cases with different strategies for every model. Every option occurs in at least two cases."""
     cases = []
     for i, model in enumerate(_names()):
         for turn in range(2):
@@ -111,7 +111,7 @@ def few_cases() -> list[Case]:
 
 
 def budget_cases() -> list[Case]:
-    """Return every model that has blocks with several activation budgets on one rank, and a GPT on two ranks."""
+    """Return cases with several activation budgets: on one rank, all models that have blocks; on two ranks, a GPT."""
     names = [name for name in _names() if name not in _WITHOUT_BLOCKS]
     cases = [
         Case(model, "single", 1, budget, PRECISIONS[(i + j) % 2], "adamw", accumulate=1 + i % 2)

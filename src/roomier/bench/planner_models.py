@@ -56,7 +56,7 @@ def gpt_tied() -> Workload:
 
 
 class LanguageModel(Module):
-    """A Module that wraps a network, which returns logits and loss."""
+    """A Module that wraps a network that returns logits and loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def whisper() -> Workload:
 
 
 def clip() -> Workload:
-    """Return a model of images and text. The loss of the model compares all pairs of samples in a batch."""
+    """Return a model for images and text. The loss of the model compares all pairs of samples in a batch."""
     text: dict[str, Any] = {**_ENCODER, "vocab_size": VOCABULARY, "eos_token_id": 2, "max_position_embeddings": LENGTH}
     vision: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 4}
     batch = {"input_ids": _tokens(), "pixel_values": _images(), "return_loss": True}
@@ -301,8 +301,8 @@ def lstm_padded() -> Workload:
 
 
 class ConformerBlock(nn.Module):
-    """A half feed-forward layer, attention, a convolution, and a second half feed-forward layer (Gulati et al.
-    2020)."""
+    """A half-step feed-forward layer, attention, a convolution, and a second half-step feed-forward layer (Gulati et
+    al. 2020)."""
 
     def __init__(self, width: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -359,8 +359,8 @@ def conformer() -> Workload:
 
 
 class Recommender(Module):
-    """A recommender whose parameters are mostly in the embedding of items. A user is represented by the sum of the
-    clicked items."""
+    """A recommender whose parameters are mostly in the item embedding. A user is represented by the sum of the
+    embeddings of the clicked items."""
 
     def __init__(self, num_items: int = 50_000, width: int = 16) -> None:
         super().__init__()
@@ -403,4 +403,4 @@ MODELS: dict[str, Callable[[], Workload]] = {
         recommender,
     )
 }
-"""Mapping of names to functions that return the model in training mode and one micro-batch."""
+"""Mapping from names to functions that return the model in training mode and one micro-batch."""

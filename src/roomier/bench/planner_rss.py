@@ -1,9 +1,8 @@
 """Resident-set measurement of ``roomier bench planner``, which runs as ``python -m roomier.bench.planner_rss FOLDER
 SETTINGS``.
 
-The module measures the increase of the resident set of a fresh process. It is measured from before the
-model is created to the peak during the third step. The model is so wide that the memory of libraries and of the
-allocator is negligible.
+The module measures the increase of the resident set of a fresh process, from before the model is created to the peak
+during the third step. The model is so wide that the memory of libraries and of the allocator is negligible.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def make_plan(recompute: str) -> Plan:
 def grown_bytes(plan: Plan) -> int:
     """Return the increase of the resident set in bytes."""
     small = torch.nn.Linear(8, 8)
-    small(torch.ones(2, 8)).sum().backward()  # threads and libraries are loaded
+    small(torch.ones(2, 8)).sum().backward()  # loads libraries and starts threads
     gc.collect()
     give_back_freed()
     before = _kilobytes("VmRSS") * 1024

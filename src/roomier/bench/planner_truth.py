@@ -38,13 +38,13 @@ def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
 def measured_step(
     module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None, accelerator: str = "cpu"
 ) -> MemoryTracker:
-    """Return the tracker after the step of :func:`measured_peak`, on ``accelerator`` instead of the CPU."""
+    """Run the step of :func:`measured_peak` on ``accelerator``, and return the tracker."""
     plan = replace(plan, parallel=replace(plan.parallel, accelerator=accelerator))
     copied = copy.deepcopy(as_module(module))
     _disable_logging(copied)
 
     num_batches = plan.batch.accumulate_grad_batches
-    num_untracked = 2 if plan.activation.policy == "budget" else 0  # the second step of a budget is timed
+    num_untracked = 2 if plan.activation.policy == "budget" else 0  # with a budget, the second step is timed
     num_steps_before = 2 if plan.parallel.strategy == "ddp" else 1  # DDP is created after the first step
     num_steps = num_untracked + num_steps_before + 1
     windows = [[map_tensors(torch.clone, batch) for _ in range(num_batches)] for _ in range(num_steps)]

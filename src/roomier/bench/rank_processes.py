@@ -26,11 +26,11 @@ def run_on_ranks(
     """Run ``python -m worker FOLDER SETTINGS`` for each rank, with the rank in ``RANK``.
 
     Args:
-        worker: a module. Rank 0 of these processes writes ``result.json`` to the folder.
+        worker: name of a module. The process of rank 0 writes ``result.json`` to the folder.
         num_ranks: number of processes.
         settings: JSON data for the worker.
         environment: environment variables to add to the variables of this process.
-        tells: function that receives the lines that rank 0 writes to ``progress.txt`` in the folder.
+        tells: stream to which the lines are printed that rank 0 writes to ``progress.txt``; None to print nothing.
 
     Returns:
         The content of ``result.json``, after all ranks have ended.
@@ -97,5 +97,5 @@ def _report(progress: Path, num_printed: int, tells: TextIO | None) -> int:
 def _failure(rank: int, processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> RoomierError:
     lines = (folder / f"rank{rank}.txt").read_text().splitlines()
     problem = "\n".join([f"ended with code {processes[rank].returncode}; its last lines:", *lines[-20:], ""])
-    action = "If the code is -9, memory ran out. Choose a smaller model or fewer ranks"
+    action = "Code -9 usually means that memory ran out. In this case, choose a smaller model or fewer ranks"
     return RoomierError("bench", f"rank {rank}", problem, action)

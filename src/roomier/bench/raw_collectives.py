@@ -1,4 +1,4 @@
-"""The collectives of a training step without computation, on buffers with the sizes of a model."""
+"""The collectives of a training step without computation, on buffers with the sizes of a model's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
 
 
 def time_collectives(units: list[Unit], device: torch.device) -> dict[str, float]:
-    """Return the seconds of each kind of collective for one step. Every rank calls this function.
+    """Return the seconds that each kind of collective takes in one step. Every rank calls this function.
 
     Returns:
         ``all_reduce_s``: all gradients in the dtype of the weights, in the buckets of DDP. ``all_gather_s`` and

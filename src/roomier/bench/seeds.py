@@ -5,7 +5,7 @@ The result is one JSON object with ``rows``, one for each published value:
 - ``source`` and ``what``: the article and the configuration; ``hardware``: the machine;
 - ``published_mib``: the published value; ``meter``: ``"allocated"`` (``max_memory_allocated`` of torch) or
   ``"occupied"`` (the memory of the device in use, reported by ``nvidia-smi``);
-- ``forecast_mib``: the forecast of the current version for the same configuration, which includes all tensors at the
+- ``forecast_mib``: the current version's forecast for the same configuration. The forecast includes all tensors at the
   peak. With ``"occupied"``, the forecast also includes the memory that the article reports before a model exists;
 - ``fits``: whether the forecast and the memory that is not used by tensors fit on the device, and offloaded data fits
   in host memory and on disk; None without a forecast;
@@ -60,7 +60,7 @@ class Published:
         published_mib: the value in MiB; None if the article states only whether the model fits.
         meter: ``"allocated"`` or ``"occupied"``.
         why: the reason why the value differs from the forecast.
-        host_memory: memory of the host; empty for the typical node of the device.
+        host_memory: memory of the host; empty to use the memory of a typical node with this device.
     """
 
     source: str
@@ -75,7 +75,7 @@ class Published:
 
 
 def mingpt(num_layers: int, width: int, batch_size: int = 1) -> Callable[[], Workload]:
-    """Return the GPT of SeanNaren/minGPT's benchmark.py of March 2021: 128 characters, 16 heads."""
+    """Return a maker of the GPT in SeanNaren/minGPT's benchmark.py of March 2021, with 128 characters and 16 heads."""
 
     def make() -> Workload:
         config = GPTConfig(_SHAKESPEARE, 128, num_layers, 16, width)
@@ -87,7 +87,7 @@ def mingpt(num_layers: int, width: int, batch_size: int = 1) -> Callable[[], Wor
 
 
 def bert_large(batch_size: int) -> Callable[[], Workload]:
-    """Return ``bert-large-uncased`` with a classifier, 512 tokens, and materialized attention scores as in 2022."""
+    """Return a maker of ``bert-large-uncased`` with a classifier and, as in 2022, materialized attention scores."""
 
     def make() -> Workload:
         with torch.device("meta"):
@@ -101,7 +101,7 @@ def bert_large(batch_size: int) -> Callable[[], Workload]:
 
 
 def sentence_model(num_layers: int, batch_size: int) -> Callable[[], Workload]:
-    """Return the model of the article about Lightning Sharded."""
+    """Return a maker of the model in the article about Lightning Sharded."""
 
     def make() -> Workload:
         with torch.device("meta"):
@@ -113,7 +113,7 @@ def sentence_model(num_layers: int, batch_size: int) -> Callable[[], Workload]:
 
 
 def gpt(num_layers: int, num_heads: int, width: int, batch_size: int) -> Callable[[], Workload]:
-    """Return a GPT with sequences of 1024 tokens and the vocabulary of GPT-2."""
+    """Return a maker of a GPT with sequences of 1024 tokens and the vocabulary of GPT-2."""
 
     def make() -> Workload:
         config = GPTConfig(50257, 1024, num_layers, num_heads, width)
@@ -229,7 +229,7 @@ def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
 
     Args:
         each: the published measurement.
-        runs_dry: forecast by a dry run instead of the closed form.
+        runs_dry: forecast by a dry run instead of the memory formula.
     """
     row: dict[str, Any] = {
         "source": each.source,
@@ -264,7 +264,7 @@ def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--only", default="", help="rows whose name contains this text")
+    parser.add_argument("--only", default="", help="only rows whose name contains this text")
     parser.add_argument("--dry-run", action="store_true", help="forecast by dry runs, which takes minutes")
     parser.add_argument(
         "--update", type=Path, default=None, metavar="FILE", help="write the forecasts to this document"
@@ -282,7 +282,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each published value."""
+    """Return a table with one line for each published value."""
     shown = Table("configuration", "published MiB", "forecast MiB", "ratio", "fits", "why")
     for row in result["rows"]:
         numbers = [row["published_mib"], row["forecast_mib"]]

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--model", default="mingpt", help="mingpt (34M parameters) or a size of minGPT, such as gpt2")
     parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes on this machine (%(default)s)")
-    parser.add_argument("--accelerator", default="cpu", help="as Trainer(accelerator=...) (%(default)s)")
-    parser.add_argument("--precision", default="bf16-mixed", help="as Trainer(precision=...) (%(default)s)")
+    parser.add_argument("--accelerator", default="cpu", help="as in Trainer(accelerator=...) (%(default)s)")
+    parser.add_argument("--precision", default="bf16-mixed", help="as in Trainer(precision=...) (%(default)s)")
     parser.add_argument("--batch-size", type=_at_least(1), default=2, help="sequences per rank (%(default)s)")
     parser.add_argument("--seq-len", type=_at_least(1), default=128, help="tokens per sequence (%(default)s)")
     parser.add_argument("--steps", type=_at_least(1), default=3, help="steps per turn (%(default)s)")
@@ -101,7 +101,7 @@ def _known(field: str, name: str, known: Any) -> str:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each strategy."""
+    """Return a table with one line for each strategy."""
     peer = next(row for row in result["rows"] if row["strategy"] == PEER)
     collectives = ", ".join(
         f"{name.removesuffix('_s')} {value * 1e3:.0f} ms" for name, value in result["collectives"].items()

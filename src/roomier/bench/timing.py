@@ -35,7 +35,7 @@ def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> di
     changes of the machine's speed cancel out.
 
     Args:
-        blocks: mapping of names to functions that run one measurement and return its cost.
+        blocks: mapping from names to functions that run one measurement and return its cost.
         num_repeats: number of rounds.
 
     Returns:
@@ -70,8 +70,7 @@ class Stamps:
 
         Args:
             num_warmup: number of steps at the start that are not counted.
-            period: steps per log interval.
-
+            period: number of steps per log interval.
         """
         return Cost(*(_typical_interval_us(stamps[num_warmup:], period) for stamps in (self._wall_ns, self._cpu_ns)))
 

@@ -36,8 +36,8 @@ def choose_name(
         suffix: suffix of the name of a checkpoint file; empty for a checkpoint folder.
 
     Returns:
-        A tuple: ``name`` or the first free ``name-v1``, ``name-v2``, ..., and the names of all checkpoints of other
-            runs.
+        A pair: the chosen name (``name``, or the first free name of ``name-v1``, ``name-v2``, ...), and the names of
+            all checkpoints of other runs.
     """
     complete = {each for each in names_in(folder) if each not in own and _is_checkpoint(folder / each)}
     others = names_being_written(folder).union(complete).difference(own, kept).union(foreign)
@@ -64,7 +64,7 @@ def remove_saved(path: str, *, is_file: bool) -> None:
 
 
 def find_complete(name: str, folders: list[str]) -> str:
-    """Return the path of the complete checkpoint ``name`` in the first folder that contains it, or ``""``."""
+    """Return the path of the complete checkpoint ``name`` in the first folder that contains it; ``""`` if none does."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
         if is_lightning_file(path):  # such a file belongs to the Lightning run from which this run resumes

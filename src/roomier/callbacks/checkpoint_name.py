@@ -68,7 +68,7 @@ def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_inser
 
 
 def first_free_name(name: str, taken: Container[str], suffix: str = "") -> str:
-    """Return ``name``, or the first of ``name-v1``, ``name-v2``, ..., with ``suffix``, that is not in ``taken``."""
+    """Return the first of ``name``, ``name-v1``, ``name-v2``, ..., each with ``suffix``, that is not in ``taken``."""
     candidate, version = f"{name}{suffix}", 0
     while candidate in taken:
         version += 1

@@ -172,7 +172,7 @@ class EarlyStopping(Callback):
             self._print(trainer, message)
 
     def _judge(self, current: float, dtype: torch.dtype) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare ``current`` with the best value. Return True if the run should stop, and a message to print.
+        """Compare ``current`` with the best value. Return the reason to stop, or NOT_STOPPED, and a message to print.
 
         Args:
             dtype: dtype of the metric, to which thresholds are also rounded. Without this rounding, a float32 metric of

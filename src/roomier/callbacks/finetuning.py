@@ -277,8 +277,8 @@ def multiplicative(epoch: int) -> float:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Callback that trains ``pl_module.backbone`` from a given epoch on. Its learning rate increases to the rate of the
-    first group.
+    """Callback that trains ``pl_module.backbone`` from a given epoch on. The learning rate of the backbone increases to
+    the rate of the first parameter group.
 
     Args:
         unfreeze_backbone_at_epoch: epoch in which training of the backbone starts, counted from 0.

@@ -61,7 +61,7 @@ class MemoryForecast(TracksStep):
         self.record: Record | None = None
         self._workload: Workload | None = None
         self._first_step = 2
-        self._step: int | None = None  # the value is None before the first batch
+        self._step: int | None = None  # None before the first batch
         self._is_over = True
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:

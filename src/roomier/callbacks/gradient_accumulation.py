@@ -21,8 +21,8 @@ class GradientAccumulationScheduler(Callback):
     numbers.
 
     Args:
-        scheduling: number of micro-batches per step by epoch, counted from 0. Each number applies until the next epoch
-            in the dict. Before the first epoch in the dict, a step has 1 micro-batch.
+        scheduling: dict from epochs (counted from 0) to numbers of micro-batches per step. Each number applies until
+            the next epoch in the dict. Before the first epoch in the dict, a step has 1 micro-batch.
 
     Raises:
         RoomierError: ``scheduling`` is empty or invalid. The error is also raised when a fit starts if

@@ -44,4 +44,4 @@ class HoldsAverage(Callback):
     @classmethod
     def _check_function(cls, field: str, function: object) -> None:
         if function is not None and not callable(function):
-            raise cls._wrong(field, function, "must be callable", "Pass a function like those of torch's AveragedModel")
+            raise cls._wrong(field, function, "must be callable", "Pass a function as for torch's AveragedModel")

@@ -8,8 +8,7 @@ from roomier.core.ranks import Ranks
 
 
 class Interval:
-    """Time interval of ``length_s`` seconds, measured by the clock of rank 0. When the interval ends, the interval
-    restarts.
+    """Time interval of ``length_s`` seconds, measured by the clock of rank 0. The interval restarts when it ends.
 
     The ranks do not communicate in every step. Rank 0 sets the number of steps until the next check. This number is
     half of the steps that fit into the remaining time at the recent speed. Therefore, an interval of any length

@@ -16,7 +16,7 @@ class LambdaCallback(Callback):
 
     Args:
         hooks: functions, each passed under the name of a hook of :class:`Callback`. Each function receives the
-            arguments of its hook. None is ignored.
+            arguments of its hook. A value of None is ignored.
 
     Raises:
         RoomierError: the hook does not exist, or the value is not callable.

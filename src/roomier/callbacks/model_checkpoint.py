@@ -78,7 +78,7 @@ class ModelCheckpoint(Callback):
 
     [Note: names that are taken]
     If a run was killed, the resumed run repeats the steps after its checkpoint. The killed run may have saved
-    checkpoints of these steps. The new checkpoints are bitwise identical to these checkpoints and replace them by a
+    checkpoints at these steps. The new checkpoints are bitwise identical to these checkpoints and replace them by a
     rename. A name is taken if a ModelCheckpoint of this run keeps the checkpoint with this name, or if another run
     wrote a checkpoint with this name. The checkpoint names of other runs are part of the state.
 
@@ -434,7 +434,8 @@ class ModelCheckpoint(Callback):
     # Resume -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ledger, with paths relative to ``dirpath``, so that a run folder can be moved before a resume."""
+        """Return the ledger with paths relative to ``dirpath``, so that a run folder can be moved before the run is
+        resumed."""
         ledger = self._newest_ledger
         return {
             "monitor": self.monitor,

@@ -1,4 +1,4 @@
-"""Metric that a callback monitors, including an error message for a metric that was not logged."""
+"""Metric that a callback monitors, with an error message for a metric that was not logged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Monitored:
         self._is_noticed = False
 
     def read(self, trainer: TrainerView) -> float | None:
-        """Return the latest value. Before the first validation, print a notice once, and return None.
+        """Return the latest value. If it is not logged before the first validation, print one notice and return None.
 
         Raises:
             RoomierError: the metric was not logged.
@@ -90,12 +90,12 @@ def check_mode(callback_name: str, mode: str) -> str:
 
 
 def scalar(value: Tensor | float) -> float:
-    """Return a metric of one element as a Python float. This function waits for the device of the tensor."""
+    """Return a metric with one element as a Python float. This function waits for the device of the tensor."""
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
 def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
-    """Return True if all metrics of an epoch are available at its end.
+    """Return True if all metrics of an epoch are available when the training epoch ends.
 
     All metrics are available if there is no validation, or if the only validation of each epoch is at the end of the
     epoch. Otherwise, the callback checks at the end of a validation.

@@ -37,8 +37,8 @@ class OnExceptionCheckpoint(Callback):
     weights only.
 
     Load the checkpoint with ``load_from_checkpoint`` or ``fit(..., weights=...)``. An existing checkpoint is replaced.
-    To resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`. The message of the error contains the path
-    of this checkpoint.
+    To resume exactly, use the newest checkpoint of :class:`ModelCheckpoint`. The notice about the error contains the
+    path of that checkpoint.
 
     With several ranks (``ddp``), each rank that raises an error writes its own checkpoint without waiting for other
     ranks. Ranks other than the first write ``<filename>-rank=N``. Strategies that shard parameters are not supported,

@@ -43,7 +43,7 @@ class PredictionWriter(Callback):
     arguments as in Lightning's ``BasePredictionWriter``.
 
     Args:
-        output_dir: folder of the files; created if it does not exist.
+        output_dir: folder for the files; created if it does not exist.
         write_interval: ``"batch"``, ``"epoch"``, or ``"batch_and_epoch"`` for both.
         overwrite: remove prediction files of an earlier run from the folder when ``predict`` starts.
 

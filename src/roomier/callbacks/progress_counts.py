@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class BatchCounts:
-    """Numbers of batches of the running call. An unknown number is infinite, and all numbers are 0 before the first
-    call.
+    """Numbers of batches in the current Trainer call. An unknown number is infinite, and all numbers are 0 before the
+    first call.
     """
 
     _shown_trainer: TrainerView | None = None
@@ -37,5 +37,5 @@ class BatchCounts:
 
 
 def shown_numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers among ``metrics`` as Python floats."""
+    """Return the numeric values in ``metrics`` as Python floats."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, (Real, Tensor))}

@@ -82,8 +82,8 @@ class Display(Protocol):
 
 
 class BarDisplay:
-    """Display with one progress bar (of the package rich) for each running stage. Only ``draw`` redraws the bar,
-    without a thread."""
+    """Display with one progress bar (from the package rich) for each running stage. The bar is redrawn only by
+    ``draw``, not by a thread."""
 
     redraws_between_log_steps = True
 

@@ -30,7 +30,7 @@ KEY = "stochastic_average"  # key in a checkpoint
 
 
 class StochasticWeightAveraging(HoldsAverage):
-    """Stochastic Weight Averaging.
+    """Callback for Stochastic Weight Averaging.
 
     The callback implements Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
     Generalization" (arXiv:1803.05407). From the epoch ``swa_epoch_start`` on, torch's ``SWALR`` replaces the module's
@@ -174,7 +174,9 @@ class StochasticWeightAveraging(HoldsAverage):
             problem = f"must have one rate for each of the {num_groups} parameter groups"
             raise self._wrong("swa_lrs", self._rates, problem, "Pass one number, or one number per group")
         if isinstance(self._epoch_start, float) and math.isinf(run.settled.epoch_limit):
-            raise self._wrong("swa_epoch_start", self._epoch_start, "is a fraction of max_epochs", "Set max_epochs")
+            raise self._wrong(
+                "swa_epoch_start", self._epoch_start, "is a fraction of max_epochs, which is not set", "Set max_epochs"
+            )
         if batch_norms_of(run.module) and run.source.may_end_apart and not run.ranks.is_alone:
             problem = "requires the same number of batches on each rank to recompute its statistics"
             action = "Pass a loader with a length, or a model without BatchNorm"
@@ -191,7 +193,7 @@ class StochasticWeightAveraging(HoldsAverage):
             for config in trainer.lr_scheduler_configs:
                 name = type(config.scheduler).__name__
                 notice(
-                    f"StochasticWeightAveraging: from epoch {name} on, SWALR replaces {epoch} and sets the learning "
+                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR replaces {name} and sets the learning "
                     "rate"
                 )
         if epoch > self._latest_epoch:
@@ -284,7 +286,7 @@ def _averaging_statistics(trainer: TrainerView, norms: list[Any]) -> Iterator[No
     results = trainer.results
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.momentum = None  # without momentum, BatchNorm computes the mean of all batches
+        norm.momentum = None  # without momentum, BatchNorm computes the mean over all batches
     results.is_muted, results.is_in_batch = True, True
     try:
         yield

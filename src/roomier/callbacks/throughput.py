@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """Protocol of a module that computes its FLOPs itself instead of using :func:`flops_per_token`."""
+    """Protocol for modules that compute their FLOPs themselves instead of using :func:`flops_per_token`."""
 
     def num_flops(self, batch: Any) -> float:
-        """Return the floating-point operations of forward and backward on ``batch``, without recomputation."""
+        """Return the number of floating-point operations of forward and backward on ``batch``, without
+        recomputation."""
         ...
 
 
@@ -37,15 +38,15 @@ class Throughput(Callback):
     - ``model_flops_per_s`` counts the operations of the model, without recomputation. If the module defines
       ``num_flops(batch)``, this method provides the number of operations. Otherwise, the number is
       :func:`flops_per_token` times the number of tokens, and the metric is not logged if the batch has no tokens.
-    - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak of all devices. This metric is logged only if the peak
-      is known.
+    - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak performance of all devices. This metric is logged only
+      if the peak performance is known.
 
     The clock starts after the first optimizer step (warm-up) and stops during validation. The measured time includes
     the time of checkpoints. Counts are computed from shapes, and the device is synchronized only at log steps.
 
     Args:
-        peak_flops_per_s: peak of one device at the precision of the run, in FLOP/s; by default, the value in the data
-            sheet of the device.
+        peak_flops_per_s: peak performance of one device at the precision of the run, in FLOP/s; by default, the value
+            in the data sheet of the device.
 
     Raises:
         RoomierError: ``peak_flops_per_s`` is not positive.
@@ -163,7 +164,7 @@ def flops_per_token(model: nn.Module) -> float:
 
 
 def _peak_of_plan(device: torch.device, plan: Plan) -> float | None:
-    """Return the peak at the precision of the Plan's matrix products; None if the peak is unknown."""
+    """Return the peak performance at the precision of the Plan's matrix products; None if it is unknown."""
     mode, matmul = plan.precision.mode, plan.precision.matmul
     if mode == "64-true":
         return None

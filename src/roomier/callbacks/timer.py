@@ -57,7 +57,7 @@ class Timer(Callback):
         self._earlier_s = 0.0  # training time before the checkpoint
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return the time of the last start of a stage, in seconds of ``time.monotonic``; None if the stage has not
+        """Return the time at which a stage last started, in seconds of ``time.monotonic``; None if the stage has not
         started.
 
         Args:
@@ -66,7 +66,7 @@ class Timer(Callback):
         return self._started_s[_stage(stage)]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the time of the last end of a stage, in seconds of ``time.monotonic``; None if the stage has not
+        """Return the time at which a stage last ended, in seconds of ``time.monotonic``; None if the stage has not
         ended."""
         return self._ended_s[_stage(stage)]
 

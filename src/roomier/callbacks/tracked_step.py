@@ -53,7 +53,7 @@ def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
 
 
 class TrackedStep:
-    """Tracked step, and the step before it, in which the kind of each tensor is identified.
+    """Tracked step. The kind of each tensor is identified in the step before the tracked step.
 
     Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call for a
     batch, further calls have no effect. The tracker records only between the two hooks, so it excludes logging, saving
@@ -149,7 +149,7 @@ class TracksStep(Callback, ABC):
 
 
 def _report_phases(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
-    """Report the current phase of the step and module to ``tracker`` until the returned stack is closed."""
+    """Report the current phase and the current module to ``tracker`` until the returned stack is closed."""
 
     engine, hooks = trainer.engine, trainer.engine.hooks
 

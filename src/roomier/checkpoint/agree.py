@@ -1,4 +1,4 @@
-"""Call functions on all ranks, and raise an error of one rank on all ranks, with the number of the failed rank."""
+"""Call functions on all ranks. An error on one rank is raised on all ranks, with the number of the failed rank."""
 
 from __future__ import annotations
 

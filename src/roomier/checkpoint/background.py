@@ -66,7 +66,7 @@ class BackgroundSaver:
         return self.num_started - int(self._thread is not None and self._thread.is_alive())
 
     def start(self, path: str | Path, state: Mapping[str, Any]) -> None:
-        """Wait for the previous save, copy ``state``, and start to write the copy to ``path``.
+        """Wait for the previous save, copy ``state``, and start writing the copy to ``path``.
 
         Args:
             path: checkpoint folder.

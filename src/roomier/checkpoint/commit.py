@@ -36,7 +36,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes
 
-# The processes of another machine cannot be checked, so their folders are stale after this time.
+# The processes of another machine cannot be checked, so their folders are considered stale after this time.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
 # Errors of file systems that do not support fsync on folders (network shares, FUSE). They can be ignored.
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)

@@ -61,10 +61,10 @@ def list_complete(folder: str | Path) -> list[Path]:
 
 
 def find_last(root: str | Path, check: Check | None = None) -> Path | None:
-    """Return the newest complete checkpoint under ``root``, or None.
+    """Return the newest complete checkpoint under ``root``; None if there is none.
 
     The newest checkpoint has the largest commit number (see [Note: commit numbers] in ``record.py``), regardless of the
-    clock, the file names and the modification times. Damaged checkpoints that may be newer are skipped with a warning.
+    clock, the file names and the modification times. Damaged checkpoints that may be newer are skipped with a notice.
 
     Args:
         root: a checkpoint, a folder of checkpoints, a run folder (it has ``checkpoints/``), or a folder of runs (it has

@@ -132,7 +132,7 @@ def _by_name() -> list[Any]:
 
 
 def harmless_types() -> AbstractContextManager[Any]:
-    """Return a context in which ``torch.load(weights_only=True)`` reads these classes.
+    """Return a context in which ``torch.load(weights_only=True)`` reads the registered classes.
 
     Convert the result of ``torch.load`` with :func:`as_plain`.
     """

@@ -1,4 +1,4 @@
-"""Reader of the checkpoints that Lightning writes, each in a single file ``x.ckpt``. Reading such a file never executes
+"""Reader for Lightning's checkpoints, each of which is a single file ``x.ckpt``. Reading such a file never executes
 code from the file.
 """
 

@@ -1,5 +1,5 @@
-"""Division of a state into the parts that each rank writes. One rank writes each element of each tensor, exactly
-once.
+"""Division of a state into the parts that each rank writes. Each element of each tensor is written exactly once, by one
+rank.
 """
 
 from __future__ import annotations

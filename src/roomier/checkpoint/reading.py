@@ -1,5 +1,5 @@
 """Read tensors from the files of a checkpoint: determine the location of each box of a tensor, and the rank that
-verifies the box.
+verifies each file.
 
 [Note: each file once]
 The checksum of a file is computed from the bytes that are read into the tensors. A tensor that already has values, such
@@ -168,8 +168,8 @@ class TensorReader:
             self._read(name, reads)
 
     def _share(self, ranks: Ranks) -> list[StoredFile]:
-        """Return the files that this rank verifies: the files from which this rank reads the most bytes, balanced by
-        size across ranks."""
+        """Return the files that this rank verifies. Each file is verified by the rank that reads the most bytes of it.
+        If several ranks read equally many bytes, the rank with the least load verifies the file."""
         own = {name: sum(each.target.nbytes for each in self._of_empty.get(name, [])) for name in self._files}
         by_rank = ranks.gather([(file, own[file.name]) for file in self._files.values()])
         wanted = [{file.name: num_bytes for file, num_bytes in of_rank} for of_rank in by_rank]

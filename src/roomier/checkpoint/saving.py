@@ -105,7 +105,7 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
     """Write the result of :func:`prepare` on every rank, and commit it.
 
     Raises:
-        CheckpointError: writing failed on one of the ranks. All ranks raise it.
+        CheckpointError: writing failed on one of the ranks. All ranks raise the same error.
     """
     target, num_bytes = prepared.target, prepared.num_bytes
     with ExitStack() as until_committed:

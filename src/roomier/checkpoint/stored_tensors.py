@@ -26,7 +26,7 @@ from roomier.core.untrusted import open_regular
 
 
 class StoredTensors:
-    """Tensors of one top-level entry of a checkpoint, which are read in chunks.
+    """Tensors of one top-level entry of a checkpoint, which are read in chunks after all required files are verified.
 
     Args:
         path: checkpoint folder.
@@ -38,8 +38,7 @@ class StoredTensors:
         others: keys of the entry whose values are not tensors.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or does not contain this entry. All required files are verified
-            first.
+        CheckpointError: the checkpoint is damaged, or does not contain this entry.
     """
 
     def __init__(self, path: str | Path, section: str) -> None:

@@ -172,7 +172,7 @@ class _Splitter:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return a value that is equal for tied tensors only, or None if the tensor has no elements."""
+    """Return a value that is equal only for tied tensors; None if the tensor has no elements."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     if not local.numel():
         return None

@@ -16,17 +16,17 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     The JSON output is one object. If the result contains ``"lines"``, the output is one object per line.
 
     Returns:
-        The exit code: 1 if the result lists failed parts under ``"failed"``, otherwise 0.
+        1 if the result lists failed parts under ``"failed"``, otherwise 0.
 
     Raises:
-        RoomierError: the case or an option is unknown.
+        RoomierError: the benchmark or an option is unknown.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help_text())
         return 0
     name = arguments[0]
     if name not in CASES:
-        raise RoomierError("bench", name, "is not a case", did_you_mean(name, CASES))
+        raise RoomierError("bench", name, "is not a benchmark", did_you_mean(name, CASES))
     case = CASES[name].load()
     parser = PlainParser(prog=f"roomier {verb} {name}", description=CASES[name].summary, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON")

@@ -1,4 +1,4 @@
-"""``roomier plan --deepspeed ds_config.json``, and configurations in ``--trainer.strategy`` and ``--trainer.plan``."""
+"""DeepSpeed configurations for ``roomier plan``: in ``--deepspeed``, ``--trainer.strategy`` or ``--trainer.plan``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def take_deepspeed(config: Namespace, given: set[str]) -> Any:
-    """Remove the DeepSpeed configuration from ``config``, and return the configuration; None if there is no
-    configuration.
+    """Remove the DeepSpeed configuration from ``config``, and return this configuration; None if ``config`` contains
+    none.
 
     Args:
         config: the parsed options.

@@ -38,7 +38,7 @@ _KEY = re.compile(r'Parser key "(?P<key>[\w.]+)"')
 
 
 def explain(message: str, parser: ArgumentParser) -> RoomierError:
-    """Convert ``message`` to an error with the option and an action. The error contains an unknown message in full."""
+    """Convert ``message`` to an error with the option and an action. A message of unknown form is included in full."""
     found = _IN_FILE.match(message)
     if found is None:
         return _explain(message, parser)

@@ -68,7 +68,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         return 0
     if is_lightning_file(path):
         action = "Load the file with Lightning, or resume with fit(ckpt_path=...) and export the checkpoint of that run"
-        problem = f"is a Lightning file, but --to {options.to} requires a folder"
+        problem = f"is a Lightning file, but --to {options.to} requires a checkpoint folder"
         raise RoomierError("checkpoint", str(path), problem, action)
     _WRITERS[options.to](options, path, output)
     return 0
@@ -215,7 +215,7 @@ def _parser(verb: str) -> PlainParser:
         ),
     )
     model.add_argument("--model.NAME", metavar="VALUE", help="arguments of the class; default: stored hyperparameters")
-    model.add_argument("--input", help="arguments of forward, such as 'x=float32[8,3]', or a file of torch.save")
+    model.add_argument("--input", help="arguments of forward, such as 'x=float32[8,3]', or a torch.save file")
     model.add_argument("--method", choices=["script", "trace"], help="torchscript: script (default) or trace")
     return parser
 

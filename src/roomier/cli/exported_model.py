@@ -47,7 +47,7 @@ def model_to_export(
     named = _named_in(config) if config.is_file() else None
     action = "Pass --model package.module.Class with the trained class"
     if not named:
-        problem = f"is required, because the run folder has no {FILE_NAME} of `roomier fit` with the class"
+        problem = f"is required, because the run folder has no {FILE_NAME}, in which `roomier fit` stores the class"
         raise RoomierError("--model", None, problem, action)
     if not trusts_folder:
         problem = f"is required. {config} names {shorten(named['class_path'])}, whose import would execute code"
@@ -83,11 +83,11 @@ def example_inputs(text: str | None) -> Any:
 def _class(class_path: str) -> type[nn.Module]:
     module, _, name = class_path.rpartition(".")
     if not module:
-        raise RoomierError("--model", class_path, "must contain a module", "Use package.module.Class")
+        raise RoomierError("--model", class_path, "must include the module of the class", "Use package.module.Class")
     check_class_path("--model", class_path)
     found = getattr(import_module(module), name)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise RoomierError("--model", class_path, "must be a class of models", "Pass a subclass of torch.nn.Module")
+        raise RoomierError("--model", class_path, "must be a model class", "Pass a subclass of torch.nn.Module")
     return found
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from roomier.hardware.machine import Machine
     from roomier.hardware.measured import Measured
 
-_SECONDS = 4.0  # Duration of the measurements of a single rank.
+_SECONDS = 4.0  # duration of the measurements on each rank
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
@@ -138,7 +138,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         description="Measure this machine in less than a minute, and store the results for planning.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object: machines with all fields")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all fields of the machines")
     parser.add_argument(
         "--devices",
         type=int,
@@ -149,5 +149,5 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="measure for only one second, without the disk and the communication"
     )
-    parser.add_argument("--forget", action="store_true", help="remove stored results without a measurement")
+    parser.add_argument("--forget", action="store_true", help="remove the stored results without measuring")
     return parser

@@ -63,7 +63,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         "--memory_budget",
         type=str | int | None,
         default=None,
-        help="limit per device, such as 38GiB; default: all memory",
+        help="memory limit per device, such as 38GiB; default: all memory",
     )
     parser.add_argument("--hf", type=str | None, default=None, help="a Hugging Face config.json, or a folder with one")
     parser.add_argument("--batch_size", type=int | None, default=None, help="samples per micro-batch on each device")
@@ -84,7 +84,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, instantiate=False)
     if gpt is None:
         parser.add_subclass_arguments(
-            nn.Module, "model", fail_untyped=False, help=f"import path of a module, {_GPT}, or a size of this model"
+            nn.Module, "model", fail_untyped=False, help=f"import path of a module, {_GPT}, or the name of a GPT size"
         )
     else:
         parser.add_class_arguments(GPTConfig, "model")
@@ -100,7 +100,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
 
 
 def without_gpt(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the GPT that ``--model`` names, or None, and the remaining words."""
+    """Return a pair: the GPT that ``--model`` names (None if it names no GPT), and the remaining words."""
     words, found = list(arguments), None
     for index, word in enumerate(words):
         name, is_joined, value = word.partition("=")
@@ -121,7 +121,7 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
     has_class = gpt is None and config.get("model") is not None
     ways = [*(["--hf"] if config.hf is not None else []), *(["--model"] if has_class or gpt is not None else [])]
     if len(ways) != 1:
-        problem = "is required, or --hf" if not ways else f"cannot be combined: {' and '.join(ways)}"
+        problem = "or --hf is required" if not ways else f"cannot be combined: {' and '.join(ways)}"
         action = "Pass one of --hf config.json, --model my_package.MyModule, --model gpt, or --config run.yaml"
         raise RoomierError("--model", None, problem, action)
     if has_class and config.seq_len is not None:
@@ -202,8 +202,8 @@ def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
 
 
 def _num_devices(devices: Any, device: torch.device) -> int:
-    """Return the number of devices of this machine. ``"auto"`` and -1 mean all accelerators, or 1 device if there are
-    no accelerators."""
+    """Return the number of devices to plan for. ``"auto"`` and -1 mean all accelerators, or 1 device if there are no
+    accelerators."""
     if isinstance(devices, int) and devices > 0:
         return devices
     return num_devices(device)

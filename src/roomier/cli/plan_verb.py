@@ -109,7 +109,7 @@ def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
     if learn_device(record) is not None:
         name = record.forecast.machine.device.name
         where = f"{cache_file()}; to remove it, run `roomier hardware --forget`"
-        notice(f"stored the memory outside tensors of a {name}, as measured in {run}, in {where}")
+        notice(f"stored the memory outside tensors on a {name}, as measured in {run}. File: {where}")
     return _with(asked, activation_factor=factor)
 
 
@@ -173,8 +173,8 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
 
 
 def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
-    """Print the strategy of the configuration, and whether this strategy fits. All strategies are compared, so the
-    selected strategy can be a different strategy."""
+    """Print the strategy of the configuration, and whether this strategy fits. All strategies are compared, so another
+    strategy may have been selected."""
     own = config.trainer.strategy
     name = own.get("name") if isinstance(own, dict) else own
     if config.strategy is None and name not in (None, "auto", "single"):

@@ -11,7 +11,7 @@ FILE_NAME = "config.yaml"
 
 
 class SavedConfig(Callback):
-    """Callback that writes ``config.yaml`` to the run folder. ``roomier fit --config`` repeats the run from this file.
+    """Callback that writes ``config.yaml`` to the run folder. ``roomier fit --config`` repeats the run with this file.
 
     A resumed run uses the same folder. If the settings of the resumed run differ, they are written to
     ``config-step=N.yaml`` instead.

@@ -71,7 +71,7 @@ def gpt_request(config: GPTConfig, batch_size: int | None, num_tokens: int | Non
 
 
 def hugging_face_request(path: str, batch_size: int | None, num_tokens: int | None) -> Asked:
-    """Return the workload of the model in a ``config.json``.
+    """Return the workload of the model that a ``config.json`` describes.
 
     Raises:
         RoomierError: the file cannot be read, or the kind of model is not supported.
@@ -97,7 +97,7 @@ def hugging_face_request(path: str, batch_size: int | None, num_tokens: int | No
 def class_request(
     parser: ArgumentParser, config: Namespace, inputs: str | None, batch_size: int | None, stand_in: Any
 ) -> Asked:
-    """Return the workload of a class with its arguments, and a batch of its data or of given shapes.
+    """Return the workload of a class with its arguments, for a batch of its data or a batch of given shapes.
 
     Args:
         config: all options, including ``model`` and ``data``.
@@ -145,7 +145,7 @@ def batch_of(inputs: str) -> Any:
         made.append((found["name"], _made(dtype, sizes)))
     names = [name for name, _ in made if name is not None]
     if names and (len(names) < len(made) or len(set(names)) < len(made)):
-        raise RoomierError("input", inputs, "must have a unique name for each tensor, or no names", "Name each or none")
+        raise RoomierError("input", inputs, "must have a unique name for each tensor, or no names", "Name all or none")
     if names:
         return {str(name): tensor for name, tensor in made}
     return made[0][1] if len(made) == 1 else tuple(tensor for _, tensor in made)

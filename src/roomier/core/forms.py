@@ -1,4 +1,4 @@
-"""Functions that validate plain data that was read from a file. A *form* checks the types, keys and ranges of values.
+"""Functions that validate plain data from a file. A *form* checks the types, keys and ranges of values.
 
 A form is a function ``form(value, place)`` that raises :class:`FormError` if the value is invalid. ``place`` names the
 value within the file. Larger forms are built from smaller forms::

@@ -7,7 +7,7 @@ from roomier.core.errors import RoomierError
 
 
 def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError) -> None:
-    """Reject a value that cannot be a path of the file system.
+    """Reject a value that cannot be a path in the file system.
 
     Args:
         kind: class of the error.
@@ -22,7 +22,7 @@ def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError
     slashes = "//" if isinstance(path, str) else "//?"  # Path("s3://a") contains one slash
     remote = re.match(rf"([a-zA-Z][a-zA-Z0-9+.-]+):{slashes}", text)
     if remote is not None:
-        problem = f"is an address ({remote[1]}), but roomier reads and writes only files of a file system"
+        problem = f"is an address ({remote[1]}), but roomier reads and writes only files in a file system"
         action = "Use a folder and copy finished checkpoints, or mount the storage as a folder"
         raise kind(field, path, problem, action)
     if "\0" in text:

@@ -1,4 +1,4 @@
-"""Working folder of this process at the time of the import of roomier."""
+"""Working directory of this process when roomier was imported."""
 
 import os
 from contextlib import suppress

@@ -29,7 +29,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def makes_fake_tensors() -> bool:
-    """Return whether the caller is inside :func:`fake_tensors`."""
+    """Return whether the caller is inside the context of :func:`fake_tensors`."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

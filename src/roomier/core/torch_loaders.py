@@ -6,7 +6,7 @@ from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIt
 
 
 def kept_iterator(loader: object) -> Any:
-    """Return the iterator that a DataLoader retains between epochs, with its workers, or None."""
+    """Return the iterator, with its workers, that a DataLoader retains between epochs; None if there is no iterator."""
     return getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
 
 
@@ -54,5 +54,5 @@ def _shut_down(iterator: Any) -> None:
 
 
 def has_ended(iterator: Any) -> bool:
-    """Return whether the iterator of a DataLoader without workers over an iterable dataset is exhausted."""
+    """Return whether ``iterator`` is exhausted. It belongs to a DataLoader without workers over an iterable dataset."""
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))

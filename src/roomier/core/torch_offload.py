@@ -23,14 +23,14 @@ def exchange_memory(one: Tensor, other: Tensor) -> None:
 
 
 def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the active hooks of ``torch.autograd.graph.saved_tensors_hooks``, or None."""
+    """Return the active hooks of ``torch.autograd.graph.saved_tensors_hooks``; None if no hooks are active."""
     hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 class Shard:
-    """This rank's shard of a parameter of ``fully_shard``.
+    """This rank's shard of a parameter that ``fully_shard`` shards.
 
     Args:
         fsdp_param: object of ``fully_shard`` for the parameter.
@@ -128,7 +128,7 @@ def _copying_stream(group: Any, async_op: bool) -> Any:
 
 
 class Gathers:
-    """All-gathers of ``fully_shard`` in a network.
+    """All-gathers that ``fully_shard`` runs in a network.
 
     ``fully_shard`` copies shards on a separate stream. The separate stream waits for the compute stream only at the
     beginning of a forward pass.

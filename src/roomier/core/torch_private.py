@@ -118,14 +118,14 @@ def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
-    """Return ``_reset_parameters`` of the two torch modules that define it instead of ``reset_parameters``, or None."""
+    """Return ``_reset_parameters`` of torch modules that define it instead of ``reset_parameters``; otherwise None."""
     if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
         return module._reset_parameters
     return None
 
 
 def initializer_of_transformers(module: nn.Module) -> Callable[[], None] | None:
-    """Return the method that initializes a model of transformers 4.48 to 5 (``initialize_weights``), or None."""
+    """Return the method that initializes a model of transformers 4.48 to 5 (``initialize_weights``); otherwise None."""
     found = getattr(module, "initialize_weights", None)
     return found if callable(found) and callable(getattr(module, "_init_weights", None)) else None
 
@@ -185,7 +185,7 @@ def replace_functions(functions: Mapping[Any, Callable[..., Any]]) -> AbstractCo
     """Return a context in which functions of torch that accept tensors are replaced.
 
     Args:
-        functions: replacement of each function. Inside a replacement, torch functions are not replaced.
+        functions: replacement for each function. Inside a replacement, torch functions are not replaced.
     """
     return _Replacements(functions)
 

@@ -89,7 +89,7 @@ def moves_itself(batch: Any) -> bool:
 
 
 def moved(leaf: Any, device: torch.device) -> Any:
-    """Return a tensor, or an object with a method ``to``, on ``device``."""
+    """Return ``leaf``, which is a tensor or an object with a method ``to``, on ``device``."""
     if not isinstance(leaf, Tensor):
         return leaf.to(device)
     return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.is_pinned())

@@ -47,7 +47,7 @@ def parse_bytes(field: str, text: str) -> int:
     """Parse a size in bytes: ``"6GiB"`` becomes 6442450944, and ``"6 GB"`` 6000000000. The default unit is bytes.
 
     Raises:
-        RoomierError: ``text`` is not a number with a unit of bytes.
+        RoomierError: ``text`` is not a number, optionally followed by a unit of bytes.
     """
     action = "Use a number and a unit, such as '6GiB' or '500MB'"
     found = _SIZE.fullmatch(text)
@@ -63,7 +63,7 @@ def parse_duration_s(field: str, value: object) -> float:
     Raises:
         RoomierError: ``value`` has an unsupported form or is not positive.
     """
-    action = "Use 'DD:HH:MM:SS', a datetime.timedelta, or its keywords such as {'hours': 1}"
+    action = "Use 'DD:HH:MM:SS', a datetime.timedelta, or a dict of its keywords, such as {'hours': 1}"
     try:
         if isinstance(value, timedelta):
             seconds = value.total_seconds()

@@ -81,4 +81,4 @@ _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

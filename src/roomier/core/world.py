@@ -23,5 +23,5 @@ class World:
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this is rank 0."""
+        """True if this process is rank 0."""
         return self.rank == 0

@@ -86,7 +86,7 @@ def _check_size(root: yaml.Node) -> None:
     sizes: dict[int, int] = {}  # sizes by node; the size is 0 while the children of the node are counted
     num_values = _count(root, sizes)
     if num_values > max(MAX_VALUES_OF_ALIASES, len(sizes)):
-        problem = f"its aliases expand to {num_values} values, and at most {MAX_VALUES_OF_ALIASES} are allowed"
+        problem = f"its aliases expand to {num_values} values, but at most {MAX_VALUES_OF_ALIASES} are allowed"
         raise ExpansionError(None, None, problem, root.start_mark)
 
 

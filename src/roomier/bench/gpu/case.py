@@ -30,7 +30,7 @@ _NUM_LAST_LINES = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--size", choices=SIZES, default="full", help="full is for GPUs, tiny for tests (%(default)s)")
-    parser.add_argument("--accelerator", default="gpu", help="as Trainer(accelerator=...) (%(default)s)")
+    parser.add_argument("--accelerator", default="gpu", help="as in Trainer(accelerator=...) (%(default)s)")
     parser.add_argument("--parts", default="", help=f"separated by commas; all by default: {','.join(PARTS)}")
     parser.add_argument("--out", default=None, help="results file (benchmarks/results/gpu-DEVICE-COMMIT.jsonl)")
 
@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run the parts that the results file does not contain, each in a separate process.
 
     Returns:
-        ``parts``: status, failed rows and rows without a measurement of each part, and the last line of each row.
+        ``parts``: for each part, its status, failed rows, rows without a measurement, and the last line of each row.
         ``failed``: names of the parts that failed.
     """
     setting = Setting(options.size, options.accelerator)
@@ -80,7 +80,7 @@ def _without_facts(line: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 
 def _run(name: str, part: Part, setting: Setting, results: Results) -> None:
-    """Run one part, and append a final line to the results file if the part did not write it."""
+    """Run one part, and append a final line to the results file if the part did not write one."""
     limit_s = part.limit_of(setting.size)
     notice(f"bench gpu: {name}, at most {limit_s:g} s")
     settings = {
@@ -113,7 +113,7 @@ _COUNTS = {"rows_left": "rows left: repeat the command", "rows_failed": "rows fa
 
 
 def run_with_limit(command: list[str], output: IO[str], limit_s: float) -> int | None:
-    """Run ``command``, and kill it with all processes that it started after ``limit_s`` seconds.
+    """Run ``command``. After ``limit_s`` seconds, kill it and all processes that it started.
 
     Args:
         command: program and arguments.
@@ -141,7 +141,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each row."""
+    """Return a table with one line for each row."""
     found = Table(
         "part",
         "row",

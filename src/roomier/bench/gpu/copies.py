@@ -1,9 +1,9 @@
-"""Part ``copies``: bandwidth of copies between host and device, and on the device.
+"""Part ``copies``: bandwidth of copies between host and device, and within the device.
 
 The keys of a row are ``num_bytes`` (size of the copy), ``copy_s`` (median over repetitions, each synchronized),
 ``bytes_per_s``, and ``forecast_bytes_per_s``. The last key is the bandwidth that forecasts assume for copies between
 host and device, and is None for other copies. A copy on the device reads and writes each byte, but each byte is counted
-once.
+one time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rows(setting: Setting) -> Rows:
 
 
 def summary(values: Mapping[str, Any]) -> str:
-    """Return the bandwidth."""
+    """Return the bandwidth as text."""
     return f"{values['bytes_per_s'] / 1e9:.2f} GB/s"
 
 

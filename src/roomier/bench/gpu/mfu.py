@@ -54,15 +54,15 @@ _ALLOWED = ["chunked_loss", "adamw8bit"]
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its training.
+    """A model and its training settings.
 
     Attributes:
         config: sizes of the GPT.
-        batch_size: sequences per optimizer step.
+        batch_size: number of sequences per optimizer step.
         precision: number format, as in the Trainer.
         memory_share: fraction of the usable memory that the plan may use.
         planning_s: time limit of the search for a plan.
-        turns, steps: timed turns, and steps per turn.
+        turns, steps: number of timed turns, and number of steps per turn.
     """
 
     config: GPTConfig
@@ -173,7 +173,7 @@ def _row(name: str, model: Model, setting: Setting) -> Values:
 def _prepare(
     model: Model, plan: Plan, micro_batch: int, device: torch.device
 ) -> tuple[Callable[[], None], MemoryTracker, TrainedGPT]:
-    """Return the step of ``plan`` after its warm-up, the memory of one step, and the model on ``device``."""
+    """Return the step of ``plan`` after its warm-up, the memory tracker of one step, and the model on ``device``."""
     weight_dtype = precision_of(plan.precision.mode, device).weight_dtype or torch.float32
     with torch.device(device), default_dtype(weight_dtype):  # a model of 7 billion parameters in float32 needs 27 GB
         module = TrainedGPT(model.config)
@@ -198,7 +198,7 @@ def _prepare(
 
 
 def _turn_s(step: Callable[[], None], num_steps: int, device: torch.device) -> float:
-    """Return the seconds of a step. The host does not wait for the device between the steps of a turn."""
+    """Return the mean seconds per step. The host does not wait for the device between the steps of a turn."""
     step()
     synchronize(device)
     start_s = time.perf_counter()

@@ -1,7 +1,7 @@
 """Part ``overhead``: time that the Trainer adds to a step, compared with the same step in a bare PyTorch loop.
 
-The keys of the row have the meaning of ``roomier bench overhead`` (docs/design/bench.md). Both loops move each batch to
-the device. The step is so small that the device waits for the host.
+The keys of the row have the same meaning as in ``roomier bench overhead`` (docs/design/bench.md). Both loops move each
+batch to the device. The step is so small that the device waits for the host.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Part:
     Attributes:
         module: import path of a file that implements :class:`PartModule`.
         limit_s: seconds after which the process of the part is stopped.
-        tiny_limit_s: the same for the size ``"tiny"``. Only a part that hangs reaches this limit.
+        tiny_limit_s: the same limit for the size ``"tiny"``. Only a part that hangs reaches this limit.
     """
 
     module: str

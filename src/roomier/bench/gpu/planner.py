@@ -6,8 +6,8 @@ The keys of a row are:
 - ``allocated_bytes``: peak of the bytes that the allocator assigned to tensors. If the device has no allocator
   statistics, the tensors of all operations are counted instead (``counts_operations``);
 - ``reserved_bytes``: peak of the bytes that the allocator took from the device; None without allocator statistics;
-- ``forecast_allocated_bytes``, ``forecast_reserved_bytes``: the same by forecast. Both include the workspaces of the
-  device's libraries;
+- ``forecast_allocated_bytes``, ``forecast_reserved_bytes``: forecasts of these two values. Both include the workspaces
+  of the device's libraries;
 - ``allocated_error``, ``reserved_error``: forecast / measured - 1;
 - ``by_kind``, ``forecast_by_kind``: bytes of tensors at the peak.
 """
@@ -41,10 +41,10 @@ _LEVERS = ("vanilla", "mixed", "checkpointing", "selective", "step in backward",
 
 @dataclass(frozen=True)
 class _Model:
-    """A model of the table.
+    """A model in the table.
 
     Attributes:
-        make: function that returns the model, which all rows share. They train copies.
+        make: function that returns the model. All rows share this model and train copies of it.
         batch: function that returns a micro-batch of the given number of samples.
         levers: memory techniques of its rows.
     """
@@ -138,7 +138,7 @@ def _row(
 def forecast_of_allocator(tensor_bytes: int, fixed_bytes: Mapping[str, int]) -> dict[str, int]:
     """Return the forecast of ``allocated`` and ``reserved`` bytes from the parts of a forecast.
 
-    The allocator counts workspaces as allocated. The allocator does not count the context and the buffers of
+    The allocator counts workspaces as allocated, but it does not count the device context and the buffers of
     collectives.
     """
     allocated = tensor_bytes + fixed_bytes.get("workspace", 0)

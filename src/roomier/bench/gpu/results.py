@@ -40,8 +40,8 @@ def facts_of(setting: Setting) -> Record:
 
 
 def source_hash() -> str:
-    """Return a hash of the installed Python files. The hash also differs between uncommitted changes of the same
-    commit."""
+    """Return a hash of the installed Python files. The hash also differs between different uncommitted changes to the
+    same commit."""
     folder = Path(roomier.__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -50,7 +50,7 @@ def source_hash() -> str:
 
 
 def default_path(facts: Mapping[str, Any]) -> Path:
-    """Return the path of the results file in the repository, which contains the device and the commit."""
+    """Return the path of the results file in the repository. The file name contains the device and the commit."""
     device = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
     return Path("benchmarks", "results", f"gpu-{device}-{(facts['commit'] or 'unknown')[:10]}.jsonl")
 
@@ -87,7 +87,7 @@ class Results:
         return {each["row"]: each for each in self._lines() if each["record"] == "row" and each["part"] == part}
 
     def finished_rows(self, part: str) -> set[str]:
-        """Return the names of the rows that a repetition skips."""
+        """Return the names of the rows that a repeated run skips."""
         return {name for name, each in self.rows(part).items() if each["status"] in (MEASURED, UNSUPPORTED)}
 
     def ends(self, part: str) -> list[Record]:

@@ -33,8 +33,8 @@ def measure_part(
 ) -> None:
     """Measure the rows of a part that ``results`` does not contain, and append each row and the end of the part.
 
-    A row that fails is recorded with its error. A row is not started if the longest row so far would not fit into the
-    time limit.
+    A row that fails is recorded with its error. A row is not started if a row as long as the longest row so far would
+    exceed the time limit.
 
     Args:
         name: name of the part.

@@ -5,8 +5,8 @@ With ``--json``, each row is one line:
 - ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: the training. ``num_parameters``,
   ``micro_batch``, ``accumulate``, ``global_batch``: sizes of the training;
 - ``hardware``: machine of the forecast; ``ranks``: number of ranks;
-- ``forecast_bytes``: all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan fits on
-  ``hardware``; ``forecast_step_s``, ``forecast_samples_per_s``, ``forecast_epoch_s``;
+- ``forecast_bytes``: bytes of all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan fits
+  on ``hardware``; ``forecast_step_s``, ``forecast_samples_per_s``, ``forecast_epoch_s``;
 - ``measured_bytes``, ``measured_by_kind``: the same peak, measured by :class:`roomier.callbacks.MemoryForecast` on the
   rank with the most memory; ``error``: forecast / measured - 1;
 - ``step_s``: median time of an optimizer step; ``step_s_all``, ``samples_per_s``, ``epoch_s``; ``losses`` of rank 0;
@@ -60,21 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", choices=SIZES, default=None, help="default: seed with --forecast or on a GPU, otherwise middle"
     )
     parser.add_argument("--only", default="", help="only configurations whose name contains this text")
-    parser.add_argument("--ranks", "--gpus", type=int, default=None, help="ranks; all GPUs, otherwise 2")
+    parser.add_argument("--ranks", "--gpus", type=int, default=None, help="number of ranks (all GPUs, or 2 on a CPU)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each configuration (%(default)s)")
     parser.add_argument("--batch_size", "--batch-size", type=int, default=None, help="samples per rank and step")
     parser.add_argument("--precision", default=None, help="16, bf16, 32; the precision of each row by default")
-    parser.add_argument("--accelerator", default="auto", help="as Trainer(accelerator=...) (%(default)s)")
+    parser.add_argument("--accelerator", default="auto", help="as in Trainer(accelerator=...) (%(default)s)")
     parser.add_argument("--forecast", default=None, metavar="HARDWARE", help="only forecasts, such as a100-40gb:8")
     own = parser.add_argument_group("minGPT", "the options of minGPT's benchmark.py")
     for name, default in _OWN_SIZE.items():
         own.add_argument(f"--{name}", type=int, default=None, help=f"{default} if another of these options is set")
-    own.add_argument("--limit_train_batches", type=int, default=None, help="steps of an epoch (128)")
+    own.add_argument("--limit_train_batches", type=int, default=None, help="number of steps per epoch (128)")
     own.add_argument("--cpu_offload", action="store_true", help="only the configurations with offload")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return one line for each configuration. ``failed`` contains the configurations whose training failed."""
+    """Return the rows of all configurations in ``lines``, and the names of failed configurations in ``failed``."""
     settings = settings_of(options)
     chosen = _chosen(options, settings["model"])
     facts = circumstances()
@@ -214,7 +214,7 @@ def _speeds(prefix: str, step_s: float | None, global_batch: int, settings: Mapp
 
 
 def _run(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Train in each configuration of ``names``, in one group of processes. Return the values by name."""
+    """Train in each configuration of ``names``, in one group of processes. Return the values, keyed by name."""
     notice(f"bench seed: {settings['model']}, {settings['size']}: {'; '.join(names)}")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "result.jsonl"
@@ -245,7 +245,7 @@ def _with_measurement(row: dict[str, Any], found: dict[str, Any] | None, setting
         return {**row, "problem": "was not run" if found is None else found["error"], "has_failed": True}
     row = {**row, **found, **_speeds("", found["step_s"], row["global_batch"], settings)}
     if "measured_bytes" not in found:
-        return {**row, "problem": "the training has no forecast", "has_failed": True}
+        return {**row, "problem": "the training run recorded no forecast", "has_failed": True}
     row["error"] = found["forecast_bytes"] / found["measured_bytes"] - 1
     return {**row, **_speeds("forecast_", found["forecast_step_s"], row["global_batch"], settings)}
 
@@ -254,7 +254,7 @@ def _with_measurement(row: dict[str, Any], found: dict[str, Any] | None, setting
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return one line for each configuration. Cells contain measured, forecast and published values."""
+    """Return a table with one line for each configuration. Cells contain measured, forecast and published values."""
     lines = result["lines"]
     first = lines[0]
     model = MODELS[result["model"]]

@@ -1,4 +1,4 @@
-"""The settings in which the articles train each model, with the published values."""
+"""The settings with which the articles train each model, and the published values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Published:
 
     Attributes:
         hardware: machine of the article, as accepted by ``machine_of``.
-        memory_mib: memory of a device.
+        memory_mib: memory of one device in MiB.
         meter: ``"allocated"`` (``max_memory_allocated``) or ``"occupied"`` (memory of the device in use).
         epoch_s: duration of an epoch.
         samples_per_s: samples per second.
@@ -32,7 +32,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Settings of a training.
+    """Settings of a training run.
 
     Attributes:
         name: name of the row.
@@ -55,9 +55,9 @@ class Configuration:
         return keywords
 
     def micro_batch(self, batch_size: int) -> int:
-        """Return the samples of a micro-batch if a rank processes ``batch_size`` samples in a step.
+        """Return the number of samples per micro-batch if a rank processes ``batch_size`` samples in a step.
 
-        Only the rows of the guide accumulate, and they process all samples of a step one by one.
+        Only rows from the Hugging Face guide accumulate gradients. In these rows, a micro-batch is one sample.
         """
         num_micro_batches: int = self.flags.get("accumulate_grad_batches", 1)
         return max(1, batch_size // num_micro_batches)

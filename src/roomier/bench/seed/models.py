@@ -35,7 +35,7 @@ class Training:
     Attributes:
         make_model: function that creates the model with random weights.
         make_sample: function that creates one sample from a generator.
-        micro_batch: samples of a micro-batch on each rank.
+        micro_batch: number of samples per micro-batch on each rank.
         collate: function that combines samples into a batch.
     """
 
@@ -62,9 +62,9 @@ class SeedModel:
     """A model of an article.
 
     Attributes:
-        sizes: the training of each size in :data:`SIZES`, by name of the size.
+        sizes: training run for each name in :data:`SIZES`.
         text: sizes that the article states, and assumptions.
-        epoch_samples: samples of an epoch in the article.
+        epoch_samples: number of samples per epoch in the article.
     """
 
     sizes: Mapping[str, Training]
@@ -182,7 +182,7 @@ MODELS: dict[str, SeedModel] = {
             "middle": swav(SwAVConfig(_MIDDLE_TRUNK, 32, 512, 128, 300, 256), 64, 48, 4, 4),
             "seed": swav(SwAVConfig(channels=128), 96, 48, 6, 32),
         },
-        "ResNet-50 of double width, values of the paper of SwAV; crops for STL-10 and batch size 32 are assumed",
+        "ResNet-50 of double width, values from the SwAV paper; crops for STL-10 and batch size 32 are assumed",
         epoch_samples=100_000,
     ),
     "deepspeech2": SeedModel(

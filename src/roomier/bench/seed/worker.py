@@ -1,4 +1,4 @@
-"""Trainings of ``roomier bench seed``, in the processes ``python -m roomier.bench.seed.worker SETTINGS``.
+"""Training runs of ``roomier bench seed``, in the processes ``python -m roomier.bench.seed.worker SETTINGS``.
 
 The Trainer runs as in a user's script, and starts the other ranks.
 """
@@ -33,10 +33,10 @@ _NUM_WARMUP = _TRACKED_STEP + 1  # the step after the tracked step fills caches 
 
 
 class StepTimes(Callback):
-    """Callback that measures the time between the ends of two optimizer steps after the warm-up.
+    """Callback that measures the time between the ends of consecutive optimizer steps after the warm-up.
 
     Attributes:
-        durations_s: seconds of each step.
+        durations_s: duration of each step in seconds.
         losses: loss of this rank in each step.
     """
 
@@ -49,7 +49,7 @@ class StepTimes(Callback):
         self._last: tuple[int, float] | None = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Measure the step that ends here. The batch can also be one of several micro-batches of a step."""
+        """Measure an optimizer step, if a step ends with this micro-batch."""
         step = trainer.global_step
         if self._last is not None and step == self._last[0]:
             return
@@ -62,7 +62,7 @@ class StepTimes(Callback):
 
 
 class Repeated(Dataset[Sample]):
-    """The given samples, repeated to ``length`` samples."""
+    """Dataset of ``length`` samples, which repeats the given samples."""
 
     def __init__(self, samples: Sequence[Sample], length: int) -> None:
         self._samples = samples
@@ -76,7 +76,7 @@ class Repeated(Dataset[Sample]):
 
 
 def training_of(settings: Mapping[str, Any]) -> Training:
-    """Return the model and the data of ``settings``: a size of :data:`MODELS`, or the sizes of a minGPT."""
+    """Return the model and the data that ``settings`` selects: a size in :data:`MODELS`, or a minGPT of other size."""
     own = settings["own_size"]
     if own is not None:
         return minigpt(own["n_layer"], own["n_head"], own["n_embd"], context=own["block_size"])
