@@ -14,7 +14,8 @@ from roomier.trainer import Trainer
 
 
 class Scripted(Module):
-    """Logs ``scores[n]`` as ``val_loss`` in its n-th validation, and the last score in all later validations."""
+    """Module that logs ``scores[n]`` as ``val_loss`` in its n-th validation, and the last score in all later
+    validations."""
 
     def __init__(self, scores: Sequence[float] = (0.0,)) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class KilledError(Exception):
 
 
 class KillAt(Callback):
-    """Raises KilledError at the end of the first batch after optimizer step ``step``."""
+    """Callback that raises KilledError at the end of the first batch after optimizer step ``step``."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -187,7 +187,7 @@ def test_run_that_ends_before_the_tracked_step_prints_a_notice(
 
 def test_failed_forecast_does_not_end_the_run(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
     class Peculiar(Language):
-        """Reads a tensor's value in the middle of its step, so a dry run cannot forecast it."""
+        """Module that reads a tensor's value in the middle of its step, so a dry run cannot forecast the step."""
 
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             loss = super().training_step(batch)
@@ -217,7 +217,7 @@ def test_error_in_the_tracked_step_stops_the_tracking(fit: Callable[..., Trainer
 
 
 class Made(roomier.Module):
-    """Creates its model in ``configure_model``, where it can be sharded immediately."""
+    """Module that creates its model in ``configure_model``, where it can be sharded immediately."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "gpt"):

@@ -29,7 +29,7 @@ def names(folder: str | Path | None) -> list[str]:
 
 
 class Spy(Callback):
-    """Records the state of ``saver`` after each save point."""
+    """Callback that records the state of ``saver`` after each save point."""
 
     def __init__(self, saver: ModelCheckpoint) -> None:
         self.saver = saver

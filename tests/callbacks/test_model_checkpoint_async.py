@@ -22,7 +22,7 @@ from tests.resume.reshard import NUM_STEPS, train
 
 
 class Slow(Callback):
-    """Delays writers until training step ``last`` and records the best path in each step."""
+    """Callback that delays writers until training step ``last`` and records the best path in each step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int, saver: ModelCheckpoint) -> None:
         self.opened = threading.Event()

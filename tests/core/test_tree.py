@@ -56,7 +56,7 @@ def test_a_dataclass():
 
 @dataclass(frozen=True)
 class Scaled:
-    """Scales its values when it is created, which must not happen again when a batch is moved."""
+    """Batch that scales its values when it is created. The values must not be scaled again when the batch is moved."""
 
     values: torch.Tensor
     scale: InitVar[float]

@@ -131,7 +131,7 @@ def test_pickles_are_decoded_only_if_the_call_allows_them() -> None:
 
 
 class Bomb:
-    """Creates a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

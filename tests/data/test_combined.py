@@ -40,7 +40,7 @@ class Numbers(Dataset[int]):
 
 
 class Noisy(Numbers):
-    """Draws from two global generators for each sample, as augmentation does."""
+    """Dataset that draws from two global generators for each sample, as augmentation does."""
 
     def __getitem__(self, index: int) -> Any:
         return float(torch.rand(()) + random.random() + super().__getitem__(index))
@@ -80,7 +80,7 @@ class KeepsPosition:
 
 
 class DrawsEachTime(Sampler[int]):
-    """Draws from the global generators for each index."""
+    """Sampler that draws from the global generators for each index."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(7):

@@ -248,7 +248,7 @@ def test_a_position_of_a_distributed_sampler_that_cannot_be_converted_is_rejecte
 
 
 class Sharded(IterableDataset[int]):
-    """Shards itself with the process group."""
+    """Dataset that shards itself with the process group."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(dist.get_rank(), NUM_SAMPLES, dist.get_world_size())

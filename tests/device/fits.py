@@ -69,7 +69,7 @@ class Language(Module):
 
 
 class NoRows(Logger):
-    """Discards all rows, so that log steps exist but write no files."""
+    """Logger that discards all rows, so that log steps exist but write no files."""
 
     name = "none"
 
@@ -78,7 +78,7 @@ class NoRows(Logger):
 
 
 class Watch(Callback):
-    """Counts the waits of the host in ``CHECKED_STEPS``, and the peak of the allocated bytes."""
+    """Callback that counts the waits of the host in ``CHECKED_STEPS``, and the peak of the allocated bytes."""
 
     reads_parameters = False
 

@@ -131,7 +131,8 @@ def _nested(code: CodeType, path: str) -> CodeType:
 
 
 class _Sites(ast.NodeTransformer):
-    """Lists the synchronizations of a module, and replaces those for which ``change`` returns an expression."""
+    """Transformer that lists the synchronizations of a module, and replaces those for which ``change`` returns an
+    expression."""
 
     def __init__(self, module: str, change: Callable[[str, ast.Call], ast.expr | None]) -> None:
         self.found: list[str] = []

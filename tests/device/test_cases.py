@@ -41,7 +41,7 @@ LARGE_BATCH = 16
 
 
 class Peaks(Callback):
-    """Records the peak of the allocated bytes after each step."""
+    """Callback that records the peak of the allocated bytes after each step."""
 
     def __init__(self) -> None:
         self.num_bytes: list[int] = []
@@ -124,7 +124,7 @@ def test_no_rank_hangs_if_one_rank_runs_out_of_memory(on_simulated: SimulatedRan
 
 
 class Interrupt(Callback):
-    """Sends a signal to this process before the step after ``step``."""
+    """Callback that sends a signal to this process before the step after ``step``."""
 
     def __init__(self, step: int, number: int) -> None:
         self.step = step
@@ -260,7 +260,7 @@ def nested(samples: Any) -> dict[str, Any]:
 
 
 class Waits(Callback):
-    """Counts the waits of the host from the third step to the last step."""
+    """Callback that counts the waits of the host from the third step to the last step."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 2:
@@ -308,7 +308,8 @@ SAVED_STEPS = (2, 4)
 
 
 class Gate(Callback):
-    """Blocks the files of a checkpoint until training has modified the weights and states that it contains."""
+    """Callback that blocks the files of a checkpoint until training has modified the weights and states that it
+    contains."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
 class Peak(Callback):
-    """Records the peak of the allocated bytes from the third step on."""
+    """Callback that records the peak of the allocated bytes from the third step on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -61,7 +61,7 @@ def test_evaluation_and_prediction_compute_the_numbers_of_the_cpu(
 
 
 class Gathering(Language):
-    """Gathers batches, which a different stream copies to the device, and losses with gradients."""
+    """Module that gathers batches, which a different stream copies to the device, and losses with gradients."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         tokens = self.all_gather(batch[0]).flatten(0, 1)

@@ -191,7 +191,7 @@ def test_a_tensor_without_values_is_rejected(make: Make, name: str, owner: str) 
 
 
 class HalfWritten(nn.Module):
-    """Initializes its first rows only, so the ranks with these rows detect no error."""
+    """Module that initializes its first rows only, so the ranks with these rows detect no error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_lost_initialization_of_a_constructor_is_reported(capsys: pytest.Capture
 
 
 class Configured(Module):
-    """Creates its network on the meta device in ``configure_model``."""
+    """Module that creates its network on the meta device in ``configure_model``."""
 
     def __init__(self, make: Make) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def test_a_submodule_that_is_not_on_meta_keeps_its_weights() -> None:
 
 
 class Hiding(nn.Module):
-    """Stores a network outside of its submodules."""
+    """Module that stores a network outside of its submodules."""
 
     def __init__(self) -> None:
         super().__init__()

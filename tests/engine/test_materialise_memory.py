@@ -22,7 +22,7 @@ MARGIN_MIB = 24  # loaded code, process groups, fragmentation of the allocator
 
 
 class Deep(nn.Module):
-    """Initializes its weights a second time, as many models do."""
+    """Module that initializes its weights a second time, as many models do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ def test_bfloat16_model_loses_no_updates(make_trainer: MakeTrainer) -> None:
 
 
 class Generates(Callback):
-    """Generates from two tokens after each validation."""
+    """Callback that generates from two tokens after each validation."""
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []

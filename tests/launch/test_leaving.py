@@ -14,7 +14,7 @@ from tests.ranks.pool import RankFailed, RankPool
 
 
 class Leaving(roomier.Module):
-    """Exits in the second step on the given ranks."""
+    """Module that exits in the second step on the given ranks."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Model(roomier.Module):
 
 
 class Look(roomier.Callback):
-    """Records the sockets in the second step, while the process groups and the loader's workers exist."""
+    """Callback that records the sockets in the second step, while the process groups and the loader's workers exist."""
 
     def __init__(self) -> None:
         self.sockets: list[Socket] = []

@@ -62,7 +62,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Remount(roomier.Callback):
-    """Makes the file system read-only before the sixth step."""
+    """Callback that makes the file system read-only before the sixth step."""
 
     def __init__(self, mount: Path) -> None:
         self.mount = mount
@@ -95,7 +95,8 @@ def test_a_folder_that_becomes_read_only_ends_the_run_and_keeps_the_checkpoints(
 
 
 class Slow(roomier.Callback):
-    """Blocks ``fsync`` in background threads until the fourth step, and stores the step at which each flush returns."""
+    """Callback that blocks ``fsync`` in background threads until the fourth step, and stores the step at which each
+    flush returns."""
 
     def __init__(self) -> None:
         self.may_return, self.steps_at_flush = threading.Event(), list[int]()

@@ -70,7 +70,7 @@ class Regression(pl.LightningModule):
 
 
 class WithDropout(Regression):
-    """Consumes random numbers in each step, including validation steps."""
+    """Module that consumes random numbers in each step, including validation steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class ManyValLoaders(Regression):
 
 
 class WithMetrics(Regression):
-    """Logs torchmetrics objects per step and per epoch, and reduces others manually."""
+    """Module that logs torchmetrics objects per step and per epoch, and reduces others manually."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class WarmsUp(Regression):
 
 
 class StepsEverySecond(Regression):
-    """Skips every second update, but calls the closure."""
+    """Module that skips every second update, but calls the closure."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2:
@@ -255,7 +255,7 @@ class OwnSchedulerStep(Regression):
 
 
 class WithDictOutputs(Regression):
-    """Returns more values than the loss, and reads them in the hook after the step."""
+    """Module that returns more values than the loss, and reads them in the hook after the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -266,7 +266,7 @@ class WithDictOutputs(Regression):
 
 
 class SometimesNone(Regression):
-    """Skips batches by returning None."""
+    """Module that skips batches by returning None."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx % 4 == 1 else super().training_step(batch, batch_idx)
@@ -277,7 +277,7 @@ class SometimesNone(Regression):
 
 
 class OwnClipping(Regression):
-    """Clips with a custom method, and reads the gradients before."""
+    """Module that clips with a custom method, and reads the gradients before clipping."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         squares = [parameter.grad.square().sum() for parameter in self.parameters() if parameter.grad is not None]

@@ -13,7 +13,7 @@ from tests.lightning.modules import pl
 
 
 class Rows(pl.loggers.logger.Logger):
-    """Records each row as ``(step, metrics)``."""
+    """Logger that records each row as ``(step, metrics)``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def samples(count: int = 8) -> TensorDataset:
 
 
 class Notes:
-    """Records the hooks of a DataModule with their stages, in the order of the calls."""
+    """Mixin that records the hooks of a DataModule with their stages, in the order of the calls."""
 
     def __init__(self, batch_size: int = 4) -> None:
         super().__init__()

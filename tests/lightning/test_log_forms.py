@@ -26,7 +26,7 @@ MOMENTS = (
 
 
 class Looks(pl.Callback):
-    """Records the metrics that are visible at each point, with types."""
+    """Callback that records the metrics that are visible at each point, with types."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
@@ -93,7 +93,7 @@ class Net(pl.LightningModule):
 
 
 class Forms(Net):
-    """Logs values of all types, with all options, in training and validation steps."""
+    """Module that logs values of all types, with all options, in training and validation steps."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -131,7 +131,7 @@ def test_forms(tmp_path, keywords):
 
 
 class FromHooks(Net):
-    """Logs in each hook that may log, with default options; two hooks log ``plain``."""
+    """Module that logs in each hook that may log, with default options. Two hooks log ``plain``."""
 
     def training_step(self, batch, batch_idx):
         self.log("plain", float(batch_idx))

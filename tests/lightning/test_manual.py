@@ -16,7 +16,7 @@ from tests.lightning.modules import pl
 
 
 class Noted(pl.LightningModule):
-    """Records its hooks in ``order``, and values of its steps in ``seen``."""
+    """Module that records its hooks in ``order``, and values of its steps in ``seen``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Newton(Noted):
 
 
 class Accumulates(Noted):
-    """Steps every second batch, and returns the loss."""
+    """Module that steps every second batch, and returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ Lightning = pl.Trainer
 
 
 class Line(pl.LightningModule):
-    """Fits a line. ``hooks[name](self, ...)`` is called in the hooks that a test provides."""
+    """Module that fits a line. ``hooks[name](self, ...)`` is called in the hooks that a test provides."""
 
     def __init__(self, width: int = 3, lr: float = 0.1, note: str = "", **hooks: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_hyperparameters_are_logged_saved_and_loaded(tmp_path):
 
 
 class Configured(pl.LightningModule):
-    """Accepts all its hyperparameters as one argument."""
+    """Module that accepts all its hyperparameters as one argument."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_initial_hyperparameters_of_a_roomier_module_do_not_change():
 
 
 class Keeps(Line):
-    """Adds entries to its checkpoints, and reads the entries of a checkpoint."""
+    """Module that adds entries to its checkpoints, and reads the entries of a checkpoint."""
 
     def on_save_checkpoint(self, checkpoint):
         self.saved = {name: checkpoint[name] for name in ("epoch", "global_step", "hyper_parameters")}

@@ -16,7 +16,7 @@ NUM_SAMPLES, GLOBAL_BATCH = 22, 4
 
 
 class Reads(pl.LightningModule):
-    """Records the samples of each epoch."""
+    """Module that records the samples of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()

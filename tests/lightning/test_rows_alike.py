@@ -23,7 +23,7 @@ def fit(trainer: Any, module: Any) -> None:
 
 
 class LogsSteps(Regression):
-    """Logs values of each batch in evaluations."""
+    """Module that logs values of each batch in evaluations."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("value", self.loss(batch), on_step=True, on_epoch=True)
@@ -35,7 +35,7 @@ class LogsSteps(Regression):
 
 
 class ComposedMetrics(Regression):
-    """Logs metrics and a metric that is composed of them."""
+    """Module that logs metrics and a metric that is composed of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ComposedMetrics(Regression):
 
 
 class AlternatesOptimizers(TwoOptimizers):
-    """Steps one optimizer per batch, a different number of times."""
+    """Module that steps one optimizer per batch, so that each optimizer steps a different number of times."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -134,7 +134,7 @@ def test_a_value_without_step_and_epoch_is_not_logged(tmp_path: Path, capsys: py
 
 
 class StopsEarly(Regression):
-    """Requests a stop within the second epoch."""
+    """Module that requests a stop within the second epoch."""
 
     stops_in = "on_train_batch_end"
 
@@ -229,7 +229,7 @@ def test_checkpoint_callbacks_of_lightning_are_found_by_class_and_identity(tmp_p
 
 
 class SeesLoss(roomier.Module):
-    """Records the loss that the hook receives, and the loss of this rank."""
+    """Module that records the loss that the hook receives, and the loss of this rank."""
 
     def __init__(self, reduction: str) -> None:
         super().__init__()

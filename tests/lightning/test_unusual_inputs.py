@@ -45,7 +45,7 @@ class Continues(Restarts):
 
 
 class WithoutHooks(Regression):
-    """Sets hooks, a step and a loader to None."""
+    """Module that sets hooks, a step and a loader to None."""
 
     on_train_start = on_train_epoch_end = on_validation_start = validation_step = None
     prepare_data = setup = teardown = configure_callbacks = on_save_checkpoint = None
@@ -82,7 +82,7 @@ class WithSam(Regression):
 
 
 class SumsBatches(Regression):
-    """Sums the losses of all batches in a nested collection of batches."""
+    """Module that sums the losses of all batches in a nested collection of batches."""
 
     def loss(self, batch: Any) -> Any:
         if isinstance(batch, dict):

@@ -690,7 +690,7 @@ def test_the_clipping_that_applies_is_printed(capsys: pytest.CaptureFixture[str]
 
 
 class DeepSpeedStrategy:
-    """Represents the class of Lightning, which cannot be created without the package deepspeed."""
+    """Replacement for Lightning's class, which cannot be created without the package deepspeed."""
 
     def __init__(self, config: Any, **settings: Any) -> None:
         self.config = config

@@ -65,7 +65,7 @@ def losses(
 
 
 class StepsInBackward(torch.optim.SGD):
-    """Updates each weight in a hook, as soon as its gradient is accumulated."""
+    """Optimizer that updates each weight in a hook, as soon as its gradient is accumulated."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(list(parameters), lr=lr)

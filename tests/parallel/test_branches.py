@@ -28,7 +28,7 @@ class Branching(Regression):
 
 
 class EverySecondStep(Branching):
-    """Skips the block in the same steps on all ranks."""
+    """Module that skips the block in the same steps on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class EverySecondStep(Branching):
 
 
 class ByData(Branching):
-    """Skips the block depending on the micro-batch, so differently on each rank."""
+    """Module that skips the block for some micro-batches, which differ between ranks."""
 
     def skips_block(self, x: Tensor) -> bool:
         return bool(x[0, 0, 0] > 0)

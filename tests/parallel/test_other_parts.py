@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class LayerDrop(roomier.Module):
-    """Skips one block, depending on the step and optionally on the rank."""
+    """Module that skips one block, depending on the step and optionally on the rank."""
 
     def __init__(self, by_rank: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_ddp_supports_any_block_on_any_rank(on_ranks: RankPool) -> None:
 
 
 class ExtraLayer(LayerDrop):
-    """Uses an additional layer on rank 1."""
+    """Module that uses an additional layer on rank 1."""
 
     def __init__(self) -> None:
         super().__init__(by_rank=False)

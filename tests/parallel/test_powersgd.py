@@ -20,7 +20,7 @@ from tests.ranks.pool import RankPool
 
 
 class Regression(roomier.Module):
-    """Learns the function of a random network of the same shape."""
+    """Module that learns the function of a random network of the same shape."""
 
     def __init__(self) -> None:
         super().__init__()

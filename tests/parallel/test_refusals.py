@@ -73,7 +73,7 @@ def test_model_sharded_differently_by_an_earlier_run_is_rejected(on_ranks: RankP
 
 
 class NoLoss(Regression):
-    """Returns no loss on rank 1."""
+    """Module that returns no loss on rank 1."""
 
     def make_network(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(18, 1))
@@ -99,7 +99,7 @@ def test_missing_loss_on_one_rank_raises(on_ranks: RankPool, strategy: str) -> N
 
 
 class ReadsWeight(Regression):
-    """Multiplies by the weight of a layer without calling the layer."""
+    """Module that multiplies by the weight of a layer without calling the layer."""
 
     def make_network(self) -> nn.Module:
         return nn.ModuleDict({"read": nn.Linear(6, 6), "head": nn.Linear(6, 1)})

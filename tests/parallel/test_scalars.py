@@ -83,7 +83,8 @@ class SharedByBlocks(Scalars):
 
 
 class Alternating(Scalars):
-    """Uses one of two scalars, depending on the samples, so ranks differ and some steps leave one unused."""
+    """Module that uses one of two scalars, depending on the samples. Ranks use different scalars, and some steps leave
+    one scalar unused."""
 
     def predict(self, x: Tensor) -> Tensor:
         numbers = (self.network.temperature, self.network[0].alpha)

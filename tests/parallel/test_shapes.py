@@ -17,7 +17,7 @@ WIDTH = 6
 
 
 class Regression(Task):
-    """Predicts a number for each sample of ``x [B, T, WIDTH]``."""
+    """Module that predicts a number for each sample of ``x [B, T, WIDTH]``."""
 
     num_tokens = 3
 
@@ -82,7 +82,7 @@ class Uneven(Regression):
 
 
 class UsedTwice(Regression):
-    """Runs each block twice per step."""
+    """Module that runs each block twice per step."""
 
     def make_network(self) -> nn.Module:
         return nn.ModuleDict(
@@ -99,7 +99,7 @@ class UsedTwice(Regression):
 
 
 class RegisteredTwice(Regression):
-    """Registers one block twice in a Sequential, as ALBERT shares its layers."""
+    """Module that registers one block twice in a Sequential, as ALBERT shares its layers."""
 
     def make_network(self) -> nn.Module:
         shared, other = Residual(), Residual()
@@ -107,7 +107,7 @@ class RegisteredTwice(Regression):
 
 
 class Unused(Regression):
-    """Contains a block, and a layer outside the blocks, that no step uses."""
+    """Module that contains a block, and a layer outside the blocks, that no step uses."""
 
     def make_network(self) -> nn.Module:
         network = nn.Sequential(Residual(), Residual(), Mean(), nn.Linear(WIDTH, 1))
@@ -209,7 +209,8 @@ class Normed(Regression):
 
 
 class InPlace(Regression):
-    """Adds in place to the output of a linear layer, which is a view if its input has more than two dimensions."""
+    """Module that adds in place to the output of a linear layer, which is a view if its input has more than two
+    dimensions."""
 
     def make_network(self) -> nn.Module:
         return nn.ModuleDict(

@@ -36,7 +36,7 @@ class Fitted(Language):
 
 
 class Rows(Logger):
-    """Keeps the loss of each step."""
+    """Logger that keeps the loss of each step."""
 
     name = "rows"
 

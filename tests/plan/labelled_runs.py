@@ -45,7 +45,7 @@ class Language(Module):
 
 
 class WithOptimizer(Language):
-    """Creates its own optimizer."""
+    """Module that creates its own optimizer."""
 
     def configure_optimizers(self) -> list[Optimizer]:
         return adamw(self.network)
@@ -76,7 +76,7 @@ class Run:
 
 
 class Look(Callback):
-    """Copies weights and optimizer states. Sharded tensors are copied in full."""
+    """Callback that copies weights and optimizer states. Sharded tensors are copied in full."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self.start = self._state(trainer)

@@ -23,7 +23,7 @@ BATCH_BYTES = 64 * 1024 * 4
 
 
 class Moves(roomier.Module):
-    """Copies each micro-batch in ``transfer_batch_to_device``, as a batch is copied to a GPU."""
+    """Module that copies each micro-batch in ``transfer_batch_to_device``, as a batch is copied to a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

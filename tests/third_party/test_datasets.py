@@ -31,7 +31,7 @@ def rows() -> Any:
 
 
 class Net(roomier.Module):
-    """Records the number of each sample that it reads."""
+    """Module that records the number of each sample that it reads."""
 
     def __init__(self) -> None:
         super().__init__()

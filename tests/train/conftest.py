@@ -8,7 +8,7 @@ from roomier import Logger
 
 
 class Rows(Logger):
-    """Stores the rows of the log as ``(step, metrics)``."""
+    """Logger that stores the rows of the log as ``(step, metrics)``."""
 
     name = "rows"
 

@@ -64,7 +64,7 @@ class Net(roomier.Module):
 
 
 class Late(Net):
-    """Creates its layers in ``configure_model``."""
+    """Module that creates its layers in ``configure_model``."""
 
     def __init__(self) -> None:
         roomier.Module.__init__(self)

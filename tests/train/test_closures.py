@@ -22,7 +22,7 @@ class Regression(roomier.Module):
 
 
 class Passes(Regression):
-    """Overrides ``optimizer_step`` with the default behavior."""
+    """Module that overrides ``optimizer_step`` with the default behavior."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)

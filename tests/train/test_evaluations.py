@@ -77,7 +77,7 @@ def test_partly_read_loader_is_closed_when_training_continues(make_trainer):
     events = []
 
     class Opens:
-        """Holds a resource while it is read, like worker processes."""
+        """Iterable that holds a resource while it is read, like worker processes."""
 
         def __iter__(self):
             events.append("open")

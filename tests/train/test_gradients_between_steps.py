@@ -36,7 +36,7 @@ class Regression(roomier.Module):
 
 
 class Batches:
-    """Records whether ``module`` has gradients each time a batch is read."""
+    """Loader that records whether ``module`` has gradients each time a batch is read."""
 
     def __init__(self, module: Regression) -> None:
         self.module = module

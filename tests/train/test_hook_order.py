@@ -31,7 +31,7 @@ MODULE_NAMES = (
 
 
 class Quiet(roomier.Module):
-    """Overrides no hook."""
+    """Module that overrides no hook."""
 
     def __init__(self):
         super().__init__()

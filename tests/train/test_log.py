@@ -11,7 +11,7 @@ import roomier
 
 
 class Logs(roomier.Module):
-    """Calls the functions that a test provides: ``hooks[name](module)``."""
+    """Module that calls the functions that a test provides: ``hooks[name](module)``."""
 
     def __init__(self, **hooks):
         super().__init__()

@@ -34,7 +34,7 @@ def _no_clock_decides_what_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Greedy(roomier.Module):
-    """Runs out of memory in its third step while it holds the graph of the step."""
+    """Module that runs out of memory in its third step while it holds the graph of the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def replace_input(seen: list[weakref.ref[torch.Tensor]], module: nn.Module, args
 
 
 class GreedyWithHook(Greedy):
-    """Runs out of memory in a module with a hook."""
+    """Module that runs out of memory in a module with a hook."""
 
     def __init__(self) -> None:
         super().__init__()

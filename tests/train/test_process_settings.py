@@ -10,7 +10,7 @@ import roomier
 
 
 class Looks(roomier.Module):
-    """Stores the results of ``look`` in each step."""
+    """Module that stores the results of ``look`` in each step."""
 
     def __init__(self, look=lambda: None):
         super().__init__()

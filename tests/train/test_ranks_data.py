@@ -24,7 +24,7 @@ class Numbers(Dataset[int]):
 
 
 class Reads(roomier.Module):
-    """Records the samples of each epoch, and logs their sum."""
+    """Module that records the samples of each epoch, and logs their sum."""
 
     def __init__(self) -> None:
         super().__init__()

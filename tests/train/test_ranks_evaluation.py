@@ -24,7 +24,7 @@ QUIET = {
 
 
 class Measures(roomier.Module):
-    """Logs in all forms, and records the arguments of its steps."""
+    """Module that logs in all forms, and records the arguments of its steps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -249,7 +249,7 @@ class Counted(Means):
 
 
 class Clock:
-    """Advances by one second with each call."""
+    """Clock that advances by one second with each call."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

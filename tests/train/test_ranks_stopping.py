@@ -155,7 +155,7 @@ def test_evaluation_is_interrupted_on_all_ranks(on_ranks):
 
 
 class OfOwnLength(IterableDataset[torch.Tensor]):
-    """Yields a different number of batches on each rank, and has no length."""
+    """Dataset that yields a different number of batches on each rank, and has no length."""
 
     shards_by_rank = True
 

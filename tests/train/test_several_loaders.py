@@ -38,7 +38,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Learns(roomier.Module):
-    """Records the batches of each step."""
+    """Module that records the batches of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_loader_among_batches_is_named(make_trainer):
 
 
 class Measures(roomier.Module):
-    """Logs its inputs, and records its calls."""
+    """Module that logs its inputs, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from roomier.loggers.silent import SilentLogger
 
 
 class Counts(roomier.Module):
-    """Records every training batch, and the number of training batches before each validation batch."""
+    """Module that records every training batch, and the number of training batches before each validation batch."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def test_default_length_is_reported(make_trainer, capsys):
 
 
 class StopsAfter(roomier.Callback):
-    """Requests to stop after ``num_batches`` training batches."""
+    """Callback that requests a stop after ``num_batches`` training batches."""
 
     def __init__(self, num_batches):
         self.num_batches = num_batches

@@ -29,7 +29,7 @@ class Data(roomier.DataModule):
 
 
 class SendDataModule(roomier.Callback):
-    """Sends the DataModule to another process in the second epoch, like spawned worker processes."""
+    """Callback that sends the DataModule to another process in the second epoch, like spawned worker processes."""
 
     received: Any = None
 

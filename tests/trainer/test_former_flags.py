@@ -9,7 +9,7 @@ from roomier.core.errors import RoomierError
 
 
 class DeepSpeedPlugin:
-    """Represents the former plugin."""
+    """Replacement for the former plugin."""
 
     def __init__(self, **settings: Any) -> None:
         vars(self).update(settings)

@@ -7,7 +7,7 @@ import roomier
 
 
 class Rates(roomier.Callback):
-    """Annotates the Trainer with its class."""
+    """Callback that annotates the Trainer with its class."""
 
     def __init__(self) -> None:
         self.num_steps: list[float] = []

@@ -11,7 +11,7 @@ import roomier
 
 
 class Net(roomier.Module):
-    """Learns ``2 sin(x)``. Its loss falls fastest at rates around 0.1."""
+    """Module that learns ``2 sin(x)``. Its loss falls fastest at rates around 0.1."""
 
     def __init__(self, lr: float = 1e-3, width: int = 32) -> None:
         super().__init__()

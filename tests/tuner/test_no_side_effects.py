@@ -35,7 +35,7 @@ class Draws(Dataset):
 
 
 class Data(roomier.DataModule):
-    """Splits once with global random numbers, and stores its loader."""
+    """DataModule that splits once with global random numbers, and stores its loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Data(roomier.DataModule):
 
 
 class OwnLoader(Net):
-    """Stores its loader in an attribute, with a separate generator."""
+    """Module that stores its loader in an attribute, with a separate generator."""
 
     def __init__(self) -> None:
         super().__init__()

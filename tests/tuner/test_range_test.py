@@ -17,7 +17,7 @@ from tests.tuner.conftest import Named, Net, shuffled
 
 
 class Recording(Net):
-    """Records the learning rates of its optimizer in the class, because a copy is trained."""
+    """Module that records the learning rates of its optimizer in the class, because a copy is trained."""
 
     rates: ClassVar[list[list[float]]] = []
 

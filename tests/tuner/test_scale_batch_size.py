@@ -35,7 +35,7 @@ def test_doubling_stops_before_the_first_size_that_does_not_fit() -> None:
 
 
 class Full(Net):
-    """Raises an out-of-memory error for more than 12 samples."""
+    """Module that raises an out-of-memory error for more than 12 samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(batch[0]) > 12:

@@ -97,7 +97,7 @@ class HasABug(ToyModule):
 
 
 class IsTerminated(ToyModule):
-    """Sends SIGTERM to its process in the third step of a run. A run resumed from there does not."""
+    """Module that sends SIGTERM to its process in the third step of a run. A run resumed from there does not."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.global_step == 2:
