@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from tests.simulator.workers import SimulatedRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if "ATEN_CPU_CAPABILITY" in os.environ:  # compiled code depends on it, but the key of torch's cache does not contain it
+# compiled code depends on this variable, but the key of torch's cache does not contain it
+if "ATEN_CPU_CAPABILITY" in os.environ:
     cache = f"torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), cache))
 os.environ.setdefault("ROOMIER_PLANNING_S", "400")  # the chosen plan does not depend on the load of the machine
 
-# Every run uses the same examples and no time limit per example, so results depend on the code only.
+# Every run uses the same examples and no time limit per example, so results depend only on the code.
 # HYPOTHESIS_PROFILE=default uses new examples.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -36,7 +37,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., "Trainer"]:
-    """Make a Trainer that writes no files and prints no text by default."""
+    """Create a Trainer that by default writes no files and prints no text."""
     from roomier import Trainer
 
     def make(**keywords: Any) -> Trainer:

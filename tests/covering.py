@@ -1,4 +1,4 @@
-"""Selections of large tables: ``make test`` runs a covering part, ``make test-full`` every combination."""
+"""Selections from large tables: ``make test`` runs a covering part, and ``make test-full`` runs every combination."""
 
 from collections.abc import Sequence
 from typing import Any

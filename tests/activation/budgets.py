@@ -26,7 +26,7 @@ NUM_STEPS = 5  # the budget applies from the third step
 
 
 class Net(Module):
-    """Module around ``network``, which returns its loss."""
+    """Module that wraps ``network`` and returns its loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ def tokens(num_samples: int = 16, vocab_size: int = 31, seed: int = 0) -> tuple[
 
 @dataclass
 class Taken:
-    """Measurements and results of a training.
+    """Measurements and results of a training run.
 
     Attributes:
-        peak_bytes: measured peak of all tensors in the last step.
-        flops: operations of the last step.
+        peak_bytes: measured peak bytes of all tensors in the last step.
+        flops: number of operations in the last step.
     """
 
     peak_bytes: int

@@ -1,4 +1,4 @@
-"""Six kinds of model with dropout, with different blocks, arguments of blocks, and outputs of blocks."""
+"""Six kinds of models with dropout. Their blocks, block arguments and block outputs differ."""
 
 from __future__ import annotations
 

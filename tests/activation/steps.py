@@ -45,9 +45,9 @@ def step_of(network: nn.Module, loss: Loss, seed: int = 3) -> Step:
 
 
 def use_no_cache(network: nn.Module) -> None:
-    """Disable the cache of keys and values of a Hugging Face ``network``, as recomputed blocks do.
+    """Disable the key-value cache of a Hugging Face ``network``, as recomputed blocks do.
 
-    Keys from a cache have another memory layout, for which a matrix product can run another kernel.
+    Keys from a cache have a different memory layout, so a matrix product can run a different kernel.
     """
     for module in network.modules():  # the decoder of T5 has a copy of the config
         if hasattr(config := getattr(module, "config", None), "use_cache"):

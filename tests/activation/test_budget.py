@@ -1,4 +1,4 @@
-"""A budget for activation memory: it is met and used, and does not change the training."""
+"""A budget for activation memory is met and used, and does not change training."""
 
 from __future__ import annotations
 
@@ -142,7 +142,8 @@ def test_a_larger_batch_is_measured_before_the_next_choice() -> None:
     keeps = [block.keep for block in recompute_of(engine).blocks]
     assert Keep.INPUT in keeps
     take_step(engine, module, small)
-    assert [block.keep for block in recompute_of(engine).blocks] == keeps  # no larger batch, so no measurement
+    # no batch was larger, so nothing was measured again
+    assert [block.keep for block in recompute_of(engine).blocks] == keeps
 
 
 def test_a_failed_step_has_no_effect(plain: Taken) -> None:

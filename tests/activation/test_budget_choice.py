@@ -1,4 +1,4 @@
-"""The choice for a budget compared with all possible choices, for small problems."""
+"""For small problems, the choice for a budget is compared with all possible choices."""
 
 from __future__ import annotations
 
@@ -81,4 +81,4 @@ def test_the_choice_for_a_hundred_blocks_is_fast(are_equal: bool) -> None:
     elapsed_s = time.process_time() - start_s
     assert choice is not None
     assert peak_bytes(stages, choice) <= 150 * gib
-    assert elapsed_s < 0.5  # about 0.05 on an idle core
+    assert elapsed_s < 0.5  # about 0.05 s on an idle core

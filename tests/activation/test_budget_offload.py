@@ -1,4 +1,4 @@
-"""Budgets with offloading to host memory, with copies that are outside of torch's memory."""
+"""Budgets with offloading to host memory, tested with copies that are outside the memory of torch."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class NumpyCopies(Copies):
 
 
 def move_by(patch: pytest.MonkeyPatch, times: CopyTimes, min_bytes: int = 4096) -> None:
-    """Replace the copies of engines by copies with the given ``times``."""
+    """Replace the copies of an engine with copies that take the given ``times``."""
     patch.setattr(recompute, "Offload", partial(Offload, min_bytes=min_bytes, copies=NumpyCopies(times)))
 
 
 def train_moving(
     make: Callable[[], nn.Module], within: float | int, windows: Sequence[Any]
 ) -> tuple[Taken, list[bool]]:
-    """Measurements of a training, and the blocks that are offloaded."""
+    """Measurements of a training run, and the blocks that are offloaded."""
     network = make()
     moved: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +169,8 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_choice_needs_more_memory_than_predicted(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
-    """Test random choices, including bad ones. The gradients are equal to a run that saves all activations."""
+    """Test random choices, including bad ones. The gradients equal the gradients of a run that saves all
+    activations."""
     make, window = SHAPES[shape]
     draw = random.Random(shape)
     seen: list[Sequence[Stage]] = []
@@ -302,7 +303,8 @@ def test_the_choice_compared_with_all_choices(seed: int, are_equal: bool) -> Non
 
 @pytest.mark.parametrize("seed", range(60))
 def test_two_calls_on_the_device_never_exceed_the_bound(seed: int) -> None:
-    """Simulate a step: calls run forward in any order and backward in reverse, with two calls on the device."""
+    """Simulate a step that runs blocks in any order and backward in reverse. The tensors of two calls are on the
+    device."""
     draw = random.Random(seed)
     num_blocks = draw.randrange(1, 6)
     order = [*range(num_blocks), *(draw.randrange(num_blocks) for _ in range(draw.choice([0, 0, 3])))]
@@ -313,7 +315,7 @@ def test_two_calls_on_the_device_never_exceed_the_bound(seed: int) -> None:
         options = [Option(0, 0, 0, sizes[each], num_calls[each] if sizes[each] else 0) for each in range(last + 1)]
         return peak_bytes([Stage((option,), 0) for option in options], [0] * len(options))
 
-    moved: list[int] = []  # calls, by their place in the order
+    moved: list[int] = []  # positions of the offloaded calls in the order
     for place, block in enumerate(order):
         moved += [place] if sizes[block] else []
         assert sum(sizes[order[each]] for each in moved[-2:]) <= counted(max(order[: place + 1]))
@@ -340,12 +342,12 @@ def test_the_choice_for_a_hundred_unequal_blocks_takes_seconds() -> None:
     assert choice is not None
     assert peak_bytes(stages, choice) <= 100 * 10**9
     assert choice.count(3) > 10
-    assert elapsed_s < 5  # about 0.7 on an idle core
+    assert elapsed_s < 5  # about 0.7 s on an idle core
 
 
 def test_copies_that_do_not_overlap_count_as_lost_time() -> None:
     call, after = Call(0, moved_bytes=1000), Call(1, spans=[(0, 300)], backward_spans=[(0, 700)])
-    assert moved_ns(call, after, CopyTimes(0.3, 0.7)) == 20  # overlaps, but has a small cost
+    assert moved_ns(call, after, CopyTimes(0.3, 0.7)) == 20  # the copies overlap, but have a small cost
     assert moved_ns(call, after, CopyTimes(0.4, 0.7)) == 100 + 22
     assert moved_ns(call, after, CopyTimes(1.0, 1.0)) == 700 + 300 + 40
 

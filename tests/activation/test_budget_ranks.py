@@ -1,4 +1,4 @@
-"""Budgets on two ranks: all ranks make the same choice, even for different batches."""
+"""Budgets on two ranks: both ranks make the same choice, even for different batches."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ KIB = 1024
 
 
 class LateCopies(Copies):
-    """Copies that run only when something waits for them. Until then, the target has other values.
+    """Copies that run only when code waits for them. Until then, the target has other values.
 
     Attributes:
-        num_bytes: bytes that were copied to the host and to the device.
+        num_bytes: number of bytes that were copied to the host and to the device.
         log: entries ``"out"`` and ``"back"`` for each copy, and entries of the test.
     """
 
@@ -75,7 +75,7 @@ class LateCopies(Copies):
             self._queue[index] = lambda: None
 
     def bytes_here(self) -> int:
-        """Return the bytes of offloaded tensors that are on the device now."""
+        """Return the number of bytes of offloaded tensors that are currently on the device."""
         return sum(tensor.numel() for each in self.here if (tensor := each()) is not None)
 
 
@@ -130,7 +130,7 @@ def test_every_read_waits_for_its_copy(keep: Keep) -> None:
 @pytest.mark.parametrize("keep", Keep)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_with_late_copies(kind: str, keep: Keep) -> None:
-    """Test positions that all blocks share, skip connections, and caches of products."""
+    """Test position embeddings that all blocks share, skip connections, and caches of matrix products."""
 
     def step(keeps: Keep | None) -> Any:
         torch.manual_seed(0)
@@ -164,7 +164,8 @@ def test_at_most_two_blocks_are_on_the_device() -> None:
             peaks[num_blocks] = max(held)
             assert copies.bytes_here() <= 2 * ROWS * WIDTH * 4  # x and the mask, which belong to the network
     one = ROWS * WIDTH * 4
-    per_block = (1 + 2 + 2 + 2) * one  # of each block: x, before GELU, after it, dropout's scale (mask is shared)
+    # for each block: x, the input and output of GELU, and the scale of dropout (the mask is shared)
+    per_block = (1 + 2 + 2 + 2) * one
     assert peaks[NUM_BLOCKS] == peaks[3] <= 2 * (per_block + 3 * one)
 
 
@@ -245,7 +246,7 @@ def test_an_error_in_a_block_has_no_effect_on_later_steps() -> None:
         with pytest.raises(ArithmeticError):
             ours.loss()
         handle.remove()
-        ours.loss()  # a forward without a backward
+        ours.loss()  # a forward pass without a backward pass
         assert_equal(step_of(ours, ours.loss), step_of(plain, plain.loss))
         assert len(offload._present) <= 2
 

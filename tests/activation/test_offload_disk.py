@@ -1,4 +1,4 @@
-"""Activations on disk: the same gradients, errors of the disk, and regions of the file."""
+"""Activations on disk: equal gradients, disk errors, and regions of the file."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_regions_are_used_again_in_later_steps(scratch: Scratch) -> None:
     assert [each[0] for each in traffic] == [traffic[0][0] * (step + 1) for step in range(4)]
     assert [each[1] for each in traffic] == [traffic[0][1] * (step + 1) for step in range(4)]
     written, read = traffic[0]
-    # The last two blocks are still in memory in backward, and x and the mask have one copy each.
+    # In backward, the activations of the last two blocks are still in memory, and x and the mask have one copy each.
     assert (NUM_BLOCKS - 2) / NUM_BLOCKS * written * 0.9 <= read < written
 
 

@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 def assert_same(make_net: Callable[[], Any], way: tuple[str, str], num_steps: int = 2) -> None:
-    """Check that the steps of a net with ``way`` are equal to the steps without it."""
+    """Check that the steps of a network with ``way`` equal the steps without it."""
     plain, ours = make_net(), make_net()
     with recomputed(ours, *way):
         for _ in range(num_steps):
@@ -252,7 +252,7 @@ def test_batch_norm_that_is_frozen_at_first() -> None:
 
 
 def test_random_numbers_after_saved_attention_are_identical(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention kernels draw their own dropout, which later random numbers must not repeat."""
+    """Attention kernels draw random numbers for dropout, which later random numbers must not repeat."""
 
     class Noisy(Block):
         def forward(self, x: Tensor) -> Tensor:

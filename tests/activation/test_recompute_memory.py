@@ -61,7 +61,7 @@ def kept_per_block(policy: str) -> float:
 
 
 def test_saved_bytes_per_block() -> None:
-    statistics = 1 / 16  # two norms: mean and deviation of each row; attention: one number per row of scores
+    statistics = 1 / 16  # mean and deviation of each row in two norms, and one number per row of attention scores
     assert WIDTH == 16 * HEADS == 64
     assert kept_per_block("full") == 1
     # The input; query, key and value; result and statistics of attention; the result of each branch; 4 of the MLP.

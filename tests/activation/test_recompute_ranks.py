@@ -70,7 +70,7 @@ def test_two_ranks(on_ranks: RankPool, strategy: str, precision: str) -> None:
 
 
 def gathers_of_a_step(setup: Setup) -> list[float]:
-    """Return the numbers of collectives without and with each setting."""
+    """Return the number of collectives without recomputation and with each setting."""
     counts = []
     gather = PairwiseAllGather.__call__
     for levers in ({}, FULL, SELECTIVE):
@@ -82,7 +82,7 @@ def gathers_of_a_step(setup: Setup) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_second_forward_runs_no_additional_all_gather(on_ranks: RankPool, strategy: str) -> None:
-    """The block is already unsharded for its backward, including norms and products."""
+    """The block is already unsharded for its backward, including norms and weights of matmuls."""
     setup = Setup(strategy, precision="bf16-mixed", num_steps=2)
     for none, full, selective in on_ranks(2, gathers_of_a_step, setup):
         assert none == full == selective > 0

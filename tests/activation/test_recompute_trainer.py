@@ -1,4 +1,4 @@
-"""Recomputation with a keyword of the Trainer, in fits, evaluations and resumed runs."""
+"""Recomputation that a keyword of the Trainer enables, in fits, evaluations and resumed runs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def make_gpt(width: int = 32, num_layers: int = 2) -> nn.Module:
 
 
 def make_transformer(kind: str) -> Any:
-    """Return a tiny ``"gpt2"``, ``"llama"`` or ``"bert"`` model of Hugging Face."""
+    """Return a tiny Hugging Face model: ``"gpt2"``, ``"llama"`` or ``"bert"``."""
     from tests.hugging_face.small import small  # late: skips the tests that need transformers, and no other tests
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def loss_of(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Adaptable(Module):
-    """Module around any of :data:`MODELS`."""
+    """Module that wraps any of :data:`MODELS`."""
 
     def __init__(self, kind: str = "gpt") -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_a_second_run_without_the_keyword_keeps_and_reports_the_adapters(
     assert shown.count("the model has adapters that this Plan does not contain") == 1
     assert found in shown
     assert "from roomier.adapters import merge_lora" in shown
-    assert "LoRA, rank 4, on blocks" in shown  # a row of the table, without a keyword
+    assert "LoRA, rank 4, on blocks" in shown  # a row of the table, although no keyword requested it
     assert ("Every choice is exact" in shown) == (base == "as_is")
     moved = {name for name, each in module.state_dict().items() if not torch.equal(each, before[name])}
     assert moved

@@ -81,8 +81,9 @@ def test_bytes_per_number(code_format: str) -> None:
 def test_the_error_on_normal_weights_matches_the_formats() -> None:
     """Compare the error with the expected values.
 
-    A step of int8 is 1/127 of the largest of 64 numbers, about 2.5 sigma, and sqrt(1/12) of a step is 0.6 % of sigma.
-    16 levels of equal frequency have an error of 9 to 10 %. 16 even steps (int4) have a larger error.
+    A step of int8 is 1/127 of the largest of 64 numbers, which is about 2.5 sigma. The rounding error is sqrt(1/12) of
+    a step, or 0.6 % of sigma. 16 levels of equal frequency have an error of 9 to 10 %. 16 even steps (int4) have a
+    larger error.
     """
     torch.manual_seed(0)
     values = torch.randn(2**18)

@@ -1,4 +1,4 @@
-"""Adapters: the layers that get them, and training compared with a plain PyTorch loop."""
+"""Adapters: the layers to which they are added, and training compared with a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names_of(network: nn.Module) -> list[str]:
 
 
 class ByHand(nn.Module):
-    """LoRA of the paper around a layer, in plain PyTorch."""
+    """Layer with LoRA as in the paper, in plain PyTorch."""
 
     def __init__(self, layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_layers_whose_weights_other_modules_read_are_not_adapted() -> None:
             if name.endswith("lora_B"):
                 each.normal_()
         trained = encoder(x)
-        # Not computed by a kernel that reads only the weights.
+        # The evaluation does not use a kernel that reads only the weights.
         assert torch.allclose(encoder.eval()(x), trained, atol=1e-5)
 
 

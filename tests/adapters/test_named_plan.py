@@ -1,4 +1,4 @@
-"""The plan of a run contains the adapters that the model has, before and after the engine is built."""
+"""The plan of a run contains the adapters of the model, before and after the engine is built."""
 
 from roomier.adapters.found import name_adapters
 from roomier.adapters.lora import adapted_layers, apply_lora

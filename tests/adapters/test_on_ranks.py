@@ -54,7 +54,7 @@ def trained(
     accumulate: int = 1,
     half: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the full state of the model after three steps, on the host."""
+    """Return the full state of the model in host memory after three steps."""
     ranks = ranks_here() if strategy != "single" else Ranks()
     name = {"name": "hsdp", "shard_size": 1} if strategy == "hsdp" else strategy
     plan = plan_from_flags(
@@ -144,7 +144,7 @@ def test_a_model_on_meta_with_the_weights_of_a_file(on_ranks: RankPool, strategy
 
 
 def trained_compressed(optimizer: str, compression: str) -> tuple[bool, bool]:
-    """Return if the ranks have the same adapters after training, and if the adapters changed."""
+    """Return two values: True if the ranks have the same adapters after training, and True if the adapters changed."""
     ranks = ranks_here()
     plan = plan_from_flags(
         strategy={"name": "ddp", "gradient_compression": compression},

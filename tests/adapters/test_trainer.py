@@ -91,7 +91,7 @@ def test_evaluation_after_a_fit_and_from_a_checkpoint(make_trainer: MakeTrainer,
     other = Adaptable()
     trained = make_trainer(lora=lora(base)).validate(other, batches, ckpt_path=tmp_path / "saved")
     assert trained[0]["val_loss"] == pytest.approx(float(expected.mean()))
-    plain = make_trainer().validate(other, batches)  # without the keyword, because they are part of the model
+    plain = make_trainer().validate(other, batches)  # without the keyword, because the adapters are part of the model
     assert plain[0]["val_loss"] == pytest.approx(float(expected.mean()))
 
 
@@ -246,7 +246,7 @@ def test_weights_of_a_checkpoint_of_the_plain_model(
     losses = [loss_of(each, batches[0]).item() for each in (module.net, plain.net)]
     assert losses[0] == pytest.approx(losses[1], abs=rounding)
     trainer.save_checkpoint(tmp_path / "adapted")
-    again = Adaptable()  # from a checkpoint with adapters, all weights
+    again = Adaptable()  # all weights are read from a checkpoint with adapters
     make_trainer(lora=lora(base), optimizer={**OPTIMIZER, "lr": 1e-12}, max_steps=1).fit(
         again, batches, weights=tmp_path / "adapted"
     )

@@ -84,7 +84,7 @@ class NamesClasses(Deep):
 
 def test_classes_in_no_split_modules_are_blocks() -> None:
     holder = nn.Module()
-    holder.model = NamesClasses()  # a module around the model
+    holder.model = NamesClasses()  # a module that contains the model
     layers = [each for each in holder.modules() if isinstance(each, Layer)]
     assert len(layers) == 5
     assert find_blocks(holder) == layers
@@ -117,7 +117,7 @@ def test_block_with_a_shared_tensor_belongs_to_the_root() -> None:
 
 
 def test_submodules_of_attention_are_not_units() -> None:
-    """The forward of attention reads their weights without calling them."""
+    """The forward of attention reads the weights of its submodules without calling the submodules."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
     assert units_of(model, find_blocks(model)) == [model["attention"], model["head"]]
 

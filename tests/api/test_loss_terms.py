@@ -1,4 +1,4 @@
-"""Number of terms over which the loss of a batch averages."""
+"""Number of terms in the mean that is the loss of a batch."""
 
 from collections import UserDict
 

@@ -1,4 +1,4 @@
-"""Misspelled and removed hooks are reported; other names are not."""
+"""Misspelled and removed hooks are reported, but other names are not."""
 
 import pytest
 import torch

@@ -58,7 +58,7 @@ def test_copy_has_no_trainer(attached, duplicate):
 
 
 def test_copy_within_a_fit(tmp_path):
-    """As weight averaging creates one."""
+    """Weight averaging creates such a copy."""
     copies = []
 
     class Copies(Net):

@@ -71,7 +71,7 @@ def test_the_report_contains_flex_attention() -> None:
 
     q = torch.randn(1, 2, 16, 8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is slow without compilation
+        warnings.simplefilter("ignore")  # the kernel warns that it is slow without compilation
         plain = flex_attention(q, q, q)
         outputs: list[Any] = []
         seen = watched(lambda: outputs.append(flex_attention(q, q, q)))
@@ -101,7 +101,7 @@ def test_the_selected_kernel_runs_in_training_and_evaluation(make_trainer: Calla
 
 
 def test_recomputation_uses_the_selected_kernel(make_trainer: Callable[..., Trainer]) -> None:
-    """With another kernel in the recomputation, gradients would have other rounding."""
+    """With a different kernel in the recomputation, gradients would be rounded differently."""
     seen: list[AttentionReport] = []
 
     class Watching(Language):

@@ -1,4 +1,4 @@
-"""Fixtures for wrong inputs: a finished run with a good checkpoint, which no input may damage.
+"""Fixtures for invalid inputs: a finished run with a valid checkpoint, which no input may damage.
 
 The fixture ``nothing_is_lost`` wraps every test in this folder. After the test, the earlier checkpoint still loads
 bit for bit, no partial folder exists, and the settings, threads and children of the process are unchanged.
@@ -57,7 +57,7 @@ def make_batches(num_batches: int = 4, batch_size: int = 4) -> list[tuple[Tensor
 
 @dataclass
 class Desk:
-    """The folders and data of one test.
+    """Folders and data of one test.
 
     Attributes:
         root: ``default_root_dir``; ``version_0`` in it is a finished run of ``Net``.
@@ -90,7 +90,7 @@ class Desk:
         ckpt_path: Any = None,
         **keywords: Any,
     ) -> roomier.Trainer:
-        """Make a Trainer with ``keywords`` and fit. The defaults are the arguments of the finished run."""
+        """Create a Trainer with ``keywords``, and run a fit. The defaults are the arguments of the finished run."""
         trainer = self.trainer(**keywords)
         data = self.batches if train is None and datamodule is None else train
         trainer.fit(Net() if model is None else model, data, val, datamodule=datamodule, ckpt_path=ckpt_path)
@@ -115,7 +115,7 @@ def desk(finished_run: Path, tmp_path: Path) -> Desk:
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost(desk: Desk) -> Iterator[None]:
-    """Fail the test if its wrong input damaged data or changed the process."""
+    """Fail the test if its invalid input damaged data or changed the process."""
     files = _bytes_in(desk.good.parent)
     state = checkpoint.load(desk.good)
     before, running = _process_settings(), _running()
@@ -163,7 +163,8 @@ def _running() -> set[str]:
 
 
 def _started_since(running: set[str]) -> set[str]:
-    """Return the threads and children that started after ``before``. Those of earlier tests may end meanwhile."""
+    """Return the threads and children that started after ``before``. Threads and children of earlier tests may end
+    meanwhile."""
     return _running() - running
 
 
@@ -197,8 +198,8 @@ Act = Callable[[Desk], object]
 
 @pytest.fixture
 def refuses(desk: Desk) -> Callable[..., RoomierError]:
-    """Call ``refuses(act, kind, field, received, action)`` to check an error of ``kind`` that ``act`` raises. Its text
-    must begin with ``field=``, contain ``received`` and state ``action``, the next action of the user."""
+    """Call ``refuses(act, kind, field, received, action)`` to check an error of ``kind`` that ``act`` raises. The text
+    of the error must begin with ``field=``, contain ``received``, and state ``action``, the next action of the user."""
 
     def check(act: Act, kind: type[RoomierError], field: str, received: str, action: str) -> RoomierError:
         with pytest.raises(RoomierError) as caught:

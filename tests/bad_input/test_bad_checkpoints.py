@@ -17,7 +17,7 @@ MORE = {"max_epochs": 3}
 
 
 def resume(desk, model=None, **keywords):
-    """Resume from the good checkpoint. A rejected resume must not change the model."""
+    """Resume from the valid checkpoint. A rejected resume must not change the model."""
     model = desk.Net() if model is None else model
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
@@ -40,7 +40,7 @@ def with_scheduler(make):
 
 
 class Renamed(roomier.Module):
-    """``Net`` with other names of its layers."""
+    """``Net`` whose layers have other names."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Renamed(roomier.Module):
 
 
 def damage(desk, change, pattern="*.safetensors"):
-    """Change the bytes of a file of the good checkpoint and resume from it."""
+    """Change the bytes of a file in the valid checkpoint, and resume from this checkpoint."""
     (desk.root / "damaged-on-purpose").touch()
     path = sorted(desk.good.glob(pattern))[0]
     data = change(path.read_bytes())

@@ -25,7 +25,7 @@ class Stream(IterableDataset):
 
 
 class Broken(Dataset):
-    """A data set whose third sample raises an error."""
+    """A dataset whose third sample raises an error."""
 
     def __len__(self):
         return 6
@@ -37,7 +37,7 @@ class Broken(Dataset):
 
 
 class Dies(Broken):
-    """A data set that kills the worker process, like the out-of-memory killer."""
+    """A dataset that kills the worker process, as the out-of-memory killer does."""
 
     def __getitem__(self, index):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -199,7 +199,7 @@ def test_unreadable_parts_of_data_are_rejected(act, field, received, action, ref
     refuses(act, RoomierError, field, received, action)
 
 
-# Errors of the user's own code ------------------------------------------------------------------------------------
+# Errors in the user's code ------------------------------------------------------------------------------------
 
 
 class Witness(roomier.Callback):

@@ -27,7 +27,7 @@ def small_disk(tmp_path):
 
 @contextmanager
 def files_limited_to(num_bytes):
-    """Limit the size of files of this process to ``num_bytes``, like a disk quota."""
+    """Limit the size of the files that this process writes to ``num_bytes``, like a disk quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -153,7 +153,7 @@ def test_a_quota_exceeded_at_a_resume_keeps_the_files_of_the_run(desk):
 
 
 def test_an_unwritable_log_does_not_end_the_run(desk, small_disk, capsys):
-    """The weights of a long run are worth more than its log."""
+    """If the log cannot be written, the weights of a long run must still be saved."""
     net = desk.net(on_train_start=lambda self: fill_up(small_disk))
     trainer = desk.fit(net, default_root_dir=small_disk, enable_checkpointing=False, log_every_n_steps=1)
     assert trainer.global_step == 8

@@ -1,4 +1,4 @@
-"""Every Trainer keyword with a wrong type or value is rejected when the Trainer is created."""
+"""Every Trainer keyword whose value has a wrong type or is invalid is rejected when the Trainer is created."""
 
 import inspect
 import re

@@ -519,7 +519,7 @@ def test_a_nan_keeps_the_checkpoint_before_it_and_the_run_resumes_from_it(desk):
 
 
 def test_nan_weights_never_replace_a_valid_checkpoint(desk):
-    """The loss is still finite at the step whose gradient makes the weights NaN."""
+    """The loss is still finite in the step whose gradient makes the weights NaN."""
     root = desk.root.parent / "other"
 
     def training_step(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""Runs a benchmark of the command ``roomier bench`` in the process of the tests."""
+"""Fixture that runs a benchmark of the command ``roomier bench`` in the process of the tests."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from roomier.cli.main import main
 
 @pytest.fixture(scope="session")
 def bench() -> Callable[..., dict[str, Any]]:
-    """Call ``bench(*words)``. It returns the JSON object that ``roomier bench`` prints for these words."""
+    """Call ``bench(*words)``. The function returns the JSON object that ``roomier bench`` prints for these words."""
 
     def run(*words: str) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:

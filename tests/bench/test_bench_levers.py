@@ -51,7 +51,7 @@ def check_rows(result: dict[str, Any], names: list[str]) -> None:
 
 
 def test_both_trainers_hold_the_same_tensors(result: dict[str, Any]) -> None:
-    """Without a lever, both have the same model, batch and optimizer, so their tensors differ by a few small ones."""
+    """Without a lever, both runs have the same model, batch and optimizer, so only a few small tensors differ."""
     ours, theirs = result["rows"][:2]
     assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=0.02)
     assert ours["peak_by_kind"]["optimizer_state"] == theirs["peak_by_kind"]["optimizer_state"]

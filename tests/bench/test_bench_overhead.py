@@ -20,8 +20,8 @@ def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_the_overhead_is_the_difference_of_trainer_and_bare_loop(result: dict[str, Any]) -> None:
-    # Only a quiet machine can measure the value: under load, the difference of two short times can be negative.
-    # The number of calls, below, does not depend on load.
+    # Only an idle machine can measure the value. Under load, the difference between two short times can be negative.
+    # The number of calls, which is checked below, does not depend on the load.
     for kind in ("wall", "cpu"):
         samples = result[f"samples_{kind}_us"]
         both = zip(samples["trainer"], samples["bare"], strict=True)
@@ -32,7 +32,7 @@ def test_the_overhead_is_the_difference_of_trainer_and_bare_loop(result: dict[st
 
 @pytest.mark.slow
 def test_the_trainer_stays_close_to_the_bare_loop(result: dict[str, Any]) -> None:
-    assert 0 < result["overhead_cpu_us"] < 200  # the goal is 60 on a quiet machine
+    assert 0 < result["overhead_cpu_us"] < 200  # the goal is 60 us on an idle machine
 
 
 def test_few_frames_between_fit_and_training_step(result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Parts of all benchmarks: turns, clocks, frames, calls and circumstances."""
+"""Parts that all benchmarks use: turns, clocks, frames, calls and circumstances."""
 
 import importlib.util
 import io
@@ -127,7 +127,7 @@ def test_only_calls_into_the_library_are_counted(library: ModuleType) -> None:
         io.StringIO("own").read()
 
     library.fit(training_step)
-    # outer, between, and the generator: started and resumed twice.
+    # The calls are outer, between, and three calls of the generator, which is started and then resumed twice.
     assert count.per_step == 5
     assert sys.getprofile() is None
 

@@ -1,4 +1,4 @@
-"""``roomier bench seed``: options, forecasts, and trainings of the tiny sizes."""
+"""``roomier bench seed``: options, forecasts, and training runs of the tiny sizes."""
 
 import argparse
 import io

@@ -1,4 +1,4 @@
-"""``roomier bench gpu`` with tiny models on the CPU, its results file, and parts that fail or take too long."""
+"""``roomier bench gpu`` with tiny models on the CPU: its results file, and parts that fail or take too long."""
 
 import argparse
 import json
@@ -103,7 +103,7 @@ def test_both_trainers_run_in_one_process(long_result: dict[str, Any]) -> None:
         "vanilla, transformers",
         "all, transformers",
     ]
-    # Both hold the same tensors, apart from a few small ones.
+    # Both rows have the same tensors, except for a few small ones.
     assert rows[0]["peak_bytes"] == pytest.approx(rows[2]["peak_bytes"], rel=0.02)
     assert rows[0]["published"] == [8.86, 14949]
 
@@ -154,7 +154,7 @@ def test_lines_of_a_different_size_or_commit_do_not_count(tmp_path: Path) -> Non
     results.append("row", "copies", row="b", status="failed")
     results.append("end", "copies", status="complete")
     with path.open("a") as file:
-        file.write('{"record": "row", "part": "cop')  # a process was stopped while it wrote
+        file.write('{"record": "row", "part": "cop')  # the process was stopped while it wrote this record
     results.append("row", "copies", row="c", status="unsupported")
     assert results.finished_rows("copies") == {"a", "c"}
     assert set(results.rows("copies")) == {"a", "b", "c"}
@@ -192,7 +192,8 @@ def part_of(rows: dict[str, Callable[[], dict[str, Any]]]) -> Any:
 
 
 def test_no_row_starts_that_would_exceed_the_time_limit(tmp_path: Path) -> None:
-    """Of 100 s, 90 s can be used. After rows of 20 s and 40 s, a third row would end after 100 s."""
+    """The rows can use 90 s of the time limit of 100 s. After rows of 20 s and 40 s, a third row would end after 100
+    s."""
     results, clock = Results(tmp_path / "results.jsonl", FACTS), Clock()
     part = part_of({name: clock.row(took_s) for name, took_s in (("a", 20), ("b", 40), ("c", 1), ("d", 1))})
     measure_part("planner", part, SETTING, results, 100, clock)
@@ -261,7 +262,8 @@ def test_a_failing_part_is_recorded_and_the_others_run(
 
 def test_the_processes_that_a_part_started_are_stopped(tmp_path: Path) -> None:
     child = "[sys.executable, '-c', 'import time; time.sleep(600)']"
-    code = f"import subprocess, sys; print(subprocess.Popen({child}).pid)"  # ends before the process that it started
+    # this process ends before the process that it started
+    code = f"import subprocess, sys; print(subprocess.Popen({child}).pid)"
     with (tmp_path / "output").open("w+") as output:
         assert case.run_with_limit([sys.executable, "-c", code], output, 100) == 0
         output.seek(0)

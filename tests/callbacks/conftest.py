@@ -35,7 +35,7 @@ class Scripted(Module):
 
 
 class KilledError(Exception):
-    """Simulates a killed process: callbacks do not save on this exception."""
+    """Exception that simulates a killed process. Callbacks do not save on this exception."""
 
 
 class KillAt(Callback):

@@ -1,4 +1,4 @@
-"""Kept checkpoints: hand-computed examples, and a reference that sorts all checkpoints."""
+"""Checkpoints that are kept: hand-computed examples, and a reference that sorts all checkpoints."""
 
 import math
 import random
@@ -11,7 +11,7 @@ BEST_TWO = Keep(top_k=2, lower_is_better=True, monitored=True, last=False)
 
 
 def play(keep: Keep, scores: list[float | None]) -> list[Ledger]:
-    """Save checkpoints ``"0"``, ``"1"``, ... with these scores and return the ledger after each."""
+    """Save checkpoints ``"0"``, ``"1"``, ... with these scores, and return the ledger after each checkpoint."""
     ledger, ledgers = Ledger(), []
     for step, score in enumerate(scores):
         if ledger.enters(score, keep) or keep.last:

@@ -61,7 +61,7 @@ def test_value_equal_to_a_threshold_does_not_stop(
     make_trainer: Make, scripted: Any, batches: Any, threshold: str
 ) -> None:
     for mode in ("min", "max"):
-        for number in (0.1, 0.35):  # rounding to float32 increases one and decreases the other
+        for number in (0.1, 0.35):  # rounding to float32 increases the first number and decreases the second number
             stopping = EarlyStopping("val_loss", mode=mode, **{threshold: number})
             trainer = make_trainer(stopping, max_epochs=2, enable_checkpointing=False, logger=False)
             trainer.fit(scripted([number]), batches[:1], batches[:1])

@@ -1,4 +1,5 @@
-"""Modules that are frozen first and trained later: learning rates, groups, resumes, and several ranks."""
+"""Modules that are frozen first and trained later: learning rates, parameter groups, resumed runs, and several
+ranks."""
 
 from collections.abc import Callable
 from pathlib import Path

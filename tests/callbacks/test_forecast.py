@@ -1,4 +1,4 @@
-"""MemoryForecast: prints, logs and stores forecast and measurement without changing the run."""
+"""MemoryForecast prints, logs and stores the forecast and the measurement without changing the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accumulation that changes with the epoch: steps, number of steps, schedules and resumes."""
+"""Accumulation that changes with the epoch: steps, number of steps, schedules and resumed runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +78,7 @@ def planned(make: Make, path: Path | None = None, max_steps: int = -1, save: Pat
 def test_planned_schedule_ends_with_the_run_and_a_resume_is_exact(make_trainer: Make, tmp_path: Path) -> None:
     straight = planned(make_trainer)
     assert straight.rates[-1] == pytest.approx(0.0, abs=1e-9)
-    assert straight.rates[-2] == pytest.approx(0.1 / 16)  # of 3 + 3 + 10 steps
+    assert straight.rates[-2] == pytest.approx(0.1 / 16)  # the run has 3 + 3 + 10 steps
     for step in (4, 8):
         planned(make_trainer, max_steps=step, save=tmp_path / str(step))
         resumed = planned(make_trainer, path=tmp_path / str(step))

@@ -188,7 +188,7 @@ def test_other_steps_are_not_tracked(fit: Callable[..., Trainer]) -> None:
             seen.append((_get_current_dispatch_mode() is not None, len(trainer.engine.hooks.after_backward)))
 
     fit(MemoryAnatomy(at_step=3), Watching(), max_steps=6)
-    # the step before it identifies the kinds of the tensors
+    # the previous step identifies the kinds of the tensors
     assert seen == [(False, 0), (True, 1), (True, 1), (False, 0), (False, 0), (False, 0)]
 
 

@@ -105,7 +105,7 @@ def test_removal_prevented_by_a_kill_is_completed(
     with pytest.raises(killed_error):
         make_trainer(KeepCopy(), kill_at(22), killed, max_epochs=5).fit(scripted(), batches)
     assert folders(killed.dirpath) == ["epoch=1-step=20"]
-    # Restores the state before the removal.
+    # Restore the state from before the removal.
     shutil.copytree(tmp_path / "copy", os.path.join(str(killed.dirpath), "epoch=0-step=10"))
 
     resumed = ModelCheckpoint()

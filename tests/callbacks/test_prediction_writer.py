@@ -1,4 +1,4 @@
-"""Predictions that are written to files or streamed, so that none stays in memory."""
+"""Predictions that are written to files or streamed, so that they do not stay in memory."""
 
 import os
 import signal

@@ -285,4 +285,4 @@ def test_overhead_of_a_step_without_redraw(make_trainer: Make, scripted: Any, ba
 
     make_trainer(bar, max_epochs=1, log_every_n_steps=10**6, logger=False).fit(Measure(), batches)
     print(f"{min(cost_s) * 1e9:.0f} ns")
-    assert min(cost_s) < 10e-6  # about 0.5 microseconds on an idle core, with a margin for a shared core
+    assert min(cost_s) < 10e-6  # about 0.5 microseconds on an idle core; the bound includes a margin for a shared core

@@ -30,7 +30,7 @@ OFF = {"logger": False, "enable_checkpointing": False}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace the clock by one that advances by one second in each micro-batch."""
+    """Replace the clock with a clock that advances by one second in each micro-batch."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     tick = lambda *_: now.__setitem__(0, now[0] + 1.0)  # noqa: E731

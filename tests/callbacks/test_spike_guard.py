@@ -1,4 +1,5 @@
-"""Bad steps that are skipped, undone by a rollback, or end the run, also on several ranks and after a resume."""
+"""Bad steps that are skipped, are undone by a rollback, or end the run, including on several ranks and after a
+resume."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_checkpoints_contain_no_bad_step(make_trainer: Make, tmp_path: Path) -> 
 
 
 class BadOnce(Net):
-    """The loss of the first batch of epoch 1 is NaN. BackboneFinetuning freezes the first layer."""
+    """Module with a NaN loss in the first batch of epoch 1. BackboneFinetuning freezes the first layer."""
 
     backbone = property(lambda self: self.layer)
 

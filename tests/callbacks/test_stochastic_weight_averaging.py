@@ -75,7 +75,7 @@ def test_swa_equals_lightning(lightning: Any, tmp_path: Path, norm: bool, argume
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             if (
                 trainer.current_epoch == 6
-            ):  # Lightning's epoch for the statistics, after which it updates the average again
+            ):  # in this epoch, Lightning computes the statistics, and then updates the average again
                 averages.append({name: each.detach().clone() for name, each in pl_module.named_parameters()})
 
     swa = lightning.callbacks.StochasticWeightAveraging(0.05, **arguments)

@@ -120,7 +120,7 @@ def test_flops_per_parameter() -> None:
         {"embed": nn.Embedding(10, 4), "layer": nn.Linear(4, 3), "head": nn.Linear(4, 10, bias=False)}
     )
     assert flops_per_token(model) == 6 * (12 + 3 + 40)
-    model["head"].weight = model["embed"].weight  # tied, so the embedding is used in a matrix product
+    model["head"].weight = model["embed"].weight  # the weight is tied, so the embedding is used in a matrix product
     assert flops_per_token(model) == 6 * (12 + 3 + 40)
     model["layer"].requires_grad_(False)
     assert flops_per_token(model) == 4 * (12 + 3) + 6 * 40

@@ -1,4 +1,4 @@
-"""Averages of weights: formulas, validated and saved weights, resumes, and several ranks."""
+"""Averages of weights: formulas, validated and saved weights, resumed runs, and several ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -211,7 +211,8 @@ class Plain(Net):
 
 
 def fit_straight_and_resumed(root: Path, num_devices: int = 1, strategy: str = "single") -> float:
-    """Save ``straight``, ``half`` and ``resumed``; return the last validation loss, computed with the average."""
+    """Save ``straight``, ``half`` and ``resumed``. Return the last validation loss, which is computed with the
+    average."""
 
     def run(name: str, *callbacks: Callback, ckpt_path: Path | None = None) -> Trainer:
         torch.manual_seed(3)

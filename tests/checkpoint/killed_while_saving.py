@@ -28,7 +28,7 @@ def state_of(step: int) -> dict:
 
 
 def step_in(path: Path) -> int:
-    """Return the step of the checkpoint at ``path``. All its tensors must have this step."""
+    """Return the step of the checkpoint at ``path``. All of its tensors must contain this step."""
     state = checkpoint.load(path)
     step = state["progress"]["global_step"]
     assert (state["module"]["w"] == step).all()
@@ -37,7 +37,7 @@ def step_in(path: Path) -> int:
 
 
 def save_and_die_at(num_events: int, path: Path, step: int) -> bool:
-    """Save in a child that is killed at its ``num_events``-th file system call. Return False if it finished."""
+    """Save in a child that is killed at its ``num_events``-th file system call. Return False if the save finished."""
     pid = os.fork()
     if pid == 0:
         counter = itertools.count()
@@ -55,7 +55,8 @@ def save_and_die_at(num_events: int, path: Path, step: int) -> bool:
 
 
 def save_until_killed(root: Path, first_step: int, after_s: float) -> int:
-    """Save in a child for ``after_s`` seconds, into new folders and ``last``. Return the last step that it reported."""
+    """Save in a child for ``after_s`` seconds, into new folders and ``last``. Return the last step that the child
+    reported."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -73,7 +74,8 @@ def save_until_killed(root: Path, first_step: int, after_s: float) -> int:
 
 
 def kill_at_every_call(root: Path) -> int:
-    """Replace a checkpoint repeatedly. Each save is killed one call later, until a save finishes."""
+    """Replace a checkpoint repeatedly. Each save is killed one call later than the previous save, until a save
+    finishes."""
     path = root / "last"
     checkpoint.save(path, state_of(0))
     surviving_path, num_events, killed = 0, 0, True

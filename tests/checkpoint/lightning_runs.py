@@ -88,7 +88,7 @@ def fit_in_lightning(
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for example about few workers and deprecated parts of torch
+        warnings.simplefilter("ignore")  # for example, warnings about few workers and deprecated parts of torch
         trainer = pl.Trainer(**{"max_epochs": max_epochs, "accelerator": "cpu", **quiet, **keywords})
         trainer.fit(module, loader(), loader(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
         if save_at is not None:

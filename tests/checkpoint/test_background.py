@@ -1,4 +1,4 @@
-"""Saving in the background: its waits, its results, and its errors."""
+"""Saving in the background: waits, results and errors."""
 
 from __future__ import annotations
 

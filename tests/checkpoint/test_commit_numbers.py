@@ -1,4 +1,4 @@
-"""The newest checkpoint is the one that was committed last, independent of the clock of the machine."""
+"""The newest checkpoint is the checkpoint that was committed last, regardless of the machine's clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def numbers_in(folder: Path) -> dict[str, int]:
 
 
 def rewrite(path: Path, **values: Any) -> None:
-    """Change values of a record; None removes one."""
+    """Change values in a record. None removes a value."""
     content = json.loads((path / "run.json").read_bytes())["content"]
     content = {key: value for key, value in {**content, **values}.items() if value is not None}
     data = json.dumps(content, separators=(",", ":")).encode()

@@ -29,7 +29,8 @@ NAMES: dict[str, list[str]] = {
 
 @contextmanager
 def classes_of_omegaconf() -> Iterator[dict[str, type]]:
-    """Provide classes with the names of OmegaConf's classes, which need not be installed, while a file is written."""
+    """While a file is written, provide classes with the names of OmegaConf's classes. OmegaConf need not be
+    installed."""
     made: dict[str, type] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module_name, names in NAMES.items():

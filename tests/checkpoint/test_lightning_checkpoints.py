@@ -197,7 +197,7 @@ def _loaded(path: Path) -> Any:
 
 
 class Plain(nn.Module):
-    """Network whose layers are in an attribute or at the top level."""
+    """Module whose layers are in an attribute or at the top level."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_the_loss_scale_is_restored(tmp_path: Path, make_trainer: Callable[..., 
         "growth_interval": 2000,
         "_growth_tracker": 7,
     }
-    torch.save({**content, "MixedPrecision": scale}, path)  # Lightning has a loss scale on GPUs only
+    torch.save({**content, "MixedPrecision": scale}, path)  # Lightning has a loss scale only on GPUs
     trainer = make_trainer(max_epochs=1, precision="16-mixed")
 
     trainer.fit(OwnModule(), loader(), ckpt_path=path)

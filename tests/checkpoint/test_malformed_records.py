@@ -1,7 +1,8 @@
-"""Records that are malformed although their checksums are valid: an error that names file and field, or a correct load.
+"""Malformed records with valid checksums: loading raises an error that names the file and the field, or is correct.
 
-Whoever can write a checkpoint can compute its checksums. Loading one may fail, but only with a CheckpointError, before
-anything of the run changed, without waiting and without reading more than the checkpoint has.
+A program that can write a checkpoint can compute its checksums. Loading such a checkpoint may fail, but only with a
+CheckpointError. The error must be raised before the state of the run changes, without waiting, and without reading
+beyond the end of the checkpoint.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def resume_from(desk: Desk, path: Path) -> RoomierError | None:
 
 
 def check_outcome(desk: Desk, mutation: Mutation, content: Json) -> bool:
-    """Resume from the newest checkpoint after ``mutation``. Return True if it was rejected."""
+    """Resume from the newest checkpoint after ``mutation``. Return True if the checkpoint was rejected."""
     write_content(desk.newest, mutated(content, mutation))
     error = resume_from(desk, desk.newest)
     if error is not None:
@@ -206,7 +207,8 @@ def check_outcome(desk: Desk, mutation: Mutation, content: Json) -> bool:
             name in str(error)
             for name in ("run.json", str(desk.newest), "optimizer", "lr_scheduler", "train_dataloaders")
         ), error
-        # Weights are reported with their names. A mutation of the entry of all weights is reported for the model.
+        # An error about a weight contains the name of the weight. If the entry of all weights is mutated, the error
+        # names the model.
         weights = (mutation[0][2:3] or ("model",)) if entry == "module" else ()
         # A record without any entry cannot be distinguished from a record of weights.
         empty = ("weights only",) if mutation[0] == ("tree",) else ()
@@ -299,7 +301,7 @@ def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], str]
 
 
 def with_content(data: bytes) -> Callable[[Path], str]:
-    """Replace the content of the record by ``data``, with a valid checksum."""
+    """Replace the content of the record with ``data``, and write a valid checksum."""
 
     def change(path: Path) -> str:
         (path / "run.json").write_bytes(b'{"crc32": "%08x", "content": ' % zlib.crc32(data) + data + b"}\n")
@@ -362,7 +364,7 @@ def header_of(data: bytes) -> Json:
 
 
 def write_header(path: Path, file: Path, header: Json, length: int | None = None) -> None:
-    """Replace the header of a tensor file, and its size and checksum in the record."""
+    """Replace the header of a tensor file, and update its size and checksum in the record."""
     data = file.read_bytes()
     text = json.dumps(header).encode()
     start = struct.pack("<Q", len(text) if length is None else length)

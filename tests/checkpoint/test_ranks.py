@@ -68,7 +68,7 @@ def save_sharded(path: Path, name: str) -> None:
 
 
 def load_sharded(path: Path, name: str) -> None:
-    tensor_file.CHUNK_BYTES = 24  # several reads for one tensor
+    tensor_file.CHUNK_BYTES = 24  # so that each tensor requires several reads
     stored = checkpoint.load(path, ranks=all_ranks())
     expected = {key: each for key, each in full_tensors().items() if key in stored["module"]}
     assert {**stored["module"]}.keys() == expected.keys()

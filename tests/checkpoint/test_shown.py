@@ -1,4 +1,4 @@
-"""Checkpoint entries of a LightningModule's hooks: data is kept, and objects are skipped and reported."""
+"""Checkpoint entries that a LightningModule's hooks add: data is stored, but objects are skipped and reported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Invalid options give one message. Exceptions of the user's code keep their traceback."""
+"""Invalid options cause one message. Exceptions of the user's code keep their traceback."""
 
 from pathlib import Path
 
@@ -145,7 +145,8 @@ def num_values(level: int) -> int:
     return 1 + 8 * (num_values(level - 1) if level else 1)
 
 
-NUM_VALUES = 1 + sum(1 + num_values(level) for level in range(40))  # the mapping, and one key and one list per level
+# one for the mapping, and for each level one key and one list
+NUM_VALUES = 1 + sum(1 + num_values(level) for level in range(40))
 
 
 def test_error_in_a_step_contains_the_place_in_the_users_code(

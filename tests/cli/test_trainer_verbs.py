@@ -1,4 +1,5 @@
-"""``roomier fit``, ``validate``, ``test`` and ``predict`` in this process, on the classes of ``project/cli_toy.py``."""
+"""``roomier fit``, ``validate``, ``test`` and ``predict`` in this process, with the classes in
+``project/cli_toy.py``."""
 
 import inspect
 import json
@@ -206,7 +207,7 @@ def test_installed_command_imports_classes_of_the_current_folder(tmp_path: Path)
 def test_help_describes_each_option_of_the_trainer() -> None:
     output = trainer_parser("fit").format_help()
     assert not re.findall(r"--trainer\.(\w+)\+? \S+\s+\(type", output)  # without a description, the type comes first
-    assert "num_nodes:" not in output  # the description of another option
+    assert "num_nodes:" not in output  # a text of another option must not contain this description
     assert "lr_schedule:" not in output
 
 

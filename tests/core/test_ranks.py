@@ -29,7 +29,7 @@ def fail() -> None:
 
 
 def raised_on_ranks() -> list[tuple[str, str]]:
-    """Return the types and texts of two errors of rank 0, as each rank raises them."""
+    """Return the types and texts that two errors of rank 0 have on this rank."""
     ranks = Ranks(World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 0, dist.get_world_size()))
     found = []
     for function in (refuse, fail):

@@ -1,4 +1,4 @@
-"""Functions over nested batches keep the structure and change the tensors."""
+"""Functions on nested batches preserve the structure and change the tensors."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import InitVar, dataclass, field

@@ -36,7 +36,7 @@ values = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether both are equal and have equal types, because ``True == 1``."""
+    """Return True if both values are equal and have equal types. Types are compared because ``True == 1``."""
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):

@@ -7,7 +7,8 @@ from roomier.core.world import World
 
 
 class Pretended(Ranks):
-    """One of several ranks that a test runs one after another in one process. Gathered values must be equal on all."""
+    """One of several ranks that a test runs one after another in one process. Gathered values must be equal on all
+    ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.world = World(rank, size)

@@ -1,4 +1,4 @@
-"""Reading and changing the micro-batch size of a loader, without any other change."""
+"""Reading and changing the micro-batch size of a loader, without changing other settings."""
 
 from collections.abc import Callable
 from typing import Any

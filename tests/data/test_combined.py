@@ -1,4 +1,5 @@
-"""Several loaders read together: the same batches as Lightning's CombinedLoader, and a position for each loader."""
+"""Several loaders that are read together: the same batches as Lightning's CombinedLoader, and a position for each
+loader."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ class Noisy(Numbers):
 
 
 class Stream(IterableDataset[int]):
-    """Stream without a length, with another order in each pass."""
+    """Stream without a length and with a different order in each pass."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -57,7 +58,8 @@ class Stream(IterableDataset[int]):
 
 
 class KeepsPosition:
-    """Loader with its own state. It restarts in each pass, except in the first pass after its state is loaded."""
+    """Loader that saves its own state. The loader restarts in each pass, except in the first pass after its state is
+    loaded."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -155,7 +157,8 @@ def of_every_kind() -> dict[str, Any]:
 
 
 def read(source: Source, epochs: int = 2, first: int = 0) -> list[Any]:
-    """Return the batches from epoch ``first`` to ``epochs``, while the loop also draws random numbers."""
+    """Return the batches of the epochs from ``first`` to ``epochs``, exclusive, while the loop also draws random
+    numbers."""
     found = []
     for epoch in range(first, epochs):
         for batch in source.start(epoch):
@@ -191,7 +194,7 @@ def test_a_run_resumes_at_every_batch(mode: Any, capsys: pytest.CaptureFixture[s
             torch.rand(3)
             remaining.append(plain(batch))
         assert remaining + read(second, first=epoch + 1) == batches[number + 1 :]
-    capsys.readouterr()  # notices of loaders that do not save their position
+    capsys.readouterr()  # discard notices about loaders that do not save their position
 
 
 def test_each_pass_over_a_short_loader_has_a_new_shuffle():

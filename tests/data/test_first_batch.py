@@ -1,4 +1,4 @@
-"""The first batch of a loader, read before a run."""
+"""The first batch of a loader, which is read before a run."""
 
 from __future__ import annotations
 

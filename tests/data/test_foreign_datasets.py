@@ -1,4 +1,4 @@
-"""A dataset of the package datasets is answered with the DataLoader to write."""
+"""A dataset from the package datasets is rejected with an error that shows the required DataLoader."""
 
 import pytest
 import torch

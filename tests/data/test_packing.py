@@ -1,4 +1,4 @@
-"""Packed batches: their tensors, and their errors. ``tests/hugging_face/test_packed.py`` trains with them."""
+"""Packed batches: tensors and errors. ``tests/hugging_face/test_packed.py`` trains with them."""
 
 from typing import Any
 

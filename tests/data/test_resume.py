@@ -1,4 +1,4 @@
-"""Resume of every kind of loader, compared with the uninterrupted run."""
+"""A resume with every kind of loader, compared with the uninterrupted run."""
 
 import math
 import random
@@ -84,7 +84,7 @@ class Stateful:
 
 
 class OwnBatches(Sampler[list[int]]):
-    """Batches of growing size in an order drawn at the start of each epoch."""
+    """Batches of increasing size, in an order that is drawn at the start of each epoch."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(NUM_SAMPLES).tolist()
@@ -95,7 +95,7 @@ class OwnBatches(Sampler[list[int]]):
 
 
 class OwnLoader(DataLoader[Tensor]):
-    """Subclass with another constructor that does not override the iteration of torch."""
+    """Subclass that has a different constructor, but does not override the iteration of torch."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__(Numbers(), batch_size=4, shuffle=True)

@@ -1,4 +1,4 @@
-"""Samples of each rank: every sample goes to one rank, even if a run resumes on another number of ranks."""
+"""Samples of each rank: every sample goes to one rank, even if a run resumes with a different number of ranks."""
 
 import math
 import os
@@ -163,7 +163,7 @@ def test_three_numbers_of_ranks_in_one_epoch(kind: str):
 @pytest.mark.parametrize("num_samples", range(1, 30))
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_tail_of_an_epoch(num_samples: int, drop_last: bool):
-    """Batches are equal to one rank with batches of 6, except if fewer samples than ranks remain."""
+    """Batches equal the batches of a single rank with batch size 6, unless fewer samples than ranks remain."""
     size, batch_size = 3, 2
     parts = []
     for rank in range(size):
@@ -276,7 +276,7 @@ class MarkedAsUnsharded(Sharded):
 
 
 class OwnShard(Sampler[int]):
-    """Sampler that shards without DistributedSampler, such as samplers of transformers and timm."""
+    """Sampler that shards without DistributedSampler, like the samplers of transformers and timm."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES // dist.get_world_size()

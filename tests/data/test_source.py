@@ -1,4 +1,4 @@
-"""Batches of a Source, the time at which it reads them, and invalid loaders. For resume, see test_resume."""
+"""Batches of a Source, the time at which the Source reads them, and invalid loaders. For resume, see test_resume."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: each batch of a single-rank evaluation counts once."""
+"""Evaluation on several ranks: each batch that a single rank would evaluate counts once."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

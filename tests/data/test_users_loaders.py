@@ -1,4 +1,4 @@
-"""Loaders like those of users and libraries, with custom constructors and iterators.
+"""Loaders such as users and libraries write, with custom constructors and iterators.
 
 Each loader yields every sample, on one rank and on two ranks, alone and together with another loader. Each loader
 resumes at its position. Reading its first batch in advance has no side effects.
@@ -29,7 +29,7 @@ class Numbers(Dataset[float]):
 
 
 class GraphLoader(DataLoader[float]):
-    """Like the DataLoader of torch_geometric, with additional arguments and a fixed collate function."""
+    """Loader like the DataLoader of torch_geometric, with additional arguments and a fixed collate function."""
 
     def __init__(self, dataset: Any, batch_size: int = 1, follow_batch: Any = None, **options: Any) -> None:
         self.follow_batch = follow_batch
@@ -46,7 +46,8 @@ class Filtered(Iterator[Any]):
 
 
 class NodeLoader(DataLoader[int]):
-    """Like NodeLoader of torch_geometric, without a dataset. The main process completes the batches of workers."""
+    """Loader like NodeLoader of torch_geometric, without a dataset. The main process completes the batches of
+    workers."""
 
     def __init__(self, values: torch.Tensor, **options: Any) -> None:
         self.values = values
@@ -67,7 +68,7 @@ class Configured(DataLoader[float]):
 
 
 class Doubling(DataLoader[float]):
-    """Loader with a custom ``__iter__``, such as loaders that prefetch."""
+    """Loader with a custom ``__iter__``, like loaders that prefetch."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
@@ -75,7 +76,8 @@ class Doubling(DataLoader[float]):
 
 
 class Table:
-    """Like a Dataset of Hugging Face: not a torch class, reads several rows in one call, and has an output format."""
+    """Dataset like those of Hugging Face: not a torch class, reads several rows in one call, and has an output
+    format."""
 
     def __init__(self) -> None:
         self.format: str | None = None
@@ -94,7 +96,7 @@ class Table:
 
 
 class Shards:
-    """Like the loaders of webdataset: not a torch class, and without a length."""
+    """Loader like those of webdataset: not a torch class, and without a length."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from torch.arange(float(NUM_SAMPLES)).split(3)
@@ -111,7 +113,8 @@ class Sized(IterableDataset[float]):
 
 
 class InGroups(Sampler[list[int]]):
-    """Like the batch sampler of a forecasting library, which draws from Python's generator and groups by time."""
+    """Batch sampler like that of a forecasting library, which draws from Python's generator and groups samples by
+    time."""
 
     def __iter__(self) -> Iterator[list[int]]:
         groups = [list(range(first, first + 3)) for first in range(0, NUM_SAMPLES, 3)]

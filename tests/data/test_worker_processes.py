@@ -196,7 +196,7 @@ def test_a_resume_with_persistent_workers_is_exact(make_trainer, tmp_path):
 class Stuck(Samples):
     """Dataset whose last sample never returns.
 
-    A worker that blocks signals represents one that is stuck in native code.
+    The worker blocks signals, like a worker that is stuck in native code.
     """
 
     def __init__(self, blocks_signals):
@@ -223,7 +223,7 @@ class Stuck(Samples):
 def test_a_worker_that_is_stuck_is_reported_and_ended(is_persistent, blocks_signals, make_trainer, monkeypatch):
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
-    )  # seconds that torch waits for its exit
+    )  # seconds that torch waits for the worker's exit
     before = running()
     loader = persistent(Stuck(blocks_signals), num_workers=1, persistent_workers=is_persistent, timeout=1)
     with pytest.raises(DataError) as caught:

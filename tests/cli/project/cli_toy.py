@@ -55,7 +55,7 @@ class HasForward(roomier.Module):
 
 
 class PlainNetwork(nn.Module):
-    """Network that is not a roomier.Module. Its forward returns a loss."""
+    """Network that is not a roomier.Module, and whose forward returns a loss."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -97,7 +97,8 @@ class HasABug(ToyModule):
 
 
 class IsTerminated(ToyModule):
-    """Module that sends SIGTERM to its process in the third step of a run. A run resumed from there does not."""
+    """Module that sends SIGTERM to its process in the third step of a run. A run that resumes from this step sends no
+    signal."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.global_step == 2:
