@@ -19,7 +19,7 @@ class Considered:
 
     Attributes:
         plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.
-        micro_batch: samples of a micro-batch on each rank.
+        micro_batch: number of samples per micro-batch on each rank.
         forecast: forecast of the plan; None if the plan was rejected or not evaluated.
         fits: whether the forecast is within the budget.
         reason: reason why the plan was not chosen; empty for the chosen plan.
@@ -78,7 +78,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """The choice and its reason, in one sentence.
+        """One sentence that states the chosen plan and the reason for the choice.
 
         Raises:
             AssertionError: no plan fits.
@@ -102,8 +102,8 @@ class Choice:
         return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}{self._why_tiers(chosen)}"
 
     def _why_tiers(self, chosen: Forecast) -> str:
-        """Return the use of lower tiers by the chosen plan, and the reason for this use; empty if the plan uses no
-        lower tiers."""
+        """Return text that states how the chosen plan uses lower tiers, and why; empty if the plan uses no lower
+        tiers."""
         used = tiers_text(chosen)
         if not moves_states(chosen.plan):
             return f"; {used}" if used else ""
@@ -149,8 +149,8 @@ def moves_states(plan: Plan) -> bool:
 
 
 def tiers_text(forecast: Forecast) -> str:
-    """Return the use of host memory and disk by one rank, such as ``"3.1 GiB on disk, 1.2 TiB written per day"``; empty
-    if the plan does not offload."""
+    """Return text that states how much host memory and disk space one rank uses, such as ``"3.1 GiB on disk, 1.2 TiB
+    written per day"``; empty if the plan does not offload."""
     parts = []
     if forecast.host_bytes:
         pinned = " (pinned)" if forecast.pinned_bytes == forecast.host_bytes else ""
@@ -163,7 +163,7 @@ def tiers_text(forecast: Forecast) -> str:
 
 
 def words_of(plan: Plan, micro_batch: int) -> str:
-    """Return the settings of ``plan`` that the planner can choose, such as ``"zero2, full recompute, 2 x 4
+    """Return text with the settings of ``plan`` that the planner can choose, such as ``"zero2, full recompute, 2 x 4
     samples"``."""
     parallel = plan.parallel
     words = [parallel.strategy]

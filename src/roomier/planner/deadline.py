@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from roomier.core.errors import RoomierError
 
 PLANNING = "ROOMIER_PLANNING_S"
-"""Environment variable: duration of each search in seconds, which overrides the limits below."""
+"""Environment variable that sets the maximum duration of each search in seconds. This value overrides the limits
+below."""
 
 SEARCH_S = 120.0
 """Time limit of the search for the fastest plan that fits, in seconds."""
@@ -26,8 +27,8 @@ class Deadline:
     """Point in time after which a search evaluates no additional plans.
 
     Args:
-        limit_s: duration of the search in seconds.
-        begun_s: time of ``clock`` at which the search started.
+        limit_s: maximum duration of the search in seconds.
+        begun_s: value of ``clock`` when the search started.
         clock: function that returns the current time in seconds.
     """
 

@@ -12,7 +12,7 @@ from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import Interval
 
-_SHARE_OF_HOST = 0.8  # the remaining memory is for data, its workers and the system
+_SHARE_OF_HOST = 0.8  # the remaining memory is for the dataset, its workers and the system
 _SHARE_OF_DISK = 0.95
 _DAY_S = 24 * 60 * 60
 
@@ -28,7 +28,7 @@ class StepTime:
         exposed_s: part of ``communication_s`` that does not overlap with computation.
         offload_s: time that offloading adds to the step. This time is the part of the transfers in both directions that
             does not overlap with computation.
-        update_s: duration of clipping and of the optimizer.
+        update_s: duration of clipping and of the optimizer step.
     """
 
     compute_s: float
@@ -40,7 +40,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step."""
+        """Duration of the step in seconds."""
         return self.compute_s + self.exposed_s + self.offload_s + self.update_s
 
 
@@ -72,18 +72,18 @@ class Forecast:
     Attributes:
         plan: plan with a concrete strategy, never ``"auto"``.
         machine: machine that the forecast is for.
-        micro_batch: samples of one micro-batch on each rank.
+        micro_batch: number of samples per micro-batch on each rank.
         method: ``"dry run"`` or ``"closed form"``.
         timeline: memory during an optimizer step, in execution order. The first step of a run can differ.
         fixed_bytes: device memory in addition to tensors, by purpose (``"context"``, ``"allocator"``, ...).
-        host_bytes: bytes that one rank uses in host memory: offloaded data, which is 0 if the device is the host, and
-            the compiler of low-bit updates.
+        host_bytes: bytes that one rank uses in host memory for offloaded data (0 if the device is the host) and for the
+            compiler of low-bit updates.
         time: duration of one step; None if it was not requested.
         pinned_bytes: part of ``host_bytes`` that is pinned.
         disk_bytes: bytes that one rank stores on disk.
         traffic: transfers in one step.
-        remark: sentence about the choice for an activation budget, or about a less accurate method; empty without a
-            budget.
+        remark: sentence that states what the blocks save with an activation budget, or that a less accurate method was
+            used; empty without a budget.
     """
 
     plan: Plan
@@ -121,7 +121,7 @@ class Forecast:
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer step."""
+        """Number of samples per optimizer step."""
         return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_ranks
 
     @property
@@ -155,7 +155,7 @@ class Forecast:
         return fragment_of_forecast(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, without the timeline."""
+        """Return the forecast as plain data, without the timeline."""
         return {
             "strategy": self.plan.parallel.strategy,
             "plan": self.plan.to_dict(),

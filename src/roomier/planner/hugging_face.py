@@ -1,5 +1,5 @@
-"""Workloads of Hugging Face configurations. A workload contains the shapes of the model and a batch with the inputs of
-its class."""
+"""Workloads for Hugging Face configurations. A workload contains the shapes of the model and a batch with the inputs
+that the model class expects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 2048
 """Default sequence length, which is reduced to the model's maximum if it is larger."""
-_DEFAULT_LABEL_TOKENS = 128  # length of a transcript
+_DEFAULT_LABEL_TOKENS = 128  # length of a transcript in tokens
 _DEFAULT_IMAGE_SIZE = 224
 
 # Classes that are tried in this order if a configuration names no class. Classes for text come before classes for a
@@ -56,13 +56,13 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         raise RoomierError("hf", str(path), f"is not JSON: {error}", "Pass the config.json of a model") from None
     kind = values.pop("model_type", None) if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        problem = "has no model_type" if kind is None else f"has model_type {kind!r}, unknown to transformers"
+        problem = "has no model_type" if kind is None else f"has model_type {kind!r}, which transformers does not know"
         action = 'Add "model_type", such as "llama"' if kind is None else did_you_mean(str(kind), CONFIG_MAPPING)
         raise RoomierError("hf", str(path), problem, action)
     try:
         return CONFIG_MAPPING[kind](**values)
     except Exception as error:
-        problem = f"is not a valid configuration of {kind}: {' '.join(str(error).split())}"
+        problem = f"is not a valid configuration for {kind}: {' '.join(str(error).split())}"
         raise RoomierError("hf", str(path), problem, "Correct config.json") from error
 
 
@@ -76,10 +76,11 @@ def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: in
     no memory.
 
     Args:
-        config: configuration of transformers.
-        batch_size: samples of the batch.
-        num_tokens: length of a sequence, or length of the transcript for a speech model. None uses the maximum sequence
-            length of the model, but at most ``DEFAULT_TOKENS``. Images have the size that the configuration specifies.
+        config: transformers configuration.
+        batch_size: number of samples in the batch.
+        num_tokens: sequence length in tokens, or length of the transcript for a speech model. None uses the maximum
+            sequence length of the model, but at most ``DEFAULT_TOKENS``. Images have the size that the configuration
+            specifies.
 
     Raises:
         RoomierError: no model class that computes a loss is known for ``config``, or the batch format of the class is
@@ -127,8 +128,8 @@ def _inputs(kind: type[nn.Module]) -> list[str]:
     return [name for name in inspect.signature(kind.forward).parameters if name not in ("self", "kwargs")]
 
 
-# Functions that convert (configuration, samples, length) to the keyword arguments of forward. Tensors are created on
-# the current default device.
+# Functions that convert (configuration, number of samples, length) to the keyword arguments of forward. Tensors are
+# created on the current default device.
 
 _MakeBatch = Callable[[Any, int, int | None], dict[str, Any]]
 

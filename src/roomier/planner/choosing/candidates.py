@@ -25,7 +25,7 @@ from roomier.plan.rules import each_error
 from roomier.planner.workload import Workload
 
 Changes = Mapping[str, object]
-"""Field of a Plan -> new value."""
+"""Map from fields of a Plan to new values."""
 
 STAGES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 """Strategies, from the simplest to the most complex."""
@@ -37,7 +37,7 @@ class Candidate:
 
     Attributes:
         plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.
-        micro_batch: samples on each rank.
+        micro_batch: number of samples per micro-batch on each rank.
         refusal: reason why the plan cannot run; empty if the plan can run.
     """
 
@@ -55,7 +55,7 @@ def candidates(
     ``plan`` is the only candidate. The global batch size never changes.
 
     Args:
-        workload: workload whose ``batch_size`` is the given micro-batch.
+        workload: workload whose ``batch_size`` is the requested micro-batch size.
         plan: requested plan.
         machine: machine to plan for.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
@@ -184,7 +184,7 @@ def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: 
 
 
 def _communications(plan: Plan, *, is_last_resort: bool) -> list[Changes]:
-    """Return ways to communicate, the fastest first."""
+    """Return the ways to communicate, from the fastest to the slowest."""
     if not is_last_resort or plan.parallel.communication != "overlapped":
         return [{}]
     return [{}, {"parallel.communication": "sequential"}]
@@ -196,14 +196,14 @@ def _is_slow(changes: Changes) -> bool:
 
 
 def _goes_with_communication(changes: Changes) -> bool:
-    """Return whether the strategy shards parameters, if ``changes`` contain sequential communication. With other
-    strategies, sequential communication saves little memory, so these combinations are omitted without a reason."""
+    """Return False if ``changes`` combine sequential communication with a strategy that does not shard parameters.
+    Such combinations save little memory, so they are omitted without a reason."""
     return "parallel.communication" not in changes or changes["parallel.strategy"] in ("zero3", "hsdp")
 
 
 def _goes_with_tiers(plan: Plan, changes: Mapping[str, Any]) -> bool:
-    """Return whether the tiers in ``changes`` support its other options. Unsupported combinations are omitted
-    without a reason, because the request contains no tiers."""
+    """Return whether the tiers in ``changes`` are supported with the other options in ``changes``. Unsupported
+    combinations are omitted without a reason, because the request contains no tiers."""
     if "offload.optimizer_states" not in changes:
         return True
     frees = [lever for lever in LEVERS if lever.frees_gradients]
@@ -245,7 +245,7 @@ def _splits(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Chan
 
 
 def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Candidate]:
-    """Return one rejected candidate for each option that the model or its data exclude for every strategy."""
+    """Yield one rejected candidate for each option that the model or its data exclude for every strategy."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
     def refused(changes: dict[str, object], micro_batch: int, reason: str) -> Candidate:

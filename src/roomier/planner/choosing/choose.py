@@ -23,7 +23,7 @@ from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
 ESTIMATE_ERROR = 0.05
-"""Assumed error of the closed form. Plans that exceed the budget by a smaller fraction than this error are verified by
+"""Assumed relative error of closed-form forecasts. A plan that exceeds the budget by a smaller fraction is verified by
 a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
@@ -33,7 +33,8 @@ All other kinds use the fraction of ``"cuda"``. On a GPU, this fraction is the l
 Memory shared with the host is also used by the system, the dataset and its workers, and file caches.
 """
 
-# Maximum number of plans that fit in the result, and of plans that do not fit. The best plan of each strategy is added.
+# Maximum number of plans in the result that fit, and maximum number that do not fit. The best plan of each strategy is
+# added.
 _NUM_KEPT = 12
 
 
@@ -59,20 +60,20 @@ def choose(
     :mod:`roomier.planner.choosing.candidates` describes the evaluated options.
 
     Args:
-        workload: workload whose ``batch_size`` is the given micro-batch. Batches may be split, but the global batch
-            size is constant.
+        workload: workload whose ``batch_size`` is the requested micro-batch size. Batches may be split, but the global
+            batch size is constant.
         plan: requested plan.
         machine: machine to plan for.
         budget_bytes: memory that a device may use; None uses :func:`budget_of`.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
         check: additional rule of the run, which is a function that raises a RoomierError to reject a plan.
-        prices: source of forecasts; None uses the closed form.
+        prices: source of forecasts; None uses closed-form forecasts.
         deadline: time limit of the search. Plans that are not evaluated before the deadline are skipped and reported.
             None sets the deadline after :data:`SEARCH_S`.
 
     Returns:
-        Choice whose attribute ``chosen`` is None if no plan fits. If no plan fits,
-        :mod:`roomier.planner.choosing.nearest` can return alternatives.
+        Choice whose attribute ``chosen`` is None if no plan fits. In this case, :mod:`roomier.planner.choosing.nearest`
+        can return alternatives.
 
     Raises:
         RoomierError: no step of the model can be forecast.
@@ -200,7 +201,7 @@ def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Return a sort key of the distance from a plain step.
+    """Return a sort key that increases with the difference between ``plan`` and a plain training step.
 
     The key contains the least exact label within a rank, the number of memory techniques, the degree of sharding of the
     strategy, and the number of micro-batches. Labels of strategy and micro-batch do not count, because every plan on
@@ -247,7 +248,7 @@ def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
 
 
 def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
-    """Yield one plan for each strategy. The reason of this plan contains the number of other plans that use the same
+    """Yield one plan for each strategy. The plan's reason contains the number of other plans that use the same
     strategy."""
     by_strategy: dict[str, list[Considered]] = {}
     for each in found:

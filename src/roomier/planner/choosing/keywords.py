@@ -41,7 +41,7 @@ def trainer_keywords(plan: Plan) -> dict[str, Any]:
 
 
 def as_call(keywords: Mapping[str, Any]) -> str:
-    """Return a call of Trainer as text, such as ``Trainer(strategy='zero2', devices=2)``."""
+    """Return a call to the Trainer as text, such as ``Trainer(strategy='zero2', devices=2)``."""
     return f"Trainer({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
 
 

@@ -48,7 +48,7 @@ def no_plan_fits(
         choice: result of :func:`choose` in which no plan fits.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
         check: additional rule of the run, as in :func:`choose`.
-        prices: source of forecasts; None uses the closed form.
+        prices: source of forecasts; None uses closed-form forecasts.
         deadline: time limit of the search. Alternatives that are not evaluated before the deadline are omitted, and the
             error reports this. None sets the deadline after :data:`ADVICE_S`.
     """
@@ -116,8 +116,8 @@ def _ways(
 
 
 def _smallest(choice: Choice) -> Forecast:
-    """Return the forecast with the smallest peak. If the offloaded data of some plans fits, only these plans are
-    compared."""
+    """Return the forecast with the smallest peak. If the offloaded data of at least one plan fits in its tier, only
+    such plans are compared."""
     found = (each.forecast for each in choice.considered if each.forecast)
     return min(found, key=lambda each: (bool(each.full_tier), each.peak_bytes))
 
@@ -129,7 +129,7 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
 
 
 class _Peaks:
-    """Peaks of plans that were not requested. A peak comes from the closed form, and also from a dry run if the plan
+    """Peaks of plans that were not requested. A peak is a closed-form forecast, which a dry run confirms if the plan
     fits.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Peaks:
 
         Args:
             plan: plan with a concrete strategy.
-            micro_batch: samples of a micro-batch on each rank.
+            micro_batch: number of samples per micro-batch on each rank.
             budget_bytes: memory that a device may use.
             machine: machine to use instead of the requested machine.
         """
@@ -180,8 +180,8 @@ class _Peaks:
 
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
-    """Return the advice to allow the fewest choices with which a plan fits, or None. Choices with exact labels are
-    tried first."""
+    """Return advice to allow the fewest additional choices with which a plan fits; None if no such choices are found.
+    Choices with exact labels are tried first."""
     levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
@@ -230,7 +230,8 @@ def _smaller_batch(peaks: _Peaks, given: int, smallest: Forecast, budget: int) -
 
 
 def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
-    """Return the advice to use 2, 4 or more times as many devices, which share the sharded tensors."""
+    """Return advice to use 2, 4 or more times as many devices, each of which stores smaller shards; None if no number
+    of devices is sufficient."""
     parallel, times = smallest.plan.parallel, 2
     last = smallest.peak_bytes
     while times <= _MAX_TIMES:
@@ -244,7 +245,7 @@ def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
             return None
         machine = replace(peaks.machine, devices_per_node=wider)
         peak = peaks.peak_bytes(wide, smallest.micro_batch, budget, machine)
-        if peak is None or (times > 2 and peak > 0.98 * last):  # more ranks save no more memory
+        if peak is None or (times > 2 and peak > 0.98 * last):  # more ranks do not save more memory
             return None
         if peak <= budget:
             total = wide.parallel.num_ranks
@@ -256,8 +257,8 @@ def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
 
 
 def _larger_device(peaks: _Peaks, plan: Plan, smallest: Forecast, choice_bytes: int) -> str | None:
-    """Return the advice to use the smallest device in the table on which the plan fits with the same number of
-    ranks."""
+    """Return advice to use the smallest device in ``SHEETS`` on which the plan fits with the same number of ranks; None
+    if there is no such device."""
     if plan.choice.memory_budget_bytes is not None:
         return None  # the budget is a setting and does not depend on the size of the device
     machine = peaks.machine

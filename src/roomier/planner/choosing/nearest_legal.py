@@ -3,9 +3,9 @@ stay as requested.
 
 [Note: near]
 Some keywords determine the result of training, and other keywords determine how the result is computed. If possible,
-the nearest plan changes only keywords that determine how the result is computed. Another strategy computes the same
-result. Without a memory technique, training computes the same result with more memory. A different precision or
-optimizer changes the result and has the highest cost. Among changes of equal cost, changes that the error itself
+the nearest plan changes only keywords that determine how the result is computed. A different strategy computes the same
+result. Without a memory technique, training computes the same result, but requires more memory. A different precision
+or optimizer changes the result and has the highest cost. Among changes of equal cost, changes that the error itself
 suggests have precedence.
 """
 
@@ -45,8 +45,8 @@ _DEFAULT = object()
 
 @dataclass(frozen=True)
 class _Edit:
-    """One change of a request: keywords with new values, and the cost of the change. The value ``_DEFAULT`` removes a
-    keyword."""
+    """One change to a request, which consists of keywords with new values and the cost of the change. The value
+    ``_DEFAULT`` removes a keyword."""
 
     changes: Mapping[str, Any]
     cost: float
@@ -120,7 +120,7 @@ def _works_here(asked: Keywords) -> Works:
 
 
 def can_build(plan: Plan, module: Module) -> bool:
-    """Return whether ``build`` accepts the plan for ``module``, without allocating memory."""
+    """Return whether ``build`` accepts the plan for ``module``. No memory is allocated."""
     if not has_its_device(plan):
         return False
     world = World(0, plan.parallel.num_ranks, 0, 0, plan.parallel.devices)
@@ -188,7 +188,7 @@ def _singles(error: RoomierError) -> tuple[RoomierError, ...]:
 
 
 def _of_misspelled(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
-    """Return the corrections of misspelled values that the error suggests."""
+    """Yield the corrections of misspelled values that the error suggests."""
     for each in _singles(error):
         meant = re.search(r"Did you mean '([^']+)'", each.action)
         if meant is not None and isinstance(each.received, str) and asked.get(each.field) == each.received:
@@ -273,8 +273,8 @@ def _of_levers(asked: Keywords) -> Iterator[_Edit]:
 
 
 def _of_offload(asked: Keywords) -> Iterator[_Edit]:
-    """Return changes of the tiers and of the update mode. The strategy and the tiers that its name includes are
-    separate keywords in the changes."""
+    """Yield changes to the tiers and the update mode. The strategy and the tiers that its name includes are separate
+    keywords in the changes."""
     name, settings = _strategy_of(asked)
     base, in_name = _split(name)
     tiers = {**in_name, **_offload_of(asked)}

@@ -1,13 +1,13 @@
 """Forecasts of the candidates that are required to find the fastest plan that fits.
 
 [Note: plans that are not evaluated]
-Most of the planning time is spent in traces. Each combination of techniques that save activations requires one trace.
-Neither a memory technique nor a smaller micro-batch makes a step faster. The *plain* plan of a strategy has no memory
-techniques and has full micro-batches. Therefore, the plain plan is at least as fast as any other plan of the strategy,
-and is evaluated first. A strategy is skipped if its plain plan is not faster than a plan that fits. For one set of
-techniques, micro-batches smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not fit,
-the sizes between the smallest and the largest micro-batch do not fit either. If no plan fits, all plans are evaluated
-to find the nearest plan.
+Most of the planning time is spent in traces. Each combination of techniques that reduce activation memory requires one
+trace. Neither a memory technique nor a smaller micro-batch makes a step faster. The *plain* plan of a strategy has no
+memory techniques and has full micro-batches. Therefore, the plain plan is at least as fast as any other plan of the
+strategy, and is evaluated first. A strategy is skipped if its plain plan is not faster than a plan that fits. For one
+set of techniques, micro-batches smaller than a micro-batch that fits are skipped. If the smallest micro-batch does not
+fit, the sizes between the smallest and the largest micro-batch do not fit either. If no plan fits, all plans are
+evaluated to find the nearest plan.
 
 A chunked loss can be faster than a plain loss, because a chunked loss moves fewer bytes. A chunked loss still counts as
 a memory technique.
@@ -72,7 +72,7 @@ class DryRuns:
 
 
 class ClosedForms:
-    """Forecasts by the closed form. If the closed form fails for a model, dry runs are used, and a notice reports this.
+    """Closed-form forecasts. If the closed form fails for a model, dry runs are used, and a notice reports this.
 
     Args:
         workload: workload with any batch size.
@@ -109,8 +109,8 @@ class ClosedForms:
             self._has_reported = True
             why = reason_of(error)
             notice(
-                f"plans of {self._name} are compared by dry runs, which takes longer. The closed form failed: its step "
-                f"{why}"
+                f"plans for {self._name} are compared by dry runs, which takes longer, because the memory formula "
+                f"failed: the step {why}"
             )
         return forecast
 
@@ -140,7 +140,7 @@ def prices_of(workload: Workload, machine: Machine) -> Prices:
 
 
 class Pricing:
-    """Evaluates candidates in sequence; see [Note: plans that are not evaluated].
+    """Sequential evaluation of candidates; see [Note: plans that are not evaluated].
 
     Args:
         found: all candidates, in the order of their techniques, starting with full micro-batches.
@@ -198,7 +198,7 @@ class Pricing:
                 if self._best_s() <= plain_s[stage] * (1 + TIE):
                     break
                 self._price_row(row)
-        self._add_unpriced("not faster than the chosen plan, and saves memory that is available")
+        self._add_unpriced("not faster than the chosen plan; it only saves memory that is not needed")
 
     def fits(self, forecast: Forecast) -> bool:
         """Return whether the plan of ``forecast`` fits according to the results so far."""

@@ -1,4 +1,5 @@
-"""Values that replace the measurements of an activation budget in a dry run: bytes by shapes, times by a model."""
+"""Values that replace the measurements of an activation budget in a dry run. Bytes are computed from shapes, and times
+from a performance model."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ TYPICAL_DEVICE = Device(
     operation_s=3e-6,
 )
 """Device whose speed is assumed if a dry run is not for a specific machine. The speed affects only the choice between
-recomputations with different bytes. The values are assumptions."""
+recomputations that save different numbers of bytes. The values are assumptions."""
 
 
 def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> int:
     """Return the nanoseconds per step that the recomputation of a block adds.
 
     Args:
-        forward: work of the forward of the block in all micro-batches.
+        forward: work of the block's forward over all micro-batches.
         keep: activations that the block saves.
-        plan: plan with the number of micro-batches.
+        plan: plan that contains the number of micro-batches.
         device: device that computes.
     """
     return round(1e9 * recomputation_s(forward, keep, plan, device))
@@ -69,7 +70,7 @@ class DryEstimates:
         self._like = like
 
     def live_bytes(self) -> LiveBytes:
-        """Return the measurement of the bytes in use."""
+        """Return an object that measures the bytes in use."""
         return CountedBytes(torch.device("cpu")) if self._like == "cpu" else TrackedBytes(self._tracker)
 
     def lost_ns(self, block: int, keep: Keep) -> int:
@@ -90,7 +91,7 @@ class TrackedBytes:
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
         self._num_seen = 0
-        self._before = 0  # changes before the start
+        self._before = 0  # change in bytes before the start
         self._level = 0
         self._peak = 0
 

@@ -1,11 +1,11 @@
-"""Forecasts by dry run, which are slower than the closed form but execute the code of the real run.
+"""Forecasts by dry run, which are slower than closed-form forecasts but execute the code of the real run.
 
 [Note: limits of a dry run]
 A dry run does not distinguish the memory of the device, the host and the disk. Plans that move activations out of the
 memory of the device, or that offload parameters, are therefore forecast with the closed form. If a plan offloads only
 optimizer states, a dry run has all states on the device, and the formulas for tiers
 (:mod:`roomier.planner.formula.offloaded`) change its timeline. If such a plan also has an activation budget, the closed
-form is used, because the choice depends on the memory of the states.
+form is used, because the choice of saved activations depends on the memory of the states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
     The ``method`` of the forecast is ``"dry run"``, or ``"closed form"`` as described in [Note: limits of a dry run].
 
     Args:
-        workload: workload whose ``batch_size`` is the micro-batch.
+        workload: workload whose ``batch_size`` is the micro-batch size.
         plan: plan with a concrete strategy.
         machine: machine for which the forecast is computed.
 

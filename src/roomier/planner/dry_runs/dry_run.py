@@ -40,7 +40,7 @@ from roomier.precision.policy import precision_of
 
 NumBytes = dict[Kind, int]
 OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
-"""Kinds whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
+"""Kinds of memory whose bytes can differ from a forecast if shapes depend on values or kernels allocate more than their
 results."""
 _NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
 
@@ -127,14 +127,14 @@ def dry_run(
     """Run a step of ``workload`` under ``plan`` without memory or a device.
 
     Only the shapes of the module are copied, and no values are computed. [Note: values in a dry run] describes code
-    that reads values of tensors. With an activation budget, the second step is measured as in a run, and the result is
-    the third step, in which the choice applies. All optimizer states and parameters are on the device.
+    that reads values of tensors. With an activation budget, the second step is measured as in a run, and the third
+    step, to which the choice applies, is returned. All optimizer states and parameters are on the device.
 
     Args:
         workload: module and micro-batch.
         plan: plan with a concrete strategy.
         rank: rank to simulate. Rank 0 requires at least as much memory as any other rank.
-        is_pairwise: True for the pairwise exchange of ranks on gloo; False for the collectives of NCCL.
+        is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
         like: kind of the device whose kernels determine the saved memory; see
             :func:`roomier.planner.fake.fake_world.fake_world`.
         device: device whose speed determines the time of recomputation, for an activation budget.

@@ -1,4 +1,4 @@
-"""Notifications that name the running part of a model, in forward and in backward."""
+"""Notifications that name the part of a model that is running, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Mod
 
 @contextmanager
 def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that calls ``set_place`` with the name of each part when the part starts, and with "" when the
+    """Return a context that calls ``set_place`` with the name of each part when the part starts, and with "" when the
     part ends.
 
     In backward, a part starts when the gradient of its output is complete, and ends when the gradient of its input is
@@ -36,7 +36,7 @@ def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], No
 
     Args:
         places: names of the parts, from :func:`named_places`.
-        set_place: called with each name.
+        set_place: function that is called with each name.
     """
     handles = []
     for module, name in places.items():
@@ -69,5 +69,5 @@ def _hooks(name: str, set_place: Callable[[str], None]) -> tuple[Callable[..., N
 def _at_gradient_of(found: Iterable[Tensor], call: Callable[[], None]) -> None:
     if torch.is_grad_enabled():
         for tensor in found:
-            if tensor.requires_grad and not isinstance(tensor, LazyLogits):  # no gradient
+            if tensor.requires_grad and not isinstance(tensor, LazyLogits):  # which has no gradient
                 tensor.register_hook(lambda gradient: call())  # type: ignore[no-untyped-call]

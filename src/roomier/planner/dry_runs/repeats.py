@@ -39,7 +39,7 @@ class Repeat:
     Attributes:
         container: name of the container in the network; empty for the network itself.
         first: position of the first block in the container.
-        length: blocks of a period.
+        length: number of blocks in a period.
         count: number of periods.
     """
 
@@ -49,14 +49,14 @@ class Repeat:
     count: int
 
     def places(self, period: int) -> list[str]:
-        """Return the names of the blocks of a period."""
+        """Return the names of the blocks in a period."""
         begin = self.first + period * self.length
         prefix = f"{self.container}." if self.container else ""
         return [f"{prefix}{position}" for position in range(begin, begin + self.length)]
 
 
 def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
-    """Return rows with at least ``least`` periods of blocks that ``plan`` treats identically."""
+    """Return the rows of equal blocks that have at least ``least`` periods and that ``plan`` treats identically."""
     if plan.activation.policy == "budget" or _names_a_block(plan):
         return []
     step = (plan.activation.every_n or 2) if plan.activation.policy == "every_n" else 1
@@ -80,7 +80,10 @@ def report_full_trace(module: Module, repeats: Sequence[Repeat], error: Exceptio
     num_blocks = sum(each.count * each.length for each in repeats)
     name = type(network_of(module)).__name__
     why = reason_of(error)
-    notice(f"planning traces all {num_blocks} blocks of {name}, which takes longer: with fewer blocks, its step {why}")
+    notice(
+        f"planning traces all {num_blocks} blocks of {name}, which takes longer, because the step of a copy with fewer "
+        f"blocks {why}"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The step of a deep model, computed from dry runs of copies with fewer blocks.
 
 [Note: depth]
-If equal blocks are in a row (see :mod:`roomier.planner.dry_runs.repeats`), a copy with four periods of each row is
-traced. This copy contains the first two and the last two periods of the row. For each row, another copy has one
+If a model has rows of equal blocks (see :mod:`roomier.planner.dry_runs.repeats`), a copy with four periods of each row
+is traced. This copy contains the first two and the last two periods of the row. For each row, another copy has one
 additional period in the middle. The timelines of the two copies are equal except for the visits to the additional
 period, one in each forward and one in each backward pass. The difference between the timelines is the effect of one
 period on all points in time outside the visits. The difference between the end and the start of a visit is the effect
@@ -36,7 +36,7 @@ from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.workload import Workload
 
-_NUM_FIRST = _NUM_LAST = 2  # periods that are always traced
+_NUM_FIRST = _NUM_LAST = 2  # number of periods at each end of a row that are always traced
 _NUM_TRACED = _NUM_FIRST + _NUM_LAST
 _LEAST = _NUM_TRACED + 2  # shorter rows are traced in full
 
@@ -45,7 +45,7 @@ class _IsNotLinear(Exception):  # noqa: N818 - handled in this module, not an er
     """Raised if memory does not grow linearly with the number of blocks, so the full model must be traced."""
 
     def __str__(self) -> str:
-        return "changes in more than the added blocks"
+        return "memory does not grow linearly with the number of blocks"
 
 
 def dry_run_by_depth(
@@ -123,12 +123,12 @@ def _from_shallow_copies(workload: Workload, repeats: list[Repeat], trace: Calla
 
 
 class _Timeline:
-    """The step of a shallow copy, with the names of the full model.
+    """The step of a shallow copy, with the part names of the full model.
 
     Attributes:
         work: amount of computation by part.
-        visits: groups of consecutive intervals. Each group has the number of its row if the group is the middle period
-            of this row, otherwise None.
+        visits: groups of consecutive intervals. Each group is paired with the number of its row if it is the middle
+            period of this row, otherwise with None.
         intervals: all intervals, in execution order.
     """
 
@@ -209,9 +209,8 @@ class _Row:
             self.by_depth.append(_Change(*changes))
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
-        """Return the direction in which the row is visited before interval ``index`` of the base. True means that the
-        periods of the row are visited in their order, as in a forward pass. False means the reverse order, as in a
-        backward pass."""
+        """Return True if the periods of the row are visited in ascending order before interval ``index`` of the base,
+        as in a forward pass. Return False if they are visited in descending order, as in a backward pass."""
         for interval in reversed(base.intervals[:index]):
             if interval.place in self.repeat.places(_NUM_FIRST - 1):
                 return True

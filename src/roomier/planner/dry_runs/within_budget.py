@@ -1,12 +1,12 @@
 """The step of a plan with an activation budget, computed from steps in which all blocks save the same activations.
 
 [Note: a step within a budget]
-Three steps are known: all blocks save only their input, or also the results of products, or all activations. At any
-time, the steps differ by the bytes that the blocks between their forward and their backward save, and by the memory of
-the running block. The difference after the forward of a block is the memory that the activations of this block require.
-These values form the optimization problem that a run solves after its measured step (:mod:`roomier.activation.choose`).
-For a choice, the intervals of each block come from the step in which all blocks save the activations that this block
-saves. The difference of the bytes that the earlier blocks save is added.
+Three steps are known, in which all blocks save only their input, their input and the results of matrix products, or all
+activations. At any time, the steps differ in the bytes that are saved by blocks between their forward and their
+backward, and in the memory of the running block. The difference after the forward of a block is the memory that the
+activations of this block require. These values define the optimization problem that a run solves after its measured
+step (:mod:`roomier.activation.choose`). For a given choice, the intervals of each block come from the step in which all
+blocks save the activations that this block saves. The difference in the bytes that the earlier blocks save is added.
 
 A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
 the same bytes.
@@ -45,12 +45,12 @@ _NAMES = {
 
 
 def remark_of(keeps: Mapping[str, Keep]) -> str:
-    """Return a sentence about the choice for an activation budget; empty if there is no choice."""
+    """Return a sentence that states what the blocks save with an activation budget; empty without a budget."""
     if not keeps:
         return ""
     counts = Counter(keeps.values())
     parts = [f"{counts[keep]} save {name}" for keep, name in _NAMES.items() if counts[keep]]
-    return f"Activation budget: of {len(keeps)} blocks {', '.join(parts)}."
+    return f"Activation budget: of {len(keeps)} blocks, {', '.join(parts)}."
 
 
 class NotNestedError(Exception):
@@ -58,13 +58,13 @@ class NotNestedError(Exception):
     orders."""
 
     def __str__(self) -> str:
-        return "runs its blocks in an order for which an activation budget cannot be computed"
+        return "the order of the blocks does not allow an activation budget to be computed"
 
 
 def within_budget(
     activation: ActivationPlan, runs: Mapping[Keep, DryRun], blocks: Collection[str], lost_ns: LostNs
 ) -> DryRun:
-    """Return the step with the choice that a run makes for an activation budget.
+    """Return the step in which each block saves the activations that a run chooses for the budget.
 
     Args:
         activation: settings with a budget.
@@ -102,18 +102,18 @@ def within_budget(
 
 
 class _Sections:
-    """Sections of a step: the visits of blocks, and the sections between two visits.
+    """Sections of a step: the visits to blocks, and the sections between two visits.
 
     Attributes:
         keys: phase and block of each section; empty strings for the sections between two visits.
         parts: intervals of each section. A section between two visits can be empty.
         order: blocks that run backward, in the order of their forward.
-        num_alive: for each section, the number of blocks between their forward and their backward, without the block of
-            the section.
+        num_alive: for each section, the number of blocks that are between their forward and their backward, excluding
+            the block of the section.
     """
 
     def __init__(self, intervals: Sequence[Interval], blocks: Collection[str]) -> None:
-        # A block that no backward needs saves no activations.
+        # A block without a backward saves no activations.
         needed = {each.place for each in intervals if each.phase == "backward" and each.place in blocks}
         self.keys = [_OUTSIDE]
         self.parts: list[list[Interval]] = [[]]

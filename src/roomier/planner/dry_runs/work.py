@@ -1,4 +1,4 @@
-"""Amounts of computation: operations, their floating-point operations, and the bytes that they read and write."""
+"""Amounts of computation: launched kernels, floating-point operations, and bytes read and written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Work:
     Attributes:
         flops: floating-point operations of matrix products, convolutions and attention, by the dtype of their inputs. A
             multiply-add counts as two.
-        product_bytes: bytes that these operations read and write.
+        product_bytes: bytes that the operations in ``flops`` read and write.
         other_bytes: bytes that all other operations read and write. These operations are limited by memory bandwidth,
             not by arithmetic.
         num_operations: number of launched kernels.

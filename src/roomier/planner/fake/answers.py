@@ -19,11 +19,11 @@ returns the result."""
 
 
 class Answers:
-    """Handler of each operation (:func:`roomier.core.torch_private.intercept`), which substitutes the results of some
-    operations.
+    """Handler that is called for each operation (:func:`roomier.core.torch_private.intercept`) and substitutes the
+    results of some operations.
 
     Args:
-        is_cuda: allocate memory in the same way as the kernels of a GPU; see [Note: like CUDA].
+        is_cuda: whether to allocate memory in the same way as GPU kernels; see [Note: like CUDA].
     """
 
     def __init__(self, *, is_cuda: bool = False) -> None:
@@ -142,7 +142,8 @@ def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return statistics in the dtype of the weights if this dtype is wider than the dtype of the input."""
+    """Return the results of a norm. Its statistics have the dtype of the weights if the weights and the input differ in
+    dtype."""
     output, *statistics = func(*args, **kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]
     if weight is not None and weight.dtype is not args[0].dtype:
@@ -158,7 +159,7 @@ def _norm_on_cuda(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Te
 
 
 def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the gradient of the input in the dtype of the input."""
+    """Return the gradients of a norm, with the gradient of the input in the dtype of the input."""
     gradient, *others = func(*args, **kwargs)
     if gradient is not None and gradient.dtype is not args[1].dtype:
         gradient = torch.empty_like(gradient, dtype=args[1].dtype)

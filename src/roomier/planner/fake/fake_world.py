@@ -35,7 +35,7 @@ class FakeRanks(Ranks):
 
     Args:
         world: number of ranks, and the rank that this process represents.
-        is_pairwise: True for the pairwise exchange of ranks on gloo; False for the collectives of NCCL.
+        is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
     """
 
     def __init__(self, world: World, *, is_pairwise: bool) -> None:
@@ -68,15 +68,15 @@ class FakeRanks(Ranks):
 
 @contextmanager
 def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterator[FakeRanks]:
-    """Context manager in which tensors and process groups are fake and notices are not printed.
+    """Return a context in which tensors and process groups are fake and no notices are printed.
 
     Args:
         world: number of ranks, and the rank that this process represents.
-        is_pairwise: True for the pairwise exchange of ranks on gloo; False for the collectives of NCCL.
-        like: kind of the device whose kernels determine the saved memory. ``"cuda"`` has the known differences of a
-            GPU; see [Note: like CUDA]. All other kinds have the kernels of the CPU, with two exceptions: Attention
-            saves its scores, because torch has no fused attention for many of these devices, and autocast uses the
-            dtypes of CUDA.
+        is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
+        like: kind of the device whose kernels determine the saved memory. ``"cuda"`` simulates the known differences of
+            a GPU; see [Note: like CUDA]. All other kinds use CPU kernels. For kinds other than ``"cpu"`` and
+            ``"cuda"``, attention saves its scores, because torch has no fused attention for many of these devices, and
+            autocast uses the dtypes of CUDA.
 
     Raises:
         RoomierError: code inside the context fails. A RoomierError is raised unchanged, and any other error is
@@ -124,7 +124,7 @@ def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _generators_as_before() -> Iterator[None]:
-    """Restore the state of the random number generators at the end."""
+    """Return a context that restores the state of the random number generators on exit."""
     state = rng_state()
     try:
         yield
@@ -134,8 +134,8 @@ def _generators_as_before() -> Iterator[None]:
 
 @contextmanager
 def _masks_of_hugging_face() -> Iterator[None]:
-    """Let transformers treat fake tensors as real tensors. For fake tensors, transformers creates masks that it omits
-    for real tensors."""
+    """Return a context in which transformers treats fake tensors as real tensors. For fake tensors, transformers
+    creates masks that it omits for real tensors."""
     found: Any = sys.modules.get("transformers.utils.import_utils")
     name = "is_fake_tensor"
     before = getattr(found, name, None)

@@ -112,7 +112,7 @@ def number_of(tensor: Tensor) -> bool | int | float:
 
 
 def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Compute the integer values of ``result`` if ``func`` is supported."""
+    """Compute the integer or boolean values of ``result`` if ``func`` is supported."""
     if type(result) is tuple or type(result) is list:
         if not any(isinstance(each, Tensor) and each.dtype in _WHOLE for each in result):
             return

@@ -1,5 +1,5 @@
-"""Differences of GPU kernels, modeled with fake CPU tensors. The differences come from torch's documentation, not from
-measurements.
+"""Differences between GPU and CPU kernels, modeled with fake CPU tensors. The differences come from torch's
+documentation, not from measurements.
 
 [Note: like CUDA]
 Fake tensors are on the CPU, because a build of torch without CUDA has kernels only for the CPU. The following
@@ -47,8 +47,8 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def autocast_functions() -> dict[Any, Callable[..., Any]]:
-    """Return substitutes for torch functions that autocast runs in another dtype than on a CPU; see [Note: like
-    CUDA]."""
+    """Return substitutes for torch functions for which autocast uses a different dtype on a GPU than on a CPU; see
+    [Note: like CUDA]."""
     found: dict[Any, Callable[..., Any]] = {}
     for name in (*_IN_FLOAT32.split(), *_LOSSES.split()):
         for place in (torch, F, Tensor):
@@ -66,7 +66,7 @@ def attention_functions() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def attention_like_cuda() -> Iterator[None]:
-    """Context manager in which the substitute also applies to torch functions that call attention."""
+    """Return a context in which the substitute also applies to torch functions that call attention."""
     F.scaled_dot_product_attention = _attention
     try:
         yield

@@ -30,7 +30,7 @@ def rnn_kernels() -> dict[str, Callable[..., Any]]:
 def _mkldnn_layer(func: Any, args: Any, kwargs: Any) -> Any:
     output, *states, _ = func(*args, **kwargs)
     given, is_training = args[0], args[15]
-    length, num_sequences = given.shape[:2]  # the kernel always receives this order, even with batch_first
+    length, num_sequences = given.shape[:2]  # always in this order, even with batch_first
     num_bytes = 0
     if is_training:
         num_bytes = workspace_bytes(length, num_sequences, given.shape[2], args[10], given.itemsize)
@@ -45,11 +45,11 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
     three.
 
     Args:
-        length: steps of a sequence.
-        num_sequences: sequences of the batch.
-        width_in: input features.
-        width: hidden features.
-        itemsize: bytes of an element.
+        length: number of steps in a sequence.
+        num_sequences: number of sequences in the batch.
+        width_in: number of input features.
+        width: number of hidden features.
+        itemsize: number of bytes per element.
     """
     widest = max(width_in, width)
     steps, states = length * num_sequences, 2 * (length + 1) * num_sequences

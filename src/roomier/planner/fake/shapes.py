@@ -4,8 +4,8 @@
 Every tensor of a module (parameters, buffers, and tensors in plain attributes) is recreated as a fake tensor. All other
 attributes are copied with ``copy.deepcopy``. Tensors that share memory in the module also share memory in the copy.
 Small integer tensors retain their values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes
-are shared with the copy. In the copy, parameters on ``meta`` and parameters of which this rank stores a page have their
-full shape. If a module has no parameters and constructs itself in ``configure_model``, the copy calls this method.
+are shared with the copy. In the copy, parameters on ``meta`` and paged parameters have their full shape. If a module
+has no parameters and constructs itself in ``configure_model``, the copy calls this method.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
         raise
     except Exception as error:
         problem = f"cannot be copied, so a dry run of its step is not possible: {type(error).__name__}: {error}"
-        action = "Store objects that cannot be copied outside the module, or set a strategy and measure a step"
+        action = "Move such objects out of the module, or set a strategy and measure a step"
         raise RoomierError("model", type(module).__name__, problem, action) from error
     of_lightning = lend_to_lightning(copied, trainer)
     for part in (*of_lightning, *(each for each in copied.modules() if isinstance(each, Module))):
@@ -80,7 +80,7 @@ def shapes_of_batch(batch: Any) -> Any:
 
 
 class _Makers:
-    """Creates fake tensors. Fake tensors share memory if the original tensors share memory."""
+    """Factory of fake tensors. Fake tensors share memory if the original tensors share memory."""
 
     def __init__(self, module: nn.Module, weight_dtype: torch.dtype | None) -> None:
         self._weight_dtype = weight_dtype

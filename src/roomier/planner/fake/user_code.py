@@ -20,12 +20,12 @@ _READS_MEMORY = ("data is not allocated", "not supported for tensor subclasses",
 
 
 class DryRunError(RoomierError):
-    """A step failed in a dry run. The same step may succeed in a run."""
+    """Error for a step that failed in a dry run. The same step may succeed in a run."""
 
 
 @contextmanager
 def locating_errors() -> Iterator[None]:
-    """Context manager that converts an error to a DryRunError that names the last line of code outside torch and
+    """Return a context that converts an error to a DryRunError that names the last line of code outside torch and
     roomier.
 
     A RoomierError is raised unchanged.
@@ -44,7 +44,7 @@ def locating_errors() -> Iterator[None]:
             problem = f"raises {type(error).__name__}: {shorten(str(error).splitlines()[0] if str(error) else '')}"
         place = _place_of(error)
         problem += f"{place and ' at '}{place}, in a dry run, in which tensors have shapes but no values"
-        action = "Set a strategy and measure a step, or let the step depend only on shapes"
+        action = "Set a strategy and measure a step, or make the step depend only on shapes"
         raise DryRunError("model", type(error).__name__, problem, action) from error
 
 

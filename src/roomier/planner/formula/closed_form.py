@@ -6,8 +6,7 @@ the model runs. :class:`~roomier.memory.walk.Walk` contains the memory that is g
 and exit of each part. The trace determines the order of the parts. For each part, the memory that the walk records at
 the entry of the part is added to the trace at the beginning of the part. Memory that the walk records at the exit is
 added to the trace at the end of the part. Between the entry and the exit, the largest sum in the trace is added to the
-current state of the walk. Unsharded gradients are counted at their moments in the trace until the walk counts these
-gradients.
+current state of the walk. Unsharded gradients are counted in the trace until the walk counts them.
 
 With gradient accumulation, only three micro-batches are computed: the first, one in the middle, and the last. All
 micro-batches in the middle are equal.
@@ -32,14 +31,14 @@ _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
 
 @dataclass(frozen=True)
 class States:
-    """Model states with one layout.
+    """Bytes of the model states in one layout.
 
     Attributes:
         units: units in the order of the modules, starting with the root.
         sizes: bytes of each unit.
-        kept: bytes between two steps, without gradients.
-        gradient_bytes: gradients of the full model, in the dtype of its weights.
-        update: temporary bytes of the optimizer.
+        kept: bytes between two steps by kind, excluding gradients.
+        gradient_bytes: bytes of the gradients of the full model, in the dtype of its weights.
+        update: temporary bytes of the optimizer by kind.
         away: model states in lower tiers, which are not in ``kept``.
     """
 
@@ -56,7 +55,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
 
     Args:
         trace: trace of one micro-batch, recorded for a sharded model if ``layout`` shards it.
-        states: model states with ``layout``.
+        states: model states in ``layout``.
         layout: strategy and its settings.
         order: order of the units in ``trace``; None computes the order.
     """
@@ -93,7 +92,7 @@ class _Step:
         return Interval("update", "", begin, peak, begin)
 
     def with_level(self, base: Sequence[int], level: Rise, gradient_bytes: int) -> list[int]:
-        """Return the sum of ``base`` and the memory of the trace."""
+        """Return ``base`` plus the memory of the trace at ``level``, the gradients and the other batches."""
         now = list(base)
         now[_ACTIVATION] += level[0] + self.other_batches_bytes
         now[_TEMPORARY] += level[1]
@@ -102,12 +101,12 @@ class _Step:
 
 
 class _WholeStep(_Step):
-    """One device, or DDP: the model is not sharded."""
+    """Step on one device or with DDP, in which the model is not sharded."""
 
     def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
         super().__init__(trace, states, layout)
         self._is_ddp = layout.strategy == "ddp"
-        if self._is_ddp:  # buckets
+        if self._is_ddp:  # DDP's buckets
             self.owned[_GRADIENT] += states.gradient_bytes
 
     def micro_batch(self, index: int) -> Iterator[Interval]:
@@ -144,7 +143,7 @@ class _WholeStep(_Step):
 
 
 class _CutStep(_Step):
-    """The model is sharded across ranks."""
+    """Step in which the model is sharded across ranks."""
 
     def __init__(self, trace: Trace, states: States, layout: Layout, order: Order) -> None:
         super().__init__(trace, states, layout)

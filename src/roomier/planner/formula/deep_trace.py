@@ -28,7 +28,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: s
     Args:
         workload: module and micro-batch.
         plan: plan from which only the techniques that act inside the forward pass are applied.
-        is_sharded: trace the model as sharded across ranks.
+        is_sharded: whether to trace the model as if it were sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
@@ -152,7 +152,7 @@ class _Shallow:
 def _blocks(repeats: Sequence[Repeat], counts: Sequence[int]) -> dict[str, _Block]:
     """Return the blocks, by their names, in a model that has ``counts`` periods of each of ``repeats``."""
     found: dict[str, _Block] = {}
-    left_out: dict[str, int] = {}  # omitted blocks of the container before this row
+    left_out: dict[str, int] = {}  # number of omitted blocks of the container before this row
     for row, (repeat, count) in enumerate(zip(repeats, counts, strict=True)):
         prefix = f"{repeat.container}." if repeat.container else ""
         shift = left_out.get(repeat.container, 0)

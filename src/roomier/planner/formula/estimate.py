@@ -1,4 +1,4 @@
-"""Forecasts by the closed form, each of which takes milliseconds, to compare thousands of plans."""
+"""Closed-form forecasts. A forecast takes milliseconds, so thousands of plans can be compared."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Built:
 
     units: list[Unit]
     buffer_bytes: int
-    saved_buffer_bytes: int  # saved floating-point buffers, in float32 or wider
+    saved_buffer_bytes: int  # bytes of the saved floating-point buffers, in float32 or wider
     optimizers: list[Optimizer]
     names: dict[str, Any]
     # The keys are "whole", "sharded" and "regions". The values are modules and the names of their weights.
@@ -70,10 +70,10 @@ class _Step:
     """One optimizer step.
 
     Attributes:
-        trace: trace of one micro-batch. If the choice for an activation budget was computed, all blocks save all
+        trace: trace of one micro-batch. If the choice of activations for a budget was computed, all blocks save all
             activations in this trace. None for a dry run.
-        run: the step.
-        moved_bytes: activations outside the device.
+        run: the step, in the form of a dry run.
+        moved_bytes: bytes of activations outside the device.
         remark: see :class:`roomier.planner.forecast.Forecast`.
     """
 
@@ -84,7 +84,7 @@ class _Step:
 
 
 class Estimator:
-    """Computes forecasts for one workload on one machine with :mod:`roomier.planner.formula.closed_form`.
+    """Source of forecasts for one workload on one machine, computed with :mod:`roomier.planner.formula.closed_form`.
 
     Most of the computation time is spent in traces. One trace is recorded for each combination of memory techniques
     that act inside a forward pass. A second trace is recorded if another micro-batch size is required. Traces are
@@ -113,10 +113,10 @@ class Estimator:
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
-        With an activation budget, the choice of the run is computed; see [Note: a step within a budget]. The choice
-        cannot be computed if blocks also offload activations, or if blocks do not run backward in the reverse order of
-        their forward. In these cases, the peak equals the budget, limited to the range between the peak with full
-        recomputation and the peak without recomputation, and ``remark`` states this.
+        With an activation budget, the activations that a run would choose to save are computed; see [Note: a step
+        within a budget]. This choice cannot be computed if blocks also offload activations, or if blocks do not run
+        backward in the reverse order of their forward. In these cases, the peak equals the budget, limited to the range
+        between the peak with full recomputation and the peak without recomputation, and ``remark`` states this.
 
         Raises:
             RoomierError: ``build`` rejects the plan, or an activation budget is too small.
@@ -132,7 +132,7 @@ class Estimator:
         Args:
             plan: plan that offloads optimizer states.
             run: dry run of ``plan`` with all optimizer states on the device.
-            micro_batch: samples of a micro-batch on each rank.
+            micro_batch: number of samples per micro-batch on each rank.
         """
         states = self._states_of(plan, self._layout(plan))
         less = {kind: -num_bytes for kind, num_bytes in states.away.kept_less.items()}
@@ -418,8 +418,8 @@ def _build_on_one(workload: Workload, plan: Plan) -> _Built:
 def _groups(
     network: nn.Module, modules: Sequence[nn.Module], apart: Collection[Tensor], updated: Collection[str]
 ) -> list[tuple[str, list[str]]]:
-    """Return the names of the weights of each module except the weights in ``apart``, and of all other weights in the
-    order of the updates."""
+    """Return the names of the weights of each module except the weights in ``apart``, and the names of all other
+    weights in the order of the updates."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     of_modules = {module: name for name, module in network.named_modules()}
     found: list[tuple[str, list[str]]] = []

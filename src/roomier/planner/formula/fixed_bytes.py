@@ -71,10 +71,10 @@ class Calibration:
     """Values obtained from runs on one kind of device; None if a value is not known.
 
     Attributes:
-        context_bytes: device memory outside of the allocator, in a run with one rank.
-        communication_bytes: device memory outside of the allocator and the context, in a run on several ranks.
-        fragmented: excess of the reserved-memory peak over the allocated memory, as a fraction of allocated memory, in
-            steps with recomputation, sharding or offloading.
+        context_bytes: device memory outside the allocator, in a run with one rank.
+        communication_bytes: device memory outside the allocator and the context, in a run on several ranks.
+        fragmented: excess of peak reserved memory over peak allocated memory in steps with recomputation, sharding or
+            offloading, as a fraction of peak allocated memory.
         fragmented_steady: the same fraction in steps without these techniques.
     """
 
@@ -93,7 +93,7 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
 
     Args:
         plan: strategy and techniques, which determine communication and fragmentation.
-        machine: machine with the device.
+        machine: machine that contains the device.
         tensor_bytes: bytes of all tensors at the peak, to which fragmentation is proportional.
     """
     if machine.device.kind != "cuda":
@@ -166,7 +166,7 @@ def _check(machine: Machine, allocated_bytes: int, reserved_bytes: int, used_byt
         raise RoomierError("machine", machine.device.name, problem, "Calibrate with a run on a GPU")
     order = [0, allocated_bytes, reserved_bytes, *([] if used_bytes is None else [used_bytes])]
     if allocated_bytes <= 0 or order != sorted(order):
-        problem = "must be increasing: the allocated, reserved and used bytes of one run"
+        problem = "must not decrease from the allocated to the reserved to the used bytes"
         raise RoomierError("calibrate", tuple(order[1:]), problem, "Pass all three values of the same run, in bytes")
 
 
@@ -193,8 +193,7 @@ def _communication_bytes(plan: Plan, machine: Machine, sheet: Sheet | None) -> i
 
 
 def _connected_bytes(num_ranks: int) -> float:
-    """Return the bytes of one channel of a communicator. With more than two ranks, the tree has additional
-    neighbors."""
+    """Return the bytes per channel of a communicator. With more than two ranks, the tree has additional neighbors."""
     return (1.0 if num_ranks == 2 else 1.5) * (_NCCL_RECEIVER_BYTES + _NCCL_SENDER_BYTES)
 
 
@@ -235,6 +234,6 @@ def _kept(device: str, path: str, changed_at: int) -> Calibration:
         if any(not float(value) >= 0 for value in figures):
             raise ValueError("a negative value")
     except (TypeError, ValueError):
-        notice(f"{path} contains an unreadable calibration of {device}, which is ignored")
+        notice(f"{path} contains an unreadable calibration for {device}, which is ignored")
         return Calibration()
     return learned

@@ -52,7 +52,7 @@ class MovedUnit:
 
     Attributes:
         place: name of the block; empty for parameters outside the blocks.
-        content_bytes: bytes that leave.
+        content_bytes: bytes that leave the device.
         read_bytes: bytes from the start of the record to the end of its content.
         record_bytes: size of the record.
         gradient_bytes: bytes of the gradients of the unit on this rank.
@@ -104,7 +104,7 @@ class Offloaded:
 
     @property
     def kept_less(self) -> dict[Kind, int]:
-        """Bytes between two steps that are not on the device, by kind."""
+        """Bytes that are not on the device between two steps, by kind."""
         return {
             Kind.OPTIMIZER_STATE: sum(each.content_bytes for each in self.states),
             Kind.PARAMETER: sum(each.content_bytes for each in self.parameters),
@@ -151,12 +151,12 @@ class Offloaded:
 
     @property
     def traffic(self) -> Traffic:
-        """Transfers of one step. No update is repeated."""
+        """Transfers in one step, if no update is repeated."""
         return self.forward_traffic + self.backward_traffic + self.update_traffic
 
     @property
     def forward_traffic(self) -> Traffic:
-        """Transfers of one forward per micro-batch, which reads the parameters."""
+        """Transfers in the forward passes of all micro-batches, which read the parameters."""
         return self._moved(self.parameter_tier, self._parameter_sizes * self.num_micro_batches, [])
 
     @property

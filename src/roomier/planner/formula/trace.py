@@ -89,17 +89,17 @@ class Execution:
 
     @cached_property
     def highest(self) -> Rise:
-        """Highest growth in total."""
+        """Growth with the highest total."""
         return self.highest_by(1, 0)
 
     @cached_property
     def highest_reduced(self) -> Rise:
-        """Highest total growth if complete gradients are freed."""
+        """Growth with the highest total if complete gradients are freed."""
         return self.highest_by(0, 1)
 
     @cached_property
     def highest_moved(self) -> Rise:
-        """Highest total growth if each complete gradient also frees an earlier gradient."""
+        """Growth with the highest total if each complete gradient also frees an earlier gradient."""
         return self.highest_by(-1, 2)
 
     def highest_by(self, gradient_weight: float, pending_weight: float) -> Rise:
@@ -165,7 +165,7 @@ class Trace:
     """The recorded memory of one micro-batch; see [Note: traces and strategies].
 
     Attributes:
-        batch_size: samples of the micro-batch.
+        batch_size: number of samples in the micro-batch.
         batch_bytes: bytes of the batch.
         executions: executions of the parts of the model, in the order in which they run.
         work: amount of computation, by phase and part of the model.
@@ -248,12 +248,13 @@ def _alike(mine: Execution, theirs: Execution) -> tuple[Sequence[Rise], Sequence
 
 
 def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = "cpu") -> Trace:
-    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward pass.
+    """Run one micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward pass, and return
+    its trace.
 
     Args:
         workload: module and micro-batch.
         plan: plan whose techniques inside the forward are applied.
-        is_sharded: trace the model as sharded across ranks.
+        is_sharded: whether to trace the model as if it were sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
@@ -282,7 +283,8 @@ def _as_if_sharded(engine: EagerEngine, compute_dtype: torch.dtype | None) -> li
     units.
 
     Returns:
-        For each unit with two groups of parameters, the modules of the group whose weights are not in matrix products.
+        For each unit with two groups of parameters, the modules of the group whose weights are not used in matrix
+        products.
     """
     network = engine.module
     units = units_of(network, engine.blocks)

@@ -36,7 +36,7 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
     Args:
         optimizers: optimizers of the full model in its training form.
         layout: how the weights are sharded.
-        at_once: torch updates lists of weights together if possible, as for unsharded weights on a GPU.
+        at_once: whether torch updates lists of weights together if possible, as for unsharded weights on a GPU.
     """
     peak_bytes = 0
     for optimizer in optimizers:

@@ -31,11 +31,11 @@ _FIELD = "calibrated_by"
 
 
 def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -> Workload:
-    """Return ``workload`` with the activation factor of a run of the same model; see [Note: calibration].
+    """Return ``workload`` with the activation factor from a run of the same model; see [Note: calibration].
 
     Args:
         workload: workload to plan for.
-        record: record of that run.
+        record: record of the measured run.
         machine: machine to plan for.
         run: name of the run, for error messages.
 
@@ -48,7 +48,7 @@ def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -
         problem = f"is a run of a model with {own:,} parameters, but this model has {workload.num_parameters:,}"
         raise RoomierError(_FIELD, run, problem, "Pass a run of the same model")
     if kind != machine.device.kind:
-        problem = f"ran on {kind}, but the plan is for {machine.device.kind}, whose kernels save other tensors"
+        problem = f"ran on {kind}, but the plan is for {machine.device.kind}, whose kernels save different tensors"
         raise RoomierError(_FIELD, run, problem, f"Pass a run on {machine.device.kind}, or omit the option")
     return replace(workload, activation_factor=activation_factor(record, run))
 
@@ -84,8 +84,8 @@ def activation_factor(record: Record, run: str = "") -> float:
 
 
 def learn_device(record: Record) -> Calibration | None:
-    """Store the run's device memory in addition to tensors. Return None if this memory was not measured, for example on
-    a CPU."""
+    """Store and return the device memory that the run used in addition to tensors. Return None if this memory was not
+    measured, for example on a CPU."""
     worst, forecast = record.worst, record.forecast
     if forecast.machine.device.kind != "cuda" or worst.allocator_bytes is None or worst.reserved_bytes is None:
         return None

@@ -49,13 +49,13 @@ _NAMES = {
     Kind.OPTIMIZER_STATE: "optimizer states",
 }
 _CALL_WITH_HOOKS = "Module._call_impl.<locals>.inner"
-# If a plan failed although it was forecast to fit: largest forecast of the next plan, relative to that forecast.
+# Maximum forecast of the next plan, relative to the forecast of the plan that ran out of memory.
 _LESS = 0.9
 
 
 class OutOfMemory(TrainingError, torch.OutOfMemoryError):  # noqa: N818 - torch's class has the suffix Error
-    """A fit ran out of device memory. torch's error is the cause and a base class of this error, so existing exception
-    handlers still catch it.
+    """Error for a fit that ran out of device memory. torch's error is the cause and a base class of this error, so
+    existing exception handlers still catch it.
 
     Attributes:
         plan: the nearest plan that is forecast to fit; None if no such plan was found.
@@ -73,7 +73,7 @@ class FailedRun:
         world: rank of this process.
         callbacks: callbacks of the run.
         module: module that was trained.
-        choice: the plans that the planner compared; None if the plan was given.
+        choice: result of the planner; None if the user specified the plan.
         shapes: the model in its state before it was built, without values; None if it was not stored.
         engine: the engine; None if the model was still being built. ``batch`` and ``step`` are also None in this case.
         batch: the current micro-batch; None between two steps.
@@ -92,7 +92,8 @@ class FailedRun:
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> OutOfMemory:
-    """Return ``error`` with an explanation. Raise the result from ``error``, whose frames are cleared."""
+    """Return ``error`` with an explanation, and clear the frames of ``error``. The caller must raise the result from
+    ``error``."""
     if isinstance(error, OutOfMemory):
         return error
     plan, engine, attempt = failed.plan, failed.engine, _Attempts()
@@ -126,7 +127,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
 
 
 class _Attempts:
-    """Runs computations that may fail, so that the original error is always reported.
+    """Runner of computations that may fail, so that the original error is always reported.
 
     Attributes:
         failures: one line for each failed computation.
@@ -227,7 +228,8 @@ def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
 
 
 def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast | None) -> tuple[str, Plan | None]:
-    """Return Trainer keywords that the user can copy, and the plan that results from these keywords."""
+    """Return advice that contains Trainer keywords to copy, and the plan that results from these keywords. If no plan
+    fits, return different advice and None."""
     from roomier.planner.choosing.choose import budget_of, choose
 
     budget_bytes = budget_of(plan, machine)

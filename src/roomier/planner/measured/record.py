@@ -39,7 +39,7 @@ class Measured:
             store only the peak.
         allocator_bytes: peak of the bytes that CUDA's allocator had allocated; None on other devices.
         reserved_bytes: peak of the bytes that CUDA's allocator had reserved.
-        beside_bytes: other memory in use on the device, including other programs.
+        beside_bytes: other memory in use on the device, including the memory of other programs.
     """
 
     rank: int
@@ -126,7 +126,7 @@ class Record:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, from which :func:`record_from` restores this record."""
+        """Return the record as plain data, from which :func:`record_from` restores it."""
         worst = self.worst
         return {
             "format": _FORMAT,

@@ -12,18 +12,18 @@ from roomier.planner.measured.record import Record
 from roomier.planner.report.style import COLOURS, NAMES
 from roomier.planner.report.svg import swatch
 
-_NUM_PLANS = 14  # rows of plans with a forecast
+_NUM_PLANS = 14  # maximum number of rows for plans with a forecast
 _NUM_REFUSED = 8
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Peaks for other batches.
+    """Peaks for different batch sizes and sequence lengths.
 
     Attributes:
-        row_name: quantity of the rows, such as tokens per sequence.
+        row_name: name of the quantity in the rows, such as tokens per sequence.
         rows: value of each row.
-        column_name: quantity of the columns, such as samples per micro-batch.
+        column_name: name of the quantity in the columns, such as samples per micro-batch.
         columns: value of each column.
         peak_bytes: peak for each row and column; None if the peak is not known.
         budget_bytes: memory that a device may use.
@@ -38,8 +38,8 @@ class Grid:
 
 
 def heat_table(grid: Grid) -> str:
-    """Return a table with one cell for each row and column. Darker cells use more of the budget. Cells over the budget
-    are marked."""
+    """Return an HTML table with one cell for each row and column of ``grid``. Darker cells use more of the budget.
+    Cells over the budget are marked."""
     head = "".join(f'<th scope="col">{number}</th>' for number in grid.columns)
     rows = "".join(
         f'<tr><th scope="row">{number}</th>{"".join(_heat_cell(count, grid.budget_bytes) for count in cells)}</tr>'

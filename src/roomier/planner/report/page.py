@@ -159,7 +159,7 @@ def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: 
 
 
 def _limit(budget_bytes: int, top_bytes: float) -> str:
-    """Return the line of the budget across the chart, with its label below the line."""
+    """Return the line that marks the budget in the chart, with its label below the line."""
     height = f"bottom:{budget_bytes / top_bytes:.2%}"
     return (
         f'<svg class="limit" style="{height}" viewBox="0 0 10 2" preserveAspectRatio="none" aria-hidden="true">'
@@ -299,7 +299,7 @@ def _peak_sentence(forecast: Forecast) -> str:
     kinds = sorted(forecast.bytes_by_kind.items(), key=lambda each: -each[1])[:2]
     largest = " and ".join(f"{NAMES[kind]} ({format_bytes(count)})" for kind, count in kinds if count)
     moment = escape(moment_text(peak.phase, peak.place))
-    return f"The peak is at {moment}. Its largest kinds are {escape(largest)}."
+    return f"The peak is at {moment}. The largest kinds of memory are {escape(largest)}."
 
 
 def _heading(text: str, note: str = "") -> str:
@@ -324,8 +324,8 @@ def _facts(machine: Machine, more: Mapping[str, str]) -> str:
 
 def _method(choice: Choice) -> dict[str, str]:
     method = (
-        "Plans are compared by a closed form. The chosen plan is verified by a dry run, which executes the code of the "
-        "run on tensors without memory."
+        "Plans are compared with a memory formula. The chosen plan is verified by a dry run, which executes the code "
+        "of the run on tensors without memory."
     )
     found = {"Method": method}
     if choice.chosen is not None and choice.chosen.fixed_bytes:

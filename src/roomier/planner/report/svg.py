@@ -139,7 +139,7 @@ def definitions() -> str:
 
 
 def swatch(colour: str) -> str:
-    """Return the square of a legend."""
+    """Return the square symbol of a legend entry."""
     return f'<svg viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" fill="{colour}"/></svg>'
 
 

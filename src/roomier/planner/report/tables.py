@@ -107,7 +107,7 @@ def label_of(plan: Plan) -> Label:
 
 
 def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
-    """Return bytes at the peak: model states, activations, and all other bytes."""
+    """Return the bytes of model states, of activations, and of all other memory at the peak."""
     found = forecast.bytes_by_kind
     states = sum(found.get(kind, 0) for kind in STATES)
     activations = sum(found.get(kind, 0) for kind in ACTIVATIONS)
@@ -154,7 +154,7 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
 
 
 def _common_unit(counts: Sequence[int]) -> tuple[str, int]:
-    """Return the unit in which all of ``counts`` have few digits."""
+    """Return the name and the bytes of the unit in which all of ``counts`` have few digits."""
     largest = max(counts, default=0)
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 

@@ -23,16 +23,16 @@ def what_if(
     *,
     row_name: str = "tokens",
 ) -> Grid:
-    """Return the peak of ``plan`` on ``machine`` for each workload and micro-batch, computed by the closed form.
+    """Return the closed-form forecast of the peak of ``plan`` on ``machine``, for each workload and micro-batch size.
 
     Args:
         workloads: for each row, its value and a function that returns the workload. This workload can have any
             micro-batch size.
-        micro_batches: micro-batch of each column, in samples.
+        micro_batches: number of samples per micro-batch, for each column.
         plan: plan with a concrete strategy.
         machine: machine to plan for.
         budget_bytes: memory that a device may use.
-        row_name: quantity of the rows.
+        row_name: name of the quantity in the rows.
     """
     peaks = []
     for _, make in workloads:

@@ -44,7 +44,7 @@ class Group:
 
     @classmethod
     def of_copies(cls, num_ranks: int, shard_size: int, devices_per_node: int) -> Group:
-        """Return the group of the ranks that have the same position in each of the shard groups of ``shard_size``
+        """Return a group of ranks that have the same position in their shard groups. A shard group has ``shard_size``
         ranks."""
         num_copies = num_ranks // shard_size
         return cls(num_copies, min(num_copies, max(devices_per_node // shard_size, 1)))
@@ -61,21 +61,21 @@ class Group:
 
 
 def gather_s(num_bytes: float, group: Group, machine: Machine) -> float:
-    """Return the seconds of an all-gather of ``num_bytes``, which is the sum over all shards."""
+    """Return the duration of an all-gather in seconds. ``num_bytes`` is the total size of all shards."""
     if group.num_ranks == 1 or num_bytes == 0:
         return 0.0
     return _half_s(num_bytes, group, machine, machine.in_node)
 
 
 def reduce_scatter_s(num_bytes: float, group: Group, machine: Machine) -> float:
-    """Return the seconds of a reduce-scatter of ``num_bytes``, which is the size of the input on each rank."""
+    """Return the duration of a reduce-scatter in seconds. ``num_bytes`` is the size of the input on each rank."""
     if group.num_ranks == 1 or num_bytes == 0:
         return 0.0
     return _half_s(num_bytes, group, machine, machine.in_node_reduce or machine.in_node)
 
 
 def all_reduce_s(num_bytes: float, group: Group, machine: Machine) -> float:
-    """Return the seconds of an all-reduce of ``num_bytes``."""
+    """Return the duration of an all-reduce of ``num_bytes`` in seconds."""
     if group.num_ranks == 1 or num_bytes == 0:
         return 0.0
     ring_s = gather_s(num_bytes, group, machine) + reduce_scatter_s(num_bytes, group, machine)

@@ -140,10 +140,10 @@ def recomputed_blocks(
 
     Args:
         work: work of a step, by phase and part.
-        plan: plan with the activation policy.
+        plan: plan that contains the activation policy.
         blocks: names of the blocks, in the order of the model.
-        chosen: choice for an activation budget. If None, all blocks are assumed to be recomputed in full, as in the
-            first steps of a run with a budget.
+        chosen: activations that each block saves, as chosen for an activation budget. If None, all blocks are assumed
+            to be recomputed in full, as in the first steps of a run with a budget.
     """
     activation = plan.activation
     if activation.policy == "none":
@@ -163,9 +163,9 @@ def recomputation_s(forward: Work, keep: Keep, plan: Plan, device: Device) -> fl
     """Return the seconds per step that the recomputation of a block adds.
 
     Args:
-        forward: work of the forward of the block in all micro-batches.
+        forward: work of the block's forward over all micro-batches.
         keep: activations that the block saves.
-        plan: plan with the number of micro-batches and the precision of matrix products.
+        plan: plan that contains the number of micro-batches and the precision of matrix products.
         device: device that computes.
     """
     if keep is Keep.ALL:

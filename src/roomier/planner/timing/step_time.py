@@ -35,9 +35,9 @@ from roomier.planner.timing.update_time import update_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
-# Host cost of a sharded unit, as a number of lightest operations. This cost was measured for a model of eight tiny
-# units, with a process group that does not communicate. An operation took 3.2 us, an all-gather 0.25 ms, a
-# reduce-scatter 0.19 ms, and the hooks of a unit in forward and backward 0.27 ms (torch 2.13).
+# Host cost of a sharded unit, in lightest operations (see [Note: cost of Python]). This cost was measured for a model
+# of eight tiny units, with a process group that does not communicate. An operation took 3.2 us, an all-gather 0.25 ms,
+# a reduce-scatter 0.19 ms, and the hooks of a unit in forward and backward 0.27 ms (torch 2.13).
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
@@ -132,7 +132,7 @@ def _duration(work: Work, device: Device, plan: Plan) -> Duration:
 
 
 def _start_exchange_s(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """Return the seconds of communication that precedes the first forward pass.
+    """Return the duration in seconds of the communication that precedes the first forward pass.
 
     Ranks sum the numbers of terms of their mean losses. With DDP, rank 0 also broadcasts buffers.
     """
@@ -195,7 +195,7 @@ class _Step:
         )
 
     def forward_s(self) -> float:
-        """Return the seconds of the forward of all micro-batches, without exchanges and copies."""
+        """Return the duration of the forward of all micro-batches in seconds, excluding exchanges and copies."""
         return sum(
             _duration(each, self.machine.device, self.plan).on(self.machine.device)
             for (phase, _), each in self.work.items()
@@ -203,7 +203,7 @@ class _Step:
         )
 
     def communication_s(self) -> float:
-        """Return the seconds of all collectives in sequence, including packing."""
+        """Return the total duration of all collectives in seconds, including packing."""
         counted = exchanges(self.traffic, self.num_micro_batches, self.layout.num_backwards)
         return sum(count * (each.link_s + self._copied_s(each)) for each, count in counted)
 

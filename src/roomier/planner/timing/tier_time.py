@@ -11,8 +11,8 @@ during backward:
 
 With a single buffer, updates wait for all transfers, and each mode takes ``C + U + IO``.
 
-On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. The reads and writes
-of a disk share its time. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
+On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. Reads and writes
+share the time of a disk. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
 together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers in both
 directions at the same time. If parameters are offloaded, forward and backward take at least the time of their
 transfers. Transfers of activations are assumed not to slow down transfers of model states.
@@ -35,7 +35,7 @@ class Durations:
         first_forward_s: duration of the forward of the first micro-batch.
         forward_s: duration of the forward of all micro-batches.
         backward_s: duration of the backward of all micro-batches.
-        update_s: duration of clipping and of the optimizer.
+        update_s: duration of clipping and of the optimizer step.
     """
 
     first_forward_s: float
@@ -76,7 +76,8 @@ def waits_s(mode: str, transfers_s: float, ring_share: float, step: Durations) -
 
 
 def transfer_s(traffic: Traffic, machine: Machine) -> float:
-    """Return the seconds of the transfers of one rank while all ranks of the node transfer."""
+    """Return the duration of the transfers of one rank in seconds, if all ranks of the node transfer at the same
+    time."""
     link_bytes = max(traffic.to_device_bytes, traffic.to_host_bytes)
     link_s = machine.to_host.time_s(link_bytes) if link_bytes else 0.0
     ranks = machine.devices_per_node

@@ -42,7 +42,7 @@ class Exchange:
 
     Attributes:
         sent_bytes: bytes that this rank sends.
-        link_s: seconds on the link.
+        link_s: time that the collective occupies the link, in seconds.
         copied_bytes: bytes that this rank reads and writes locally for packing, unpacking and sums.
     """
 
@@ -68,7 +68,7 @@ class UnitTraffic:
     Attributes:
         name: name of the unit; empty for the root.
         gather: all-gather of the weights of the unit; empty for ``ddp``.
-        reduce: reduction of the gradients of the unit; for ``ddp``, the share of the unit in the buckets.
+        reduce: reduction of the gradients of the unit; for ``ddp``, the unit's share of the buckets.
         gathers_each: whether the unit is all-gathered in the forward of each micro-batch, not only of the first
             micro-batch.
         gathers_again: whether the unit is all-gathered again in each backward pass.

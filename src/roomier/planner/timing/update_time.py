@@ -39,8 +39,8 @@ class Moved:
         cpu_bytes: bytes read and written per element on a CPU.
         num_operations: number of operations for each tensor; 0 for a fused optimizer, which performs one operation for
             all tensors.
-        itemsize: size of an element for which the bytes are specified. The bytes are proportional to the actual size of
-            an element.
+        itemsize: element size for which the bytes are specified. The bytes are proportional to the actual size of an
+            element.
     """
 
     cuda_bytes: float
@@ -87,7 +87,7 @@ class Update:
     """Duration of the update at the end of a step.
 
     Attributes:
-        compute_s: duration of clipping and of the optimizer.
+        compute_s: duration of clipping and of the optimizer step.
         exchange_s: duration of communication during the update, which does not overlap with computation.
         sent_bytes: bytes that this rank sends.
     """
@@ -204,8 +204,8 @@ def _is_hidden(weight: Weight, blocks: Sequence[str]) -> bool:
 
 
 def _muon_flops(shape: tuple[int, ...]) -> float:
-    """Return the operations of Newton-Schulz iterations: ``X X^T``, the square of this product, and the multiplication
-    of both with ``X``."""
+    """Return the floating-point operations of the Newton-Schulz iterations: ``X X^T``, the square of this product, and
+    the multiplication of both with ``X``."""
     short, long = sorted(shape)
     return _MUON_STEPS * (4 * short * short * long + 2 * short**3)
 
