@@ -55,7 +55,7 @@ def test_keys_of_an_earlier_meeting_are_ignored(store: HashStore) -> None:
 def test_missing_ranks_are_reported(store: HashStore) -> None:
     zero, one = together(store, [ranks(4)[0], ranks(4)[2]], timeout_s=0.3)
     assert isinstance(zero, RoomierError)
-    assert "these of 4 ranks did not connect within 0.3 s: 1, 3" in str(zero)
+    assert "of 4 ranks, these did not connect within 0.3 s: 1, 3" in str(zero)
     assert "rank 0 did not start the rendezvous of 4 ranks within 0.3 s" in str(one)
 
 

@@ -92,7 +92,7 @@ def test_machines_that_cannot_reach_each_other_report_it(machines: Machines, tmp
     processes = [machines.start(rank, tmp_path, words, ROOMIER_JOIN_TIMEOUT_S="20") for rank in range(2)]
     zero, one = ends(processes)
     assert (zero[0], one[0]) == (1, 1)
-    assert "rank=1: these of 2 ranks did not connect within 20 s: 1." in zero[2]
+    assert "rank=1: of 2 ranks, these did not connect within 20 s: 1." in zero[2]
     assert f"MASTER_ADDR='{ADDRESSES[0]}:29500': rank 1 could not connect to rank 0 within 20 s" in one[2]
 
 

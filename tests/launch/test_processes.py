@@ -271,7 +271,7 @@ def test_a_rank_that_exceeds_the_memory_limit_of_its_control_group_is_reported(
 def test_a_rank_that_does_not_join_is_reported(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["start sleeps 1"]
     assert outcome.code == 1
-    assert "rank=1: these of 2 ranks did not connect within 15 s: 1. Check the logs" in outcome.stderr
+    assert "rank=1: of 2 ranks, these did not connect within 15 s: 1. Check the logs" in outcome.stderr
     assert outcome.left == []
 
 

@@ -88,7 +88,7 @@ def test_a_loss_is_equal_to_the_loss_of_computed_logits(
     expected = trained(head, hidden, loss)
     for ours, theirs in zip(trained(lazily(head), hidden, loss), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    assert ("requires memory for all these logits" in capsys.readouterr().err) == (name in OTHERS)
+    assert ("so all these logits must be stored in memory" in capsys.readouterr().err) == (name in OTHERS)
 
 
 def mask_classes(logits: Any) -> Any:
@@ -171,7 +171,7 @@ def test_each_operation_is_reported_one_time_and_few_rows_never(
             head(hidden).argmax(-1)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "roomier: chunked loss: softmax reads the logits of 10 tokens, which requires memory for all these logits"
+        "roomier: chunked loss: softmax reads the logits of 10 tokens, so all these logits must be stored in memory"
     ]
 
 

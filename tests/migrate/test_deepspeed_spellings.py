@@ -570,7 +570,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
         {"optimizer": ADAM_AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2}}},
         "Set optimizer.params.lr to 0.01",
     ),
-    ({"zero_optimization": {"stage": AUTO}}, "is not a value that Hugging Face replaces"),
+    ({"zero_optimization": {"stage": AUTO}}, "is not supported here, because Hugging Face does not replace it"),
 ]
 
 
@@ -842,7 +842,7 @@ def test_a_checkpoint_of_deepspeed_is_rejected_with_its_conversion(
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    with pytest.raises(RoomierError, match="is a checkpoint of DeepSpeed") as caught:
+    with pytest.raises(RoomierError, match="is a DeepSpeed checkpoint") as caught:
         roomier.Trainer(max_steps=1, **QUIET).fit(torch.nn.Linear(1, 1), [torch.ones(1)], **{argument: tmp_path})
     command = f"`python {tmp_path / 'zero_to_fp32.py'} {tmp_path} {tmp_path / 'fp32'} --safe_serialization`"
     assert command in str(caught.value)

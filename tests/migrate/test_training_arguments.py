@@ -53,7 +53,7 @@ ROWS = [
         {"optimizer.name": "sgd", "optimizer.schedule": "cosine", "optimizer.warmup_steps": 10},
         remarks=("in transformers the first rate is 0",),
     ),
-    Spelling({"optim": "sgd", "lr_scheduler_type": "polynomial"}, error="is not a schedule of roomier"),
+    Spelling({"optim": "sgd", "lr_scheduler_type": "polynomial"}, error="is not a schedule that roomier supports"),
     Spelling({"lr_scheduler_type": "linear", "warmup_ratio": 0.1}, error="the warm-up is a number of steps"),
     Spelling({"use_cpu": True}, {"parallel.accelerator": "cpu"}),
     Spelling(

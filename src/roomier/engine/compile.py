@@ -84,9 +84,7 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, plan: Comp
             backend or the mode.
     """
     if not blocks:
-        action = (
-            "Define model_blocks() on the model, which returns its repeated layers, or call torch.compile on the model"
-        )
+        action = "Define model_blocks() on the model to return its repeated layers, or call torch.compile on the model"
         raise RoomierError("compile", True, "requires blocks, but no layer of the model repeats", action)
     _check(plan)
     missing = torch_private.missing_compiler(device) if plan.backend in (None, INDUCTOR) else None

@@ -7,9 +7,9 @@ same script, so they change the folder in the same way as rank 0. As a result, r
 all ranks.
 
 [Note: Hydra]
-``@hydra.main`` derives the name of an output folder from the current time, and can change into this folder. Without
-further action, each rank would use a different folder. Therefore, the other ranks are started with the output folder of
-rank 0. Only rank 0 writes Hydra's copy of the configuration.
+``@hydra.main`` derives the name of an output folder from the current time, and can change the working folder to this
+folder. Without further action, each rank would use a different folder. Therefore, the other ranks are started with the
+output folder of rank 0. Only rank 0 writes Hydra's copy of the configuration.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def command_again(devices: int = 2) -> Command:
     """Return the command that started this process.
 
     Args:
-        devices: number of ranks on this machine, for the error.
+        devices: number of ranks on this machine, for error messages.
 
     Raises:
         RoomierError: the command cannot be run again.
@@ -89,7 +89,8 @@ def _start_folder() -> str | None:
 
 
 def _folder_of_script() -> str | None:
-    """Return the folder to which the path of the script on the command line refers; None if the path was absolute.
+    """Return the folder to which the script's path on the command line is relative; None if the path is absolute or not
+    found.
 
     Python makes ``__file__`` of a script absolute without normalizing it, so ``__file__`` ends with the path on the
     command line.
@@ -126,7 +127,7 @@ def _folder_of_module(root: str) -> str | None:
 
 
 def _hydra_config() -> Any:
-    """Return the configuration of Hydra itself if this process runs a function under ``@hydra.main``, otherwise
+    """Return the configuration of Hydra itself if this process runs a function under ``@hydra.main``; otherwise,
     None."""
     module = sys.modules.get("hydra.core.hydra_config")
     return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None

@@ -1,4 +1,4 @@
-"""Detection of the launcher of this process (torchrun, SLURM, MPI or roomier itself) and of its rank.
+"""Detects the launcher that started this process (torchrun, SLURM, MPI or roomier itself) and the rank of this process.
 
 All launchers set environment variables. :func:`export` writes the detected values under the names that torchrun uses,
 so that roomier and torch read the same variables.
@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes."""
+        """Number of nodes."""
         return self.world.size // self.world.local_size
 
 
@@ -71,8 +71,8 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 
 def export(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Write ``launch`` to ``environ`` under the names of torchrun. If the variables of the address and the port exist,
-    their values are preserved."""
+    """Write ``launch`` to ``environ`` under the names of torchrun. Existing values of the address and the port are
+    preserved."""
     world = launch.world
     environ.update(
         RANK=str(world.rank),
@@ -106,7 +106,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch of a task that ``srun`` started. A batch script, or a shell in an allocation, is not a task."""
+    """Return the launch of a task that ``srun`` started; None otherwise. A batch script and a shell in an allocation
+    are not tasks."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
     step = number_in(environ, "SLURM_STEP_ID")

@@ -37,16 +37,16 @@ class FailureNews:
     """Exchange of failures between the ranks of a run.
 
     Args:
-        ended_rank: function that returns an ended rank that this process started, and a description of its end; None if
-            no rank has ended.
+        ended_rank: function that returns a rank that this process started and that has ended, with a description of the
+            end; None if no rank has ended.
 
     Attributes:
         has_error: True if an uncaught exception terminates this rank. The cause of the exception can be a lost peer.
         is_failing: True if this rank terminates because of an error in this rank.
         has_lost_peer: True if this rank terminates because it could not reach another rank.
         where: function that returns the current position in the run, for messages.
-        store: store of all ranks, after the rendezvous. The connection to the store is not shared with other threads,
-            because the store is also used while other threads hang.
+        store: store that all ranks share after the rendezvous. Other threads use separate connections, because this
+            connection must work even if another thread hangs.
     """
 
     def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
@@ -64,7 +64,7 @@ class FailureNews:
         self._before, sys.excepthook = sys.excepthook, self._end
 
     def claim(self, text: str) -> bool:
-        """Return whether this rank must report ``text``, because no other rank has reported the same text."""
+        """Return whether this rank must report ``text``: True unless another rank has reported the same text."""
         self.is_failing = True
         first = f"{self.world.rank}\n{text}"
         if self.store is not None:
@@ -90,7 +90,7 @@ class FailureNews:
         return None
 
     def is_reported(self, within_s: float) -> bool:
-        """Return whether a rank reports its failure within ``within_s`` from now."""
+        """Return whether a rank reports its failure within the next ``within_s`` seconds."""
         until = time.monotonic() + within_s
         while self.store is not None:
             with suppress(DistError, RuntimeError):
@@ -125,7 +125,7 @@ class FailureNews:
         os._exit(1)
 
     def _absent(self, prefix: str, within_s: float) -> list[int]:
-        """Return the ranks that do not also call this method within ``within_s`` from now."""
+        """Return the ranks that do not also call this method within the next ``within_s`` seconds."""
         if self.store is None:
             return []
         keys = {rank: f"{prefix}/{rank}" for rank in range(self.world.size)}
@@ -191,7 +191,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def report_to_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """Write ``error`` to the error file of torchrun. The summary of torchrun then names the rank and the error."""
+    """Write ``error`` to torchrun's error file, so that torchrun's summary names the rank and the error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

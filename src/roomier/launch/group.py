@@ -40,8 +40,8 @@ def should_report(error: BaseException) -> bool:
 
 
 def failure_is_reported(within_s: float) -> bool:
-    """Wait up to ``within_s`` seconds, and return whether a rank reports an error that terminates this rank or another
-    rank."""
+    """Wait up to ``within_s`` seconds, and return whether this rank or another rank reports an error that terminates
+    it."""
     return _news is not None and _news.is_reported(within_s)
 
 
@@ -74,7 +74,7 @@ def initialize(world: World, device_type: str) -> None:
 
 def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNews, timeout_s: float) -> None:
     # While the ranks connect, torch waits for the timeout of a collective. A shorter timeout would apply to all
-    # collectives.
+    # collectives, so a timer limits the time for the connection instead.
     timer = threading.Timer(timeout_s, news.end_unconnected, (timeout_s,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Heartbeat: threads in each rank that detect hanging ranks without collectives.
+"""Heartbeat: threads in each rank that detect, without collectives, ranks that hang.
 
 At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
 records of all ranks, and publishes its own record with a verdict. The other ranks read the record of rank 0. These
@@ -35,7 +35,7 @@ from roomier.launch.late_messages import end_of, names_of, note_of, position_of,
 from roomier.launch.records import Activity, Late, Position, Record, Verdict
 
 _OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
-_MARGIN_S = 5.0  # added to the ticks in which the other ranks read a record of rank 0
+_MARGIN_S = 5.0  # added to the number of ticks that the other ranks need to read a record of rank 0
 _BEFORE_KILL_S = 1.5
 _heartbeat: Heartbeat | None = None
 
@@ -98,8 +98,8 @@ class Heartbeat:
 
     Args:
         world: rank of this process and the number of ranks.
-        connect: function that returns a connection to the store that no other thread uses.
-        news: failures of the ranks.
+        connect: function that opens a connection to the store. No other thread uses this connection.
+        news: exchange of failures between the ranks.
         end_process: function that terminates this process with an exit code.
 
     Attributes:
@@ -126,7 +126,7 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
 
     def watch(self, run: WatchedRun | None) -> None:
-        """Watch ``run`` with a new judge. If ``run`` is None, no run is watched."""
+        """Watch ``run`` with a new judge. If ``run`` is None, stop watching."""
         self._judge = None if run is None else Judge(run.limits, _process_state)
         self.run = run
         if run is not None and not self._threads:
@@ -136,7 +136,7 @@ class Heartbeat:
                 thread.start()
 
     def close(self) -> None:
-        """Stop the threads. A thread that is blocked in a call of the store is not joined."""
+        """Stop the threads. If a thread is blocked in a call to the store, wait for it only for a limited time."""
         self._stop.set()
         for thread in self._threads:
             thread.join(self._tick_s + _MARGIN_S)
@@ -224,8 +224,8 @@ class Heartbeat:
     # Late ranks ----------------------------------------------------------------------------------------------------
 
     def _next_verdict(self, late: Sequence[Late], end_s: float) -> Verdict | None:
-        """Return the verdict of rank 0: the last verdict if no additional rank became late, or None if no rank is
-        late."""
+        """Return the verdict of rank 0: the last verdict if no additional rank became late; None if no late rank has a
+        time limit."""
         for each in late:
             self._note(each)
         hung = [each for each in late if each.left_s is not None]
@@ -318,8 +318,8 @@ def _ranks(late: Sequence[Late]) -> set[int]:
 
 
 def _process_of(record: Record) -> psutil.Process | None:
-    """Return the process that published ``record``, or None if that process runs on a different machine or with a
-    different command."""
+    """Return the process that published ``record``; None if this process has ended, runs on a different machine, or
+    runs a different command."""
     if record.host != socket.gethostname():
         return None
     try:

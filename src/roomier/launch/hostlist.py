@@ -1,4 +1,4 @@
-"""Parse the compact notation of SLURM for lists of hosts and for tasks per node."""
+"""Parses SLURM's compact notation for lists of hosts and for the number of tasks per node."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ import psutil
 def job_names(environ: Mapping[str, str]) -> list[str]:
     """Return the names that identify this job to restarted ranks; empty if no launcher restarts the job.
 
-    Different runs can have the same run id in torchrun, so the name contains the agent that started this process. The
-    agent continues to run when the ranks are restarted. A job that SLURM requeues keeps its job id and step ids.
+    Different runs can have the same run id in torchrun, so the name also identifies the agent process that started this
+    rank. The agent continues to run when the ranks are restarted. A job that SLURM requeues keeps its job id and step
+    ids.
     """
     names = []
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -27,6 +28,7 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def num_restarts(environ: Mapping[str, str]) -> int:
-    """Return how many times the launcher has restarted this job. torchrun does not count changes of its nodes."""
+    """Return how many times the launcher has restarted this job. torchrun does not count restarts because of a change
+    of its nodes."""
     counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return sum(int(count) for count in counts if count.isdecimal())

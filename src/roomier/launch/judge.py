@@ -1,4 +1,4 @@
-"""Detection of hanging ranks from their records, without a clock and without the store.
+"""Detects hanging ranks from their records, without access to a clock or to the store.
 
 [Note: late ranks]
 A rank is late if it makes no progress while another rank waits for it. There are two cases:
@@ -61,7 +61,7 @@ class Judge:
 
     Args:
         limits: limits for the waiting time of ranks.
-        process_state: function that returns the state of the process of a silent rank, or None.
+        process_state: function that returns the process state of a silent rank; None if the state is unknown.
 
     Attributes:
         slowest_s: duration of the slowest micro-batch so far, including its share of the step. Steps in which a rank

@@ -64,17 +64,20 @@ def problem_of(late: Sequence[Late]) -> str:
 
 def _problem(late: Late) -> str:
     if not late.is_silent:
-        return f"{_rank(late)} has not moved for {_seconds(late)} while other ranks wait for it: {late.record.position}"
+        return (
+            f"{_rank(late)} has made no progress for {_seconds(late)} while other ranks wait for it: "
+            f"{late.record.position}"
+        )
     return (
         f"{_rank(late)} has sent no heartbeat for {_seconds(late)} while other ranks wait for it (last position: "
-        f"{late.record.position}). {_silence(late)}, so it prints no stack"
+        f"{late.record.position}). {_silence(late)}, so this rank prints no stack"
     )
 
 
 def _silence(late: Late) -> str:
     pid, host = late.record.pid, late.record.host
     if late.process_state == "stopped":
-        return f"Its process is stopped (`kill -CONT {pid}` continues it)"
+        return f"Its process is stopped (`kill -CONT {pid}` resumes it)"
     if late.process_state == "disk-sleep":
         return "Its process waits for storage or for a driver"
     return (

@@ -1,7 +1,7 @@
 """Rendezvous: every rank reports to rank 0, and rank 0 answers when all ranks have reported.
 
-The rendezvous of torch cannot report which ranks are missing. Each rendezvous uses separate keys. If torchrun restarts
-the ranks, the store can still contain the keys of the earlier ranks.
+The rendezvous of torch cannot report which ranks are missing. Each rendezvous uses separate keys, because the store can
+still contain the keys of earlier ranks if torchrun restarted the ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def meet(
     """Wait until all ranks call this function.
 
     Args:
-        ended_rank: function that returns an ended rank that this process started, and a description of its end; None if
-            no rank has ended.
+        ended_rank: function that returns a rank that this process started and that has ended, with a description of the
+            end; None if no rank has ended.
 
     Returns:
         A prefix for the keys of this rendezvous.
@@ -50,7 +50,7 @@ def meet(
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TCPStore:
     """Open the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 serves the store, unless torchrun serves it.
 
-    If all ranks run on this machine, rank 0 serves the store on the loopback interface, independent of ``MASTER_ADDR``.
+    If all ranks run on this machine, rank 0 serves the store on the loopback interface, regardless of ``MASTER_ADDR``.
     If ``MASTER_ADDR`` is an IPv4 address of this machine, the store listens only on this address. Otherwise, the store
     listens on all addresses.
 
@@ -80,7 +80,7 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
 
 
 def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
-    """Serve a store on one address, because a socket that TCPStore opens itself listens on all interfaces.
+    """Serve a store that listens only on ``address``. A socket that TCPStore opens itself listens on all interfaces.
 
     Args:
         address: an IPv4 address of this machine.
@@ -121,7 +121,7 @@ def _call(
             action = "See the output of this rank above. Every rank runs the same command and must reach the same call"
             raise RoomierError("rank", rank, how, action) from DistError(f"rank {rank} {how}")
         if time.monotonic() > until:
-            problem = f"these of {world.size} ranks did not connect within {timeout_s:g} s: {_shown(missing)}"
+            problem = f"of {world.size} ranks, these did not connect within {timeout_s:g} s: {_shown(missing)}"
             action = "Check the logs of these ranks. Every rank must reach the same call"
             raise RoomierError("rank", missing[0], problem, action)
         time.sleep(_POLL_S)

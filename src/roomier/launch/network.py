@@ -13,7 +13,7 @@ _ANYWHERE = "192.0.2.1"  # this address is reserved for documentation (RFC 5737)
 
 def choose_interface(world: World, address: str, environ: MutableMapping[str, str]) -> None:
     """Set the network interface of gloo. If all ranks run on one machine, also set the interface of NCCL. An interface
-    that the user has set is unchanged.
+    that the user has set is not changed.
 
     By default, gloo uses the interface to which the host name resolves. If the host name does not resolve, gloo has no
     interface. On many Linux systems, the host name resolves to the loopback interface, over which other nodes are

@@ -18,8 +18,8 @@ _OPTIONS = {
 
 
 def present_launch() -> Launch | None:
-    """Return the launch that started this process as a rank, or None. The settings of the launch are exported to the
-    environment variables.
+    """Return the launch that started this process as a rank; None if no launcher started it. The settings of the launch
+    are written to environment variables.
 
     Raises:
         RoomierError: the variables of the launcher are inconsistent.

@@ -113,7 +113,7 @@ class Verdict:
     """Decision of rank 0. Each rank acts on a verdict once.
 
     Attributes:
-        number: number of the verdict, which increases with each verdict.
+        number: sequence number of the verdict.
         ends: True if the run ends; False if all ranks print their positions.
         end_s: ``hang_timeout`` in seconds.
         late: the late ranks.

@@ -34,7 +34,7 @@ _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
     """Remove the variables of a rank from ``environ`` if this process only inherited these variables from a rank.
 
-    If this process is a rank, start to watch the process that started this rank.
+    If this process is a rank, start watching the process that started this rank.
 
     Raises:
         SystemExit: the process that started this rank has ended.

@@ -1,4 +1,4 @@
-"""Creation of the loggers of a run from ``Trainer(logger=...)``."""
+"""Creates the loggers of a run from ``Trainer(logger=...)``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
 
     - ``True`` selects ``[JSONLLogger(), CSVLogger()]``.
     - ``False``, ``None`` and an empty list select no logger.
-    - Any other value also selects the two loggers of ``True``, unless the value includes at least one of these two
-      loggers. ``"tensorboard"`` selects TensorBoard and both file loggers, ``["tensorboard", "csv"]`` selects exactly
+    - For any other value, the two loggers of ``True`` are added, unless the value includes at least one of them. For
+      example, ``"tensorboard"`` selects TensorBoard and both file loggers, ``["tensorboard", "csv"]`` selects exactly
       these two loggers, and ``"csv"`` selects one file logger.
 
     Loggers written for Lightning are used unchanged.

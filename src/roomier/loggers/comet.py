@@ -1,4 +1,4 @@
-"""CometLogger: logger that writes to an experiment of Comet."""
+"""CometLogger: logger that writes to a Comet experiment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODES = (None, "get_or_create", "get", "create")
 
 
 class CometLogger(ServiceLogger):
-    """Logs to Comet. The arguments are the same as in Lightning.
+    """Logger that writes to a Comet experiment. The arguments are the same as in Lightning.
 
     Comet's automatic logging of torch is disabled. After a fit, the experiment remains open until the process ends or
     ``logger.experiment.end()`` is called.
@@ -26,8 +26,8 @@ class CometLogger(ServiceLogger):
             ``"lightning_logs"``.
         experiment_key: key of an experiment to resume or to create.
         mode: ``"get_or_create"`` (default), ``"get"`` or ``"create"``.
-        online: if False, write only archives for a later ``comet upload``, without network access. The archives are
-            written to ``offline_directory``, or to the run folder by default.
+        online: if False, write only archives, without network access, for a later upload with ``comet upload``. The
+            archives are written to ``offline_directory``, or to the run folder by default.
         prefix: prefix of each metric's name, separated by ``-``.
         kwargs: arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
 

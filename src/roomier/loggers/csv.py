@@ -81,7 +81,7 @@ class CSVLogger(FileLogger):
             kept = [row for row in kept if (self._step_of_run(row) or 0) <= resumed_step]
         self._rewrite(kept)
         if num_torn:
-            notice(f"{self._path}: dropped {num_torn} incomplete row(s) of an interrupted run")
+            notice(f"{self._path}: dropped {num_torn} incomplete row(s) from an interrupted run")
 
     def _step_of_run(self, row: list[str]) -> int | None:
         marked = [cell for name, cell in zip(self._columns, row, strict=True) if name.endswith(STEP_COLUMN) and cell]

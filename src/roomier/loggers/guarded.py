@@ -30,7 +30,7 @@ class GuardedLogger(Logger):
         """Write one row.
 
         Args:
-            metrics: numbers and 0-dim tensors. To read a tensor on a device, the host synchronizes with the device.
+            metrics: numbers and 0-dim tensors. Reading a tensor on a device synchronizes the host with the device.
             step: step of the row; None uses the step of the previous row.
 
         Raises:

@@ -73,7 +73,7 @@ def drop_rows(path: Path, after_step: int | None) -> None:
             if _judge(row, after_step) == "kept":
                 kept.write(row.decode("utf-8"))
     if num_torn:
-        notice(f"{path}: dropped {num_torn} incomplete row(s) of an interrupted run")
+        notice(f"{path}: dropped {num_torn} incomplete row(s) from an interrupted run")
 
 
 def _judge(row: bytes, after_step: int | None) -> str:

@@ -1,4 +1,4 @@
-"""MLFlowLogger: logger that writes to a run of MLflow."""
+"""MLFlowLogger: logger that writes to an MLflow run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from roomier.loggers.service import ServiceLogger, missing_package, refuse_log_m
 
 _STATUSES = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_A_NAME = re.compile(r"[^\w/.: -]")
-_MAX_CHARACTERS = 500  # Maximum length of a parameter that every store accepts.
+_MAX_CHARACTERS = 500  # Maximum length of a parameter value that all stores accept.
 _MAX_PARAMS = 100  # Maximum number of parameters per request.
 
 
 class MLFlowLogger(ServiceLogger):
-    """Logs to MLflow. The arguments are the same as in Lightning. The package ``mlflow-skinny`` is sufficient.
+    """Logger that writes to an MLflow run. The arguments are the same as in Lightning. The package ``mlflow-skinny`` is
+    sufficient.
 
     Args:
         experiment_name: name of the experiment that contains the run.
@@ -78,13 +79,13 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run. An access to this property opens the run."""
+        """Id of the run. Reading this property opens the run."""
         _ = self.experiment
         return self._id
 
     @property
     def experiment_id(self) -> str | None:
-        """Id of the MLflow experiment. An access to this property opens the run."""
+        """Id of the MLflow experiment. Reading this property opens the run."""
         _ = self.experiment
         return self._experiment_id
 
@@ -115,7 +116,7 @@ class MLFlowLogger(ServiceLogger):
         self.experiment.log_batch(self.run_id, metrics=metrics, **self._how)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Log new hyperparameters. MLflow does not allow changes of logged hyperparameters, so a notice lists the
+        """Log new hyperparameters. MLflow does not allow changes to logged hyperparameters, so a notice lists the
         values that differ."""
         client = self.experiment
         texts = {_NOT_IN_A_NAME.sub("_", name): str(value)[:_MAX_CHARACTERS] for name, value in flat(params)}

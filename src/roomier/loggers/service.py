@@ -13,10 +13,10 @@ from roomier.loggers.run_ids import read_id, write_id
 
 
 class ServiceLogger(GuardedLogger):
-    """Base class of loggers that write to a run of a service. Such a run has an id.
+    """Base class of loggers that write to a run of a tracking service. The service identifies each run by an id.
 
     The first rank opens a run when a fit starts or when ``experiment`` is first read. The id is stored in the run
-    folder, so a resumed run continues the same run of the service. In this case, the service contains the rows of
+    folder, so a resumed run continues the same run of the service. After a resume, the service contains the rows of
     repeated steps twice, because services do not delete rows.
 
     Args:

@@ -131,7 +131,7 @@ class TensorBoardLogger(GuardedLogger):
         writer.flush()
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Write the graph of ``model``, traced on ``input_array`` or on its ``example_input_array``.
+        """Write the graph of ``model``, traced on ``input_array`` or on the model's ``example_input_array``.
 
         Raises:
             RoomierError: neither ``input_array`` nor ``example_input_array`` is given.
@@ -158,8 +158,8 @@ def _wait_for_later_name(folder: Path) -> None:
     """Wait until the name of a new event file sorts after the names of the existing files, which takes at most one
     second.
 
-    TensorBoard reads the files of a folder in the order of their names. A file name contains the second of its
-    creation, followed by a counter without leading zeros. Therefore, two files from the same second can be read in the
+    TensorBoard reads the files of a folder in the order of their names. A file name contains the creation time in
+    seconds, followed by a counter without leading zeros. Therefore, two files from the same second can be read in the
     wrong order.
     """
     parts = [file.name.split(".")[3] for file in folder.glob("events.out.tfevents.*")]

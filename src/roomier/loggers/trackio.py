@@ -1,5 +1,5 @@
-"""TrackioLogger: logger that writes to a run of trackio, which stores the run on this machine or in a Space of Hugging
-Face."""
+"""TrackioLogger: logger that writes to a run of trackio, which stores the run on this machine or in a Hugging Face
+Space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roomier.loggers.service import ServiceLogger, missing_package
 
 
 class TrackioLogger(ServiceLogger):
-    """Logger that opens a run with ``trackio.init``, and calls the methods ``log`` and ``finish`` of this run.
+    """Logger that opens a run with ``trackio.init`` and calls the methods ``log`` and ``finish`` of this run.
 
     trackio identifies a run by its name and accepts hyperparameters only at the start, so the run is opened when the
     first row or the hyperparameters are logged.
@@ -22,7 +22,7 @@ class TrackioLogger(ServiceLogger):
         project: name of the project; None uses the environment variable ``TRACKIO_PROJECT`` if it is set, otherwise
             ``"lightning_logs"``.
         name: name of the run; None generates a name.
-        space_id: id of the Space of Hugging Face that stores the run; None stores the run on this machine.
+        space_id: id of the Hugging Face Space that stores the run; None stores the run on this machine.
         prefix: prefix of each metric's name, separated by ``-``.
         kwargs: arguments of ``trackio.init``: ``group``, ``private``, ``auto_log_gpu``, ...
 

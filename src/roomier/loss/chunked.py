@@ -19,7 +19,7 @@ class LazyForward(WrappedForward):
 
     Args:
         layer: the output layer.
-        chunk_tokens: rows of logits in a chunk; None uses the default.
+        chunk_tokens: number of rows of logits in a chunk; None uses the default.
 
     Attributes:
         reads_weights_later: True, because the weights of the layer are read after its forward. The weights must remain
@@ -52,7 +52,7 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
     Args:
         network: the model.
         blocks: blocks of the model, which do not contain the output layer.
-        chunk_tokens: rows of logits in a chunk. None uses as many rows as fit into 64 MiB in float32.
+        chunk_tokens: number of rows of logits in a chunk; None uses as many rows as fit into 64 MiB in float32.
 
     Returns:
         The output layer.
@@ -66,7 +66,7 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
 
 class LossWatch:
-    """Context manager for the first training step, which reports if no loss was computed in chunks.
+    """Context manager for the first training step. If no loss was computed in chunks, it prints a notice at its end.
 
     Args:
         layer: the result of :func:`apply_chunked_loss`.
@@ -89,7 +89,7 @@ class LossWatch:
             self.report()
 
     def report(self) -> None:
-        """Report that no memory is saved if no loss was computed in chunks."""
+        """If no loss was computed in chunks, print a notice that no memory is saved."""
         if not self._use.is_chunked:
             notice(
                 "chunked loss: no memory is saved, because the first training step passed no logits of the shape "

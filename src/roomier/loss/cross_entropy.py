@@ -6,9 +6,9 @@ mean or the loss scale. Therefore, the forward computes the logits and losses of
 of the chunk to the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the
 common factor. Logits are computed once. The saved gradients are as large as the input and the parameters.
 
-The suffixes of tensor names use the letters of :mod:`roomier.models.gpt`, and in addition
+The suffixes of tensor names use the letters of :mod:`roomier.models.gpt` and two additional letters:
 
-    N  tokens with a loss      C  tokens of a chunk
+    N  tokens with a loss      C  tokens in a chunk
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roomier.core.errors import TrainingError
 
 CHUNK_BYTES = 64 * 2**20
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # the product of these constants is half of the largest float16
+_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # the product of these constants is half of the largest float16 value
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class LossOfLinear:
 
     Attributes:
         dtypes: dtype of the matmul, followed by the dtypes to which the logits are converted, in order.
-        chunk_tokens: rows of logits in a chunk. None uses as many rows as fit into :data:`CHUNK_BYTES` in float32.
+        chunk_tokens: number of rows of logits in a chunk; None uses as many rows as fit into :data:`CHUNK_BYTES` in
+            float32.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         ignore_index: target that does not contribute to the loss.
         label_smoothing: as in ``F.cross_entropy``.
@@ -58,7 +59,7 @@ class LossOfLinear:
 
 
 class Gradients(NamedTuple):
-    """Gradients of the layer's input, weight and bias. None if not required."""
+    """Gradients of the layer's input, weight and bias. A gradient that is not required is None."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -74,8 +75,8 @@ def linear_cross_entropy(
         hidden_ND: input of the layer.
         weight_VD: weight of the layer.
         bias_V: bias of the layer, or None.
-        targets_N: classes, int64.
-        how: settings.
+        targets_N: class index of each row, int64.
+        how: settings of the cross-entropy.
 
     Returns:
         The loss in the dtype of the logits: 0-dim, or ``[N]`` if ``how.reduction`` is ``"none"``.
@@ -150,7 +151,7 @@ def _in_chunks(
     """Return the losses (0 for ignored targets) and the gradients of the sum of the losses.
 
     Args:
-        needs: flags that select the gradients to compute.
+        needs: flags that select the gradients to compute: input, weight and bias.
         factors_N: factor of each loss in the sum; None selects the factor 1 for every loss.
     """
     dtype = how.dtypes[0]
@@ -220,7 +221,7 @@ def _loss_and_slope(
 
 
 def _fp16_scale(hidden_CD: Tensor) -> Tensor:
-    """Return the largest scale factor of the slopes for which no sum over the chunk overflows float16.
+    """Return the largest factor by which the slopes can be scaled without an overflow of a float16 sum over the chunk.
 
     Returns:
         float32, 0-dim, on the device.

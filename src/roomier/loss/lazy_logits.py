@@ -50,7 +50,7 @@ class Output:
         weight: weight of the layer, ``[V, D]``.
         bias: bias of the layer, ``[V]``, or None.
         dtype: dtype in which the layer computes.
-        chunk_tokens: rows of logits in a chunk; None uses the default.
+        chunk_tokens: number of rows of logits in a chunk; None uses the default.
         use: record that all calls of the layer share.
         whole: the full logits; None until an operation requires them.
     """
@@ -72,10 +72,10 @@ class Output:
         return [0 if each.is_inference() else torch_private.version_of(each) for each in inputs]
 
     def check(self) -> None:
-        """Check that the layer's weights have not changed since the call of the layer.
+        """Check that the layer's weights have not changed since the layer was called.
 
         Raises:
-            TrainingError: the weight was updated, or is no longer unsharded.
+            TrainingError: the weights were updated or resharded.
         """
         is_freed = not self.weight.untyped_storage().nbytes() and self.weight.numel() > 0
         if is_freed or self._versions_now() != self._versions:
@@ -95,16 +95,16 @@ class Output:
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def report(self, operation: str, hidden: Tensor) -> None:
-        """Print a notice that ``operation`` reads more logits than a chunk contains, once per operation and only in
-        training."""
+        """Print a notice if ``operation`` reads more logits than a chunk contains. The notice is printed only in
+        training, and once for each operation."""
         num_rows = hidden.shape[:-1].numel()
         is_small = num_rows <= LossOfLinear((self.dtype,), self.chunk_tokens).chunk_size(len(self.weight))
         if is_small or operation in self.use.reported or not self.is_grad_enabled:
             return
         self.use.reported.add(operation)
         notice(
-            f"chunked loss: {operation} reads the logits of {num_rows} tokens, which requires memory for all these "
-            "logits"
+            f"chunked loss: {operation} reads the logits of {num_rows} tokens, so all these logits must be stored in "
+            "memory"
         )
 
 
@@ -274,7 +274,7 @@ def _chunked_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return ``F.cross_entropy`` computed in chunks, or None if the arguments require the full logits."""
+    """Return the result of ``F.cross_entropy``, computed in chunks; None if the arguments require the full logits."""
     if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits):
         return None
     rows = _rows_of(input)
@@ -288,7 +288,7 @@ def _chunked_loss(
     dtypes = rows.dtypes
     device_type = rows.hidden.device.type
     if torch.is_autocast_enabled(device_type):
-        # The same dtype as autocast uses for this operation.
+        # Autocast uses the same dtype for this operation.
         dtypes = (*dtypes, torch.promote_types(dtypes[-1], torch.float32))
     output.use.is_chunked = True
     how = LossOfLinear(dtypes, output.chunk_tokens, reduction, ignore_index, label_smoothing)
@@ -329,7 +329,7 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
         if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
             num_taken += each.dim()
         elif isinstance(each, (bool, list)):
-            return False  # such an index is rare, and would require the values of the index
+            return False  # such an index is rare, and its effect depends on its values
         elif each is not None and each is not Ellipsis:
             num_taken += 1
     ends_whole = isinstance(index[-1], slice) and index[-1] == slice(None) if index else True

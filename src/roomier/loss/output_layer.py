@@ -1,4 +1,4 @@
-"""Search for the layer of a model that computes the logits."""
+"""Finds the layer of a model that computes the logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from roomier.core.errors import RoomierError
 
 _FIELD = "chunked_loss"
-_ACTION = "Define get_output_embeddings(self) on the model, which returns the layer, or set chunked_loss=False"
+_ACTION = "Define get_output_embeddings(self) on the model to return this layer, or set chunked_loss=False"
 
 
 def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Linear:
@@ -19,7 +19,7 @@ def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Lin
 
     - the layer that ``get_output_embeddings()`` of the network or of a submodule returns, as in Hugging Face's models;
     - the linear layer outside the blocks whose weight is tied to an embedding;
-    - the linear layer outside the blocks with as many outputs as an embedding has entries;
+    - the linear layer outside the blocks that has as many outputs as an embedding has entries;
     - the last linear layer outside the blocks, if no other linear layer outside the blocks has more outputs.
 
     Args:

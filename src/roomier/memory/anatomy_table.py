@@ -40,7 +40,8 @@ class StepPeak:
         phase: phase of the step at the peak: ``"forward"``, ``"backward"``, ``"update"``.
         whole: bytes by row, at the moment when the sum of all tensors is largest.
         states: bytes by row, at the moment when the sum of weights, gradients and optimizer states is largest.
-        allocator_bytes: maximum bytes that the device's allocator allocated; None if it reports none.
+        allocator_bytes: maximum number of bytes that the device's allocator allocated; None if the allocator does not
+            report it.
     """
 
     step: int
@@ -66,11 +67,13 @@ class RankAnatomy:
 
     Attributes:
         rank: the rank.
-        now: current weights, gradients and optimizer states. Memory of other tensors is only measured in a tracked
-            step.
-        rule: prediction of these rows at the peak of their sum; None if the states of the optimizer are unknown.
+        now: current bytes of weights, gradients and optimizer states. Memory of other tensors is only measured in a
+            tracked step.
+        rule: predicted bytes of these rows at the moment when their sum is largest; None if the sizes of the optimizer
+            states are unknown.
         peak: peak of a tracked step; None if no step was tracked.
-        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the device's allocator; None if it reports none.
+        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the device's allocator; None if the allocator does
+            not report them.
     """
 
     rank: int
@@ -110,12 +113,12 @@ class Anatomy:
 
     @property
     def worst(self) -> RankAnatomy:
-        """Memory of the rank with the highest memory."""
+        """Memory of the rank with the highest memory use."""
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Return the bytes per parameter of the worst rank by row. The values are from the peak of a tracked step if a
-        step was tracked."""
+        """Return the bytes per parameter by row, for the rank with the highest memory use. If a step was tracked, the
+        values are from the peak of this step; otherwise, they are current values."""
         worst = self.worst
         num_bytes = worst.now if worst.peak is None else worst.peak.states
         return {row: num_bytes[row] / self.num_parameters for row in STATE_ROWS}
@@ -136,7 +139,7 @@ class Anatomy:
         }
 
     def table(self) -> Table:
-        """Return a table of the worst rank, with one row per kind."""
+        """Return a table for the rank with the highest memory use, with one row per kind."""
         worst, peak = self.worst, self.worst.peak
         whose = "" if len(self.ranks) == 1 else f" of rank {worst.rank}, the largest of {len(self.ranks)} ranks"
         frozen = "" if self.num_trained == self.num_parameters else f", {format_count(self.num_trained)} trained"

@@ -72,16 +72,20 @@ def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
 
 
 def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
-    notes = ["per parameter: bytes when the sum of weights, gradients and states is largest in a step"]
+    notes = [
+        "per parameter: bytes at the moment of a step when the sum of weights, gradients and optimizer states is "
+        "largest"
+    ]
     if not has_peak:
         notes[0] = (
-            "per parameter: current bytes; formula: bytes when the sum of weights, gradients and states is largest in "
-            "a step"
+            "per parameter: current bytes; formula: bytes at the moment of a step when the sum of weights, gradients "
+            "and optimizer states is largest"
         )
-        notes.append("for the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
+        notes.append("to measure the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
         notes.append(
-            "the usual 18 bytes include 2 bytes for 16-bit copies of weights, which this table counts as activations"
+            "the often-cited 18 bytes per parameter include 2 bytes for 16-bit copies of weights, which this table "
+            "counts as activations"
         )
     if plan.adapter.frozen_base != "as_is":
         notes.append("the quantized frozen base counts as bytes of weights, but not as parameters")

@@ -1,9 +1,9 @@
-"""Predicts the bytes of model states over a step with formulas for each strategy, which require only shapes.
+"""Predicts the bytes of model states during a step. Each strategy has formulas that require only shapes.
 
 [Note: bytes per parameter and rank]
 A parameter occupies ``w`` bytes (4 in float32). The unsharded copy of a parameter for the computation occupies ``c``
-bytes (2 for matrix products under autocast, otherwise ``w``). AdamW has two states of ``w`` bytes. With ``N`` ranks,
-the bytes per parameter are:
+bytes (2 for the weights of matrix products under autocast, otherwise ``w``). AdamW has two states of ``w`` bytes. With
+``N`` ranks, the bytes per parameter are:
 
     strategy     parameter   unsharded         gradient                              optimizer state
     single       w           0                 w                                     2w
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Model states over any step after the first step, which creates the optimizer states.
+    """Model states during any step except the first, which creates the optimizer states.
 
     Attributes:
         moments: moments in order; the last moment is between two steps.
@@ -79,13 +79,13 @@ class ModelStates:
 
 
 def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0) -> ModelStates:
-    """Return the model states of one rank over a step.
+    """Return the model states of one rank during a step.
 
     Args:
         units: result of :func:`roomier.memory.weights.units_with_weights`, with the root first and the other units in
             the order of the forward.
         layout: the settings of the Plan that determine the bytes.
-        state_bytes: bytes of the optimizer's states, see :mod:`roomier.optim.state_bytes`.
+        state_bytes: function that returns the bytes of the optimizer states; see :mod:`roomier.optim.state_bytes`.
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
@@ -116,7 +116,7 @@ def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
 
 
 class _UnshardedStep:
-    """Step of unsharded parameters: a single device, or DDP."""
+    """Step with unsharded parameters, on a single device or with DDP."""
 
     def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
         self.moments: list[Moment] = []
@@ -157,7 +157,7 @@ class _UnshardedStep:
 
 
 class _ShardedStep:
-    """Step of sharded units, in the order of the modules."""
+    """Step with sharded units, in the order of the modules."""
 
     bucket_bytes = 0
 

@@ -1,4 +1,4 @@
-"""Predicts the model states of a Plan, for a network that is not created yet or for an engine."""
+"""Predicts the model states of a Plan, for a network whose engine has not been built yet or for an engine."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def _model_states(
 
 
 def state_bytes_of(plan: Plan, updated_by: Mapping[str, tuple[Optimizer, Mapping[str, Any]]]) -> StateBytes:
-    """Return a function that computes the optimizer's bytes for a weight.
+    """Return a function that computes the bytes of the optimizer states for a weight.
 
     Args:
-        updated_by: optimizer and parameter group by the name of a weight.
+        updated_by: optimizer and parameter group of each weight, by the name of the weight.
     """
     known: dict[Hashable, int] = {}  # equal blocks have weights of equal shapes
 

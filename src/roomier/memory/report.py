@@ -1,4 +1,4 @@
-"""Predicted and measured bytes of each rank by kind."""
+"""Predicted and measured memory of each rank, in bytes by kind."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RankReport:
         measured: current model states.
         formula_peak: predicted model states at their peak in a step.
         measured_peak: measured model states at their peak in a tracked step; None if no step was tracked.
-        whole_peak: all tensors at the peak of their sum in a tracked step; None if no step was tracked.
-        allocator_peak_bytes: peak of the device's allocator in that step; None if it reports none.
+        whole_peak: all tensors at the moment of a tracked step when their sum is largest; None if no step was tracked.
+        allocator_peak_bytes: peak of the device's allocator in that step; None if the allocator does not report it.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class MemoryReport:
 
     @property
     def worst(self) -> RankReport:
-        """Memory of the rank with the highest memory."""
+        """Memory of the rank with the highest memory use."""
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class MemoryReport:
         }
 
     def table(self) -> Table:
-        """Return a table of the worst rank, with one row per kind."""
+        """Return a table for the rank with the highest memory use, with one row per kind."""
         worst = self.worst
         columns: list[tuple[str, Mapping[Kind, int]]] = [
             ("between steps, formula", worst.formula),
@@ -100,7 +100,7 @@ def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker |
 
     Args:
         plan: plan from which ``engine`` was created.
-        tracker: tracker of a completed step, for the peaks.
+        tracker: tracker that measured a step, for the measured peaks; None if no step was measured.
     """
     engine.settle()
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:

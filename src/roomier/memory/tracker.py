@@ -1,4 +1,4 @@
-"""Measures the bytes of a rank by kind over a step.
+"""Measures the memory of a rank during a step, in bytes by kind.
 
 [Note: how bytes are counted]
 An active :class:`MemoryTracker` receives each operation that torch dispatches on this rank, including the operations of
@@ -95,7 +95,7 @@ class _Change:
 
 
 class MemoryTracker:
-    """Counts the bytes of the operations that run while the tracker is active. See [Note: how bytes are counted].
+    """Counts the bytes of the tensors that exist while the tracker is active. See [Note: how bytes are counted].
 
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
 
@@ -103,15 +103,16 @@ class MemoryTracker:
         module: module whose parameters, gradients and buffers are distinguished from other tensors.
         optimizers: optimizers of the module's parameters.
         device: device whose storages are counted.
-        kept: function that returns tensors outside the module with the same lifetime, such as averages of its weights.
+        kept: function that returns tensors outside the module that live as long as the module, such as averages of its
+            weights.
 
     Attributes:
         phase: current phase, set by :meth:`enter`.
         place: current module; set by the caller.
-        allocator_peak_bytes: maximum bytes allocated by the allocator since :meth:`restart`; None if the allocator does
-            not report them.
-        reserved_peak_bytes: maximum bytes reserved by the allocator since :meth:`restart`; None if the allocator does
-            not report them.
+        allocator_peak_bytes: maximum number of bytes that the allocator allocated since :meth:`restart`; None if the
+            allocator does not report it.
+        reserved_peak_bytes: maximum number of bytes that the allocator reserved since :meth:`restart`; None if the
+            allocator does not report it.
         beside_bytes: used memory of the device outside the allocator: contexts, kernels, buffers for collectives, and
             memory of other programs; None if the driver does not report it.
 
@@ -391,7 +392,7 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
     enter ``"update"``.
 
     Args:
-        kept: tensors outside the module with the same lifetime.
+        kept: tensors outside the module that live as long as the module.
     """
     tracker = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: kept)
     hooks = engine.hooks

@@ -1,4 +1,4 @@
-"""Simulates the units of a model over a step and records the bytes of the model states.
+"""Simulates the units of a model during a step and records the bytes of the model states.
 
 [Note: when ``fully_shard`` allocates]
 A unit is all-gathered into one buffer and copied from this buffer into its parameters. On gloo, the buffer of the next

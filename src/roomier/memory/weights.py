@@ -59,7 +59,7 @@ class Unit:
         weights: weights of the unit.
         gathered_dtype: dtype of the computation and of the gradients.
         sum_dtype: dtype in which gradients are reduced.
-        is_root: True for the unit of all remaining weights.
+        is_root: True for the unit that contains the weights outside all other units.
         ends_late: True if the inputs of the unit have no gradient, so that its backward ends with the backward of the
             model.
         is_looked_up: True for an embedding, which is not all-gathered for backward.
@@ -145,9 +145,9 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
 def with_adapters(
     network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Return the copied blocks and a copy of ``network`` that has the adapters of ``plan`` but no parameter values.
+    """Return a copy of ``network`` that has the adapters of ``plan`` but no parameter values, and the copied blocks.
 
-    The function returns ``network`` itself if ``network`` already has adapters or the plan has no adapters.
+    If ``network`` already has adapters or the plan has no adapters, the arguments themselves are returned.
     """
     if plan.lora_rank is None or any(is_adapter(name) for name, _ in network.named_parameters()):
         return network, blocks

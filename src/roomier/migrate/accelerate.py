@@ -50,7 +50,7 @@ def _from_environment(environ: Mapping[str, str], answers: Answers, *, has_plan:
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         variable = f"ACCELERATE_USE_{name}"
         if environ.get(variable, "").lower() == "true" and not has_plan:
-            answers.reject(variable, "true", "is not read", _PLAN)
+            answers.reject(variable, "true", "is not read by roomier", _PLAN)
     return found
 
 
@@ -174,7 +174,7 @@ def _project(answers: Answers, name: str, value: Any) -> None:
     elif limit is not None and limit < 1:
         answers.reject(f"{name}.total_limit", limit, "must be at least 1", "Pass None for no limit")
     if value.save_on_each_node:
-        reason = "it applies to accelerator.save only. In checkpoints, each rank writes its shards"
+        reason = "this setting applies only to accelerator.save. In checkpoints, each rank writes its shards"
         answers.ignore(f"{name}.save_on_each_node", True, reason)
 
 
@@ -227,12 +227,12 @@ _REJECTED = {
     "parallelism_config": ("is not implemented", _PLAN),
     "deepspeed_plugins": ("contains several plugins", "Pass one of the plugins as deepspeed_plugin"),
     "even_batches": ("is not supported", "Remove it, and use gather_for_metrics, which drops repeated samples"),
-    "dispatch_batches": ("is not a keyword of Accelerator since version 1.0", "Remove it"),
-    "logging_dir": ("is not a keyword of Accelerator since version 0.24", "Use project_dir"),
+    "dispatch_batches": ("has not been a keyword of Accelerator since version 1.0", "Remove it"),
+    "logging_dir": ("has not been a keyword of Accelerator since version 0.24", "Use project_dir"),
 }
 
 _RANK = "Use accelerator.process_index; roomier shards data across all ranks"
-_HOOK = "Call accelerator.register_for_checkpointing(object), whose state_dict is stored"
+_HOOK = "Call accelerator.register_for_checkpointing(object), which stores the state_dict of the object"
 MEMBERS = {
     "deepspeed_ulysses_dl_adapter": "Prepare the loader, which shards samples across ranks",
     "deepspeed_plugin": "Read accelerator.plan, which contains the converted settings",

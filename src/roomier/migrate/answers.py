@@ -67,7 +67,7 @@ class Answers:
         self.given.append(Answer(setting, value, keyword, meaning, remark))
 
     def ignore(self, setting: str, value: object, reason: str) -> None:
-        """Record that the setting has no effect, and why."""
+        """Record that the setting has no effect, and the reason."""
         self.given.append(Answer(setting, value, remark=reason))
 
     def reject(self, setting: str, value: object, problem: str, action: str) -> None:
@@ -136,7 +136,8 @@ def merged(answers: Answers, given: Mapping[str, Any], defaults: Mapping[str, An
     """Return the arguments ``given`` to the Trainer together with the arguments in ``answers``.
 
     Args:
-        defaults: the default values of the arguments. An argument with its default value is treated as not given.
+        defaults: the default values of the arguments. An argument that has its default value is treated as if it were
+            not given.
 
     Raises:
         PlanError: an argument and a setting request different values.

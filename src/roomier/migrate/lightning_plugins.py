@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = {
     "TorchElasticEnvironment": _DETECTED,
     "SLURMEnvironment": "roomier detects SLURM from its variables, and saves a checkpoint before a signal ends the run",
     "MPIEnvironment": _DETECTED,
-    "TorchCheckpointIO": "checkpoints are folders, which every rank writes; `roomier export` writes a single file",
+    "TorchCheckpointIO": "checkpoints are folders, to which every rank writes; `roomier export` writes a single file",
 }
 
 _REJECTED = {
@@ -63,7 +63,7 @@ _BASES = {
 
 
 def answer_plugin(answers: Answers, setting: str, plugin: object) -> None:
-    """Answer one plugin."""
+    """Record the answer to one plugin."""
     name = type(plugin).__name__
     bases = {each.__name__ for each in type(plugin).__mro__[1:]}
     if name in _REJECTED:
@@ -95,7 +95,7 @@ _FIRST_SCALE = 65536.0
 
 
 def answer_accelerator(answers: Answers, accelerator: object) -> None:
-    """Answer an accelerator object."""
+    """Record the answer to an accelerator object."""
     kind = kind_of(accelerator, _ACCELERATORS, "accelerator")
     if kind is None:
         action = "Use accelerator='cpu', 'cuda', 'mps', 'xpu', 'npu' or 'tpu'"

@@ -73,7 +73,7 @@ REJECTED: dict[str, tuple[str, str]] = {
     ),
     "model_averaging_period": (
         "is not supported, because ranks reduce gradients in every step",
-        "Remove it. accumulate_grad_batches also reduces the number of reductions",
+        "Remove it. To reduce gradients less often, increase accumulate_grad_batches",
     ),
     "delay_allreduce_named_params": ("is not supported", "Remove it"),
     "ignored_modules": (
@@ -92,7 +92,7 @@ separate function."""
 
 
 def answers_to_strategy(strategy: object) -> Answers | None:
-    """Return the answers to the settings of ``strategy``; None if it is not a strategy object of Lightning.
+    """Return the answers to the settings of ``strategy``; None if ``strategy`` is not a Lightning strategy.
 
     Raises:
         PlanError: the strategy is an instance of a subclass that a user defined.
@@ -187,7 +187,7 @@ def _ddp(answers: Answers, strategy: object) -> None:
 
 
 def _answer_hook(answers: Answers, hook: Any, state: Any) -> None:
-    """Record the answer to a communication hook of DDP, which is one of torch's functions."""
+    """Record the answer to a communication hook of DDP. Only some of torch's hooks are supported."""
     name = name_of(hook)
     if name == "allreduce_hook":
         answers.ignore("ddp_comm_hook", name, "gradients are summed over the ranks by default")
@@ -284,7 +284,7 @@ def _model_parallel(answers: Answers, strategy: object) -> None:
             "tensor_parallel_size", tensor, "is not implemented (by default, the mesh contains all devices)", action
         )
         return
-    answers.use("tensor_parallel_size", 1, "strategy", "zero3", "configure_model needs no fully_shard")
+    answers.use("tensor_parallel_size", 1, "strategy", "zero3", "configure_model need not call fully_shard")
     data = setting_of(strategy, "_data_parallel_size")
     if data not in (None, "auto"):
         answers.ignore("data_parallel_size", data, "devices and num_nodes determine the number of ranks")

@@ -1,4 +1,4 @@
-"""Access to the classes, settings and defaults of objects of other libraries, without importing their classes."""
+"""Access to the classes, settings and defaults of objects from other libraries, without importing their classes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate"
 
 
 def kind_of(value: object, known: Mapping[str, Any], field: str) -> str | None:
-    """Return the name of the class of ``value`` if the name is in ``known``, otherwise None.
+    """Return the name of the class of ``value`` if the name is in ``known``; otherwise, None.
 
     Raises:
-        PlanError: ``value`` is an instance of a subclass, whose methods roomier would not call.
+        PlanError: ``value`` is an instance of a subclass. roomier would not call the methods of the subclass.
     """
     own, *bases = [each.__name__ for each in type(value).__mro__]
     if own in known:
@@ -23,7 +23,7 @@ def kind_of(value: object, known: Mapping[str, Any], field: str) -> str | None:
     is_of_library = type(value).__module__.partition(".")[0] in _LIBRARIES
     if base is None or is_of_library:
         return None
-    problem = f"is an instance of a subclass of {base}, whose methods roomier does not call"
+    problem = f"is an instance of a subclass of {base}, and roomier does not call the methods of the subclass"
     raise PlanError(field, value, problem, f"Pass a {base}, and move the overridden methods to a callback")
 
 

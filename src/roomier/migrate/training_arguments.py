@@ -1,7 +1,7 @@
 """Answers to the fields of transformers' ``TrainingArguments``, and to the other arguments of transformers' Trainer.
 
 A field is converted if an argument of the Trainer results in the same computation. All other fields belong to another
-object of roomier, have no effect, or are not supported. The table includes the names of fields in transformers 4.
+object of roomier, have no effect, or are not supported. The table also contains names of fields from transformers 4.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Converted:
 
     Attributes:
         convert: function that records the answer to a value.
-        is_default_used: True if the default value differs from roomier's default. An object, which has all fields, then
-            requests this value.
+        is_default_used: True if the default value differs from roomier's default. A TrainingArguments object then also
+            requests its default value.
     """
 
     convert: Convert
@@ -37,7 +37,7 @@ class Elsewhere:
     """Field that belongs to another object of roomier. As an argument of the Trainer, the field is rejected.
 
     Attributes:
-        action: action that uses the other object.
+        action: instruction for the user that names the other object.
     """
 
     action: str
@@ -89,7 +89,7 @@ def _if_set(convert: Convert, is_set: Callable[[Any], bool] = lambda value: valu
 
 
 def _count(keyword: str, action: str, remark: str = "") -> Convert:
-    """Convert a number of steps or epochs, but reject a fraction."""
+    """Return a function that converts a number of steps or epochs, but rejects a fraction."""
 
     def convert(answers: Answers, name: str, value: Any) -> None:
         number = float(value) if isinstance(value, Real) else math.nan
@@ -110,7 +110,7 @@ def _schedule(answers: Answers, name: str, value: Any) -> None:
         answers.use(name, word, "lr_schedule.name", _SCHEDULES[word])
     else:
         action = "Use lr_schedule='linear', 'cosine' or 'constant', or return a scheduler from configure_optimizers"
-        answers.reject(name, word, "is not a schedule of roomier", action)
+        answers.reject(name, word, "is not a schedule that roomier supports", action)
 
 
 def _schedule_options(answers: Answers, name: str, value: Any) -> None:
@@ -179,7 +179,7 @@ _OF_UNITS = (
 
 def _fsdp_config(answers: Answers, name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        answers.reject(name, value, "is a file", "Pass its content as a dict")
+        answers.reject(name, value, "must be a dict, not a file", "Pass the content of the file as a dict")
         return
     for key, each in value.items():
         word = str(key).removeprefix("fsdp_")
@@ -279,9 +279,9 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "report_to": Converted(_if_set(_reports)),
     "run_name": Elsewhere(_NAMES),
     "project": Elsewhere(_NAMES),
-    "trackio_space_id": Elsewhere("Log to trackio in a subclass of roomier.Logger"),
-    "trackio_bucket_id": Elsewhere("Log to trackio in a subclass of roomier.Logger"),
-    "trackio_static_space_id": Elsewhere("Log to trackio in a subclass of roomier.Logger"),
+    "trackio_space_id": Elsewhere("Use logger=TrackioLogger(space_id=...)"),
+    "trackio_bucket_id": Elsewhere("Use logger=TrackioLogger(...), which passes other keywords to trackio.init"),
+    "trackio_static_space_id": Elsewhere("Use logger=TrackioLogger(...), which passes other keywords to trackio.init"),
     "eval_strategy": Converted(_validation, is_default_used=True),
     "evaluation_strategy": Converted(_validation),
     "eval_steps": Elsewhere(_EVERY_STEP),
@@ -361,7 +361,7 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
         Elsewhere(_LOADER),
     ),
 }
-"""Fields of TrainingArguments, except the fields that are identical in roomier's Trainer."""
+"""Translation of each field of TrainingArguments, except the fields that are identical in roomier's Trainer."""
 
 SAME = ("max_steps", "learning_rate")
 """Fields with the same name and meaning as an argument of roomier's Trainer."""
@@ -386,13 +386,13 @@ _CLASS_NAMES = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 
 def advice() -> dict[str, str]:
-    """Return the alternative to each argument that is not accepted as a keyword of the Trainer."""
+    """Return the alternative for each argument that is not accepted as a keyword of the Trainer."""
     fields = {name: each.action for name, each in FIELDS.items() if isinstance(each, (Elsewhere, Unsupported))}
     return {**OF_TRAINER, **fields}
 
 
 def is_training_arguments(value: object) -> bool:
-    """Return whether ``value`` is an object of transformers' class, or of a subclass."""
+    """Return whether ``value`` is an instance of transformers' ``TrainingArguments`` or of a subclass."""
     return any(kind.__name__ in _CLASS_NAMES for kind in type(value).__mro__) and dataclasses.is_dataclass(value)
 
 

@@ -1,4 +1,4 @@
-"""Replacement of the values ``"auto"``, which Hugging Face replaces with its training arguments.
+"""Replaces the values ``"auto"`` in a configuration, for which Hugging Face uses its training arguments.
 
 An argument of the Trainer determines each value. If the argument is not given, the value is the default of Hugging
 Face's TrainingArguments.
@@ -38,8 +38,8 @@ _DEFAULTS: dict[str, tuple[str, object]] = {
 def without_auto(
     config: Mapping[str, Any], answers: Answers, given: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return ``config`` in which the values ``"auto"`` are replaced or removed. An answer is recorded for each of these
-    values.
+    """Return a copy of ``config`` in which the values ``"auto"`` are replaced or removed. Record an answer for each of
+    these values.
 
     Args:
         given: arguments of the Trainer that differ from their defaults.
@@ -52,7 +52,7 @@ def without_auto(
         elif value != "auto" or key in WITHOUT_EFFECT or key.partition(".")[0] in SECTIONS:
             found[name] = value
         elif key not in _DEFAULTS:
-            answers.reject(key, "auto", "is not a value that Hugging Face replaces", "Set a value")
+            answers.reject(key, "auto", "is not supported here, because Hugging Face does not replace it", "Set a value")
         else:
             argument, default = _DEFAULTS[key]
             if argument and given.get(argument) is not None:

@@ -1,6 +1,6 @@
-"""Error for checkpoints of DeepSpeed, which a script of DeepSpeed converts to safetensors files.
+"""Rejects DeepSpeed checkpoints, which a script of DeepSpeed can convert to safetensors files.
 
-The files of these checkpoints are pickles with classes of DeepSpeed, so reading the files could execute code.
+The files of these checkpoints are pickles that contain DeepSpeed classes, so reading the files could execute code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SHARDS = ("*_model_states.pt", "*_optim_states.pt")
 
 
 def refuse_deepspeed_checkpoint(field: str, path: Path) -> None:
-    """Reject the folder of a DeepSpeed checkpoint. The error contains the command that converts its weights.
+    """Reject the folder of a DeepSpeed checkpoint. The error contains the command that converts the weights.
 
     Raises:
         CheckpointError: ``path`` is a folder that DeepSpeed wrote.
@@ -23,10 +23,10 @@ def refuse_deepspeed_checkpoint(field: str, path: Path) -> None:
         return
     has_shards = any(next(path.glob(f"{folder}{shard}"), None) for folder in ("", "*/") for shard in _SHARDS)
     if (path / "zero").is_dir() and any((path / "zero").glob("*/fp32.pt")):
-        problem = "is a universal checkpoint of DeepSpeed"
+        problem = "is a universal DeepSpeed checkpoint"
         action = f"Convert the checkpoint from which it was created: {_command(Path('CHECKPOINT'))}"
     elif has_shards or (path / _SCRIPT).is_file():
-        problem = "is a checkpoint of DeepSpeed, whose files can execute code"
+        problem = "is a DeepSpeed checkpoint, and reading its files could execute code"
         folder = path if (path / _SCRIPT).is_file() or not (path.parent / _SCRIPT).is_file() else path.parent
         action = f"Convert its weights: {_command(folder)}. Then pass weights={str(folder / 'fp32')!r}"
     else:

@@ -104,7 +104,7 @@ def _answer_rest(answers: Answers, key: str, value: Any) -> None:
 
 
 def _answer_batch(answers: Answers, leaves: dict[str, Any], num_ranks: int) -> None:
-    """Record the answers to the sizes of the batch. Two of the three sizes determine the third size."""
+    """Record the answers to the three batch sizes, two of which determine the third."""
     total = leaves.pop("train_batch_size", None)
     micro = leaves.pop("train_micro_batch_size_per_gpu", None)
     steps = leaves.pop("gradient_accumulation_steps", None)
@@ -214,7 +214,7 @@ _FORMER_OFFLOAD = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu
 
 
 def _answer_offload(answers: Answers, leaves: dict[str, Any], setting: str, name: str, is_possible: bool) -> None:
-    """Answer ``offload_optimizer`` or ``offload_param``."""
+    """Record the answers to ``offload_optimizer`` or ``offload_param``."""
     key = f"zero_optimization.{setting}"
     device = leaves.pop(f"{key}.device", None)
     setting = f"{key}.device"
@@ -247,7 +247,7 @@ def _answer_recomputation(answers: Answers, leaves: dict[str, Any]) -> None:
     section = "activation_checkpointing"
     if leaves.get(section, False) in _OFF:
         leaves.pop(section, None)
-    remark = "each block is recomputed, but DeepSpeed recomputes only modules that call its function"
+    remark = "each block is recomputed, but DeepSpeed recomputes only modules that call its checkpointing function"
     for name in ("partition_activations", "cpu_checkpointing"):
         value = _flag(answers, leaves, f"{section}.{name}")
         if value is False:

@@ -6,7 +6,7 @@ A key is written with dots, as in ``"zero_optimization.stage"``. The names and d
 
 from __future__ import annotations
 
-_COMMUNICATION = "roomier selects the buckets of the communication and its overlap with computation"
+_COMMUNICATION = "roomier selects the communication buckets and overlaps communication with computation"
 _PREFETCH = "each block is all-gathered when it is computed, and the next block is prefetched"
 _FILES = "any strategy and number of ranks can load a checkpoint, and `roomier export` writes single files"
 _BUFFERS = "the sizes of the blocks determine the transfer buffers"
@@ -153,12 +153,12 @@ REJECTED: dict[str, tuple[str, str]] = {
     "compile.deepcompile": ("is not implemented", "Set it to false, and use the argument compile"),
     "quantize_weights_in_forward": ("is not implemented", "Remove it"),
 }
-"""Keys that are rejected, unless the value is false, null or 0, with the problem and the action."""
+"""Problem and action for each key that is rejected, unless its value is false, null or 0."""
 
 _REMOVED = "is not part of current versions of DeepSpeed"
 SECTIONS: dict[str, tuple[str, str, str]] = {
     # section: (key that enables the section, problem, action)
-    "amp": ("enabled", "is Apex", "Remove it, and use precision='16-mixed'"),
+    "amp": ("enabled", "selects Apex, which is not supported", "Remove it, and use precision='16-mixed'"),
     "autotuning": (
         "enabled",
         "is not supported",
@@ -191,7 +191,7 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
 """Sections that are rejected if they are enabled. If the key is empty, the section is enabled if it exists."""
 
 NUMBERS = {"sequence_parallel_size": ("is not implemented", "Remove it, and shorten the sequences")}
-"""Keys that are rejected if their value is greater than 1, with the problem and the action."""
+"""Problem and action for each key that is rejected if its value is greater than 1."""
 
 OF_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -226,7 +226,8 @@ HANDLED = {
 """Keys that :mod:`roomier.migrate.deepspeed.config` converts."""
 
 KNOWN = {*HANDLED, *WITHOUT_EFFECT, *REJECTED, *SECTIONS, *NUMBERS}
-"""All keys of a configuration, except the keys of ``SECTIONS`` and the parameters of the optimizer and scheduler."""
+"""All keys of a configuration, except the keys inside the sections of ``SECTIONS`` and the parameters of the optimizer
+and the scheduler."""
 
 MARKS = {key.partition(".")[0] for key in KNOWN} - {"optimizer", "compile"}
 """Top-level keys that distinguish a configuration from a Plan."""

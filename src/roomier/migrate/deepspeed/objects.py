@@ -1,5 +1,5 @@
-"""Answers to objects and files with a DeepSpeed configuration: dicts, JSON files, Lightning's ``DeepSpeedStrategy`` and
-former ``DeepSpeedPlugin``, and Accelerate's ``DeepSpeedPlugin``."""
+"""Answers to objects and files that contain a DeepSpeed configuration: dicts, JSON files, Lightning's
+``DeepSpeedStrategy`` and former ``DeepSpeedPlugin``, and Accelerate's ``DeepSpeedPlugin``."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def read_config(source: object, field: str = "deepspeed") -> Mapping[str, Any]:
 
 
 def answers_to_source(value: object, num_ranks: int, given: Mapping[str, Any], field: str) -> Answers:
-    """Return the answers to a dict, a file or an object. Arguments as in :func:`answers_to_config`.
+    """Return the answers to a dict, a file or an object. For the arguments, see :func:`answers_to_config`.
 
     Args:
         field: name of the argument in errors.

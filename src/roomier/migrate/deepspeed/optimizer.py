@@ -19,7 +19,7 @@ _NAMES = {
     "radam": "radam",
     "adafactor": "adafactor",
 }
-"""Types with the same name and parameters in roomier, in lower case."""
+"""Mapping from DeepSpeed's optimizer types, in lower case, to the roomier optimizers with the same parameters."""
 
 _REJECTED = {
     "lamb": "roomier has no LAMB",
@@ -110,7 +110,7 @@ def answer_scheduler(answers: Answers, section: Any, *, has_optimizer: bool) -> 
     """Record the answers to the section ``scheduler``.
 
     Args:
-        has_optimizer: whether the configuration contains an optimizer. A scheduler of the Plan requires an optimizer of
+        has_optimizer: whether the configuration contains an optimizer. A schedule in the Plan requires an optimizer in
             the Plan.
     """
     if not section or not _is_section(answers, "scheduler", section):
@@ -163,7 +163,7 @@ def _answer_warmup(answers: Answers, params: dict[str, Any]) -> None:
     given = params.pop("warmup_num_steps", None)
     steps = 1000 if given is None else given
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        answers.reject("scheduler.params.warmup_num_steps", steps, "must be a positive integer", "Correct it")
+        answers.reject("scheduler.params.warmup_num_steps", steps, "must be a non-negative integer", "Correct it")
         return
     remark = "the default of DeepSpeed" if given is None else ""
     answers.use("scheduler.params.warmup_num_steps", given, "lr_schedule.warmup_steps", steps, remark)
