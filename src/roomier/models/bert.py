@@ -3,7 +3,7 @@
 The suffix of a tensor's name is its shape:
 
     B  sequences in the batch      H  attention heads
-    T  tokens of a sequence        K  width of one head, D / H
+    T  tokens in a sequence        K  width of one head, D / H
     D  width of the model          C  classes
 """
 
@@ -27,12 +27,12 @@ class BertConfig:
         vocab_size: number of different tokens.
         context: maximum length of a sequence in tokens.
         num_layers: number of blocks.
-        num_heads: attention heads per block.
+        num_heads: number of attention heads per block.
         width: size of the hidden states.
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
         num_classes: number of classes.
-        fused_attention: compute attention without materialized scores. If False, the scores are materialized, as in
-            Transformers until 2023.
+        fused_attention: whether attention is computed without materializing the scores. If False, the scores are
+            materialized, as in Transformers until 2023.
 
     Raises:
         RoomierError: a size is not positive, or ``width`` is not a multiple of ``num_heads``.
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Bert(nn.Module):
-    """BERT with a classifier over the first token. ``blocks`` contains the identical layers.
+    """BERT with a classifier for the first token. ``blocks`` contains the identical layers.
 
     Args:
         config: sizes of the model.

@@ -3,10 +3,10 @@
 The suffix of a tensor's name is its shape:
 
     B  sequences in the batch          C  channels of a convolution
-    T  frames of a spectrogram         H  width of a recurrent layer
+    T  frames in a spectrogram         H  width of a recurrent layer
     F  frequency bands                 A  letters, including the blank
-    S  steps after the convolutions    N  steps of all sequences, without padding
-    L  letters of a transcript
+    S  steps after the convolutions    N  steps in all sequences, without padding
+    L  letters in a transcript
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _KERNELS = (41, 21)  # Number of frequency bands that the kernels of the two con
 
 @dataclass(frozen=True)
 class DeepSpeechConfig:
-    """Configuration of a :class:`DeepSpeech`. The defaults describe the model of the benchmark of Lightning Sharded.
+    """Configuration of a :class:`DeepSpeech`. The defaults describe the model in the benchmark of Lightning Sharded.
 
     Attributes:
-        num_bands: frequency bands of a spectrogram. Windows of 20 ms at 16 kHz have 161 bands.
+        num_bands: number of frequency bands in a spectrogram. Windows of 20 ms at 16 kHz have 161 bands.
         num_letters: number of outputs; the default is the blank, 26 letters, the apostrophe and the space.
         num_layers: number of recurrent layers.
         width: hidden size of each direction.
-        channels: channels of both convolutions.
+        channels: number of channels of both convolutions.
 
     Raises:
         RoomierError: a size is not positive, or ``num_bands`` is less than 41.
@@ -50,7 +50,7 @@ class DeepSpeechConfig:
         for field in ("num_bands", "num_letters", "num_layers", "width", "channels"):
             if getattr(self, field) < 1:
                 raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
-        if self.num_bands < _KERNELS[0]:  # oneDNN crashes in the backward of a convolution with a larger kernel
+        if self.num_bands < _KERNELS[0]:  # oneDNN crashes in the backward if the kernel is larger than the input
             problem = f"must be at least {_KERNELS[0]}, the kernel size of the first convolution"
             raise RoomierError("num_bands", self.num_bands, problem, "Compute spectrograms with longer windows")
 
@@ -123,7 +123,8 @@ class DeepSpeech(nn.Module):
         letters: Tensor | None = None,
         num_letters: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the log probabilities of letters, ``[B, S, A]``. If ``letters`` is given, also return the CTC loss.
+        """Return the log probabilities of the letters, ``[B, S, A]``. If ``letters`` is given, also return the CTC
+        loss.
 
         The loss of a sequence is divided by the length of its transcript. The result is the mean over the sequences.
 

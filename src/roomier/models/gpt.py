@@ -3,8 +3,8 @@
 The suffix of a tensor's name is its shape:
 
     B  sequences in the batch      H  attention heads
-    T  tokens of a sequence        K  width of one head, D / H
-    D  width of the model          V  tokens of the vocabulary
+    T  tokens in a sequence        K  width of one head, D / H
+    D  width of the model          V  tokens in the vocabulary
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GPTConfig:
             >>> GPT(GPTConfig.named("gpt-mini", vocab_size=256))
         """
         if name not in SIZES:
-            raise RoomierError("name", name, "is not the name of a size", did_you_mean(name, SIZES))
+            raise RoomierError("name", name, "is not the name of a configuration", did_you_mean(name, SIZES))
         num_layers, num_heads, width = SIZES[name]
         return cls(**{"num_layers": num_layers, "num_heads": num_heads, "width": width, **changes})
 
@@ -113,7 +113,7 @@ class MLP(nn.Module):
         self.out = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the output of each token, ``[B, T, D]``."""
+        """Return the output for each token, ``[B, T, D]``."""
         y_BTD: Tensor = self.out(F.gelu(self.up(x_BTD), approximate="tanh"))
         return y_BTD
 
@@ -162,7 +162,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize the weights like GPT-2: normal(0, 0.02), biases 0.
+        """Initialize the model as in GPT-2: weights from a normal distribution with standard deviation 0.02, and biases
+        with 0.
 
         The standard deviation of the last layer of each residual branch is divided by ``sqrt(2 * num_layers)``, so the
         scale of the residual stream does not depend on the depth.
@@ -185,7 +186,7 @@ class GPT(nn.Module):
 
         Args:
             input_ids: tokens ``[B, T]``, with ``T`` at most ``config.context``.
-            targets: next token of each position, ``[B, T]``; -100 is ignored.
+            targets: next token at each position, ``[B, T]``; -100 is ignored.
 
         Raises:
             RoomierError: the sequences are longer than the context.

@@ -64,11 +64,11 @@ def find_pretrained(module: nn.Module) -> tuple[str, Any] | None:
 
 
 def conversions_from_files(model: Any, stored: Shapes, wanted: Shapes) -> list[Conversion]:
-    """Return the conversions from the tensors of files to the tensors of ``model``, as in ``from_pretrained``.
+    """Return the conversions from the tensors in files to the tensors of ``model``, as in ``from_pretrained``.
 
     Args:
-        stored: name -> shape in the files.
-        wanted: name -> shape in the model.
+        stored: shape of each tensor in the files, by name.
+        wanted: shape of each tensor of the model, by name.
 
     Returns:
         The conversions. If there is no rule for a name, the name is unchanged. Names that ``from_pretrained`` ignores
@@ -116,11 +116,11 @@ def _converter(
 
 
 def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
-    """Return the conversions from the tensors of ``model`` to the tensors of files, as in ``save_pretrained``.
+    """Return the conversions from the tensors of ``model`` to the tensors in files, as in ``save_pretrained``.
 
     Args:
-        model: a model created from its configuration, possibly on ``meta``.
-        held: name -> shape of the tensors to write.
+        model: a model that was created from its configuration; it can be on ``meta``.
+        held: shape of each tensor to write, by name.
 
     Returns:
         The conversions. If transformers has no rules (before version 5), each name is unchanged.

@@ -4,8 +4,8 @@ Pixels").
 The suffix of a tensor's name is its shape:
 
     B  images in the batch         H and W  height and width of an image
-    C  channels of an image        V  colors of the palette
-    T  pixels of an image, H * W
+    C  channels of an image        V  colors in the palette
+    T  pixels in an image, H * W
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ImageGPT(nn.Module):
         """Return the logits of each pixel, ``[B, T, V]``, and the mean cross-entropy in nats per pixel.
 
         Args:
-            pixels: colors of the palette, int64 ``[B, H, W]``.
+            pixels: palette index of each pixel, int64 ``[B, H, W]``.
 
         Raises:
             RoomierError: the image has more pixels than the context.
@@ -66,7 +66,7 @@ class ImageGPT(nn.Module):
 
 
 def quantize(images: Tensor, palette_VC: Tensor) -> Tensor:
-    """Return the nearest color of the palette for each pixel, int64 ``[B, H, W]`` (section 3.2 of the paper).
+    """Return the palette index of the nearest color for each pixel, int64 ``[B, H, W]`` (section 3.2 of the paper).
 
     Args:
         images: ``[B, C, H, W]``.

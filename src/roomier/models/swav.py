@@ -4,8 +4,8 @@ The suffix of a tensor's name is its shape:
 
     B  images in the batch         D  length of an embedding
     V  views (crops) of an image   K  prototypes
-    R  rows of an assignment       Q  embeddings in the queue
-    M  embeddings of all ranks     H and W  height and width of a crop
+    R  rows in an assignment       Q  embeddings in the queue
+    M  embeddings on all ranks     H and W  height and width of a crop
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roomier.core.errors import RoomierError
 from roomier.models.resnet import ResNet
 
 NUM_LARGE = 2
-"""Number of large crops of an image. The assignments of the large crops are predicted from the other crops."""
+"""Number of large crops per image. The assignments of the large crops are predicted from the other crops."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,17 @@ class SwAVConfig:
     """Configuration of a :class:`SwAV`. The defaults describe ResNet-50 with the values of the paper.
 
     Attributes:
-        depths: blocks in each stage of the trunk.
-        channels: channels of the first convolution. 128 is the network ``RN50w2`` of the paper.
+        depths: number of blocks in each stage of the trunk.
+        channels: number of channels of the first convolution. 128 channels result in the network ``RN50w2`` of the
+            paper.
         hidden_width: hidden size of the projection head.
         embedding_width: length of an embedding.
         num_prototypes: number of clusters.
-        queue_length: embeddings of earlier batches that take part in an assignment, for each large crop; 0 disables
-            the queue.
+        queue_length: number of embeddings from earlier batches that are used in the assignment of each large crop; 0
+            disables the queue.
         temperature: temperature of the predicted assignments.
         epsilon: strength of the entropy regularization of the assignments.
-        num_iterations: iterations of the Sinkhorn-Knopp algorithm.
+        num_iterations: number of iterations of the Sinkhorn-Knopp algorithm.
 
     Raises:
         RoomierError: a value is not positive, or ``queue_length`` is negative.
@@ -85,8 +86,8 @@ class SwAV(nn.Module):
     computed with the Sinkhorn-Knopp algorithm over the batch of all ranks and the queue, so that all prototypes are
     used equally (section 3.1).
 
-    Every rank stores the same queue with the embeddings of all ranks. The queue is part of a checkpoint, and does not
-    depend on the number of ranks. Empty rows of the queue are zero, and have no weight in an assignment.
+    Every rank stores the same queue with the embeddings of all ranks. The queue is part of a checkpoint and does not
+    depend on the number of ranks. Empty rows of the queue are zero and have no weight in an assignment.
 
     Args:
         config: sizes of the model.
@@ -151,7 +152,7 @@ class SwAV(nn.Module):
 
     @torch.no_grad()
     def assign(self, embeddings_VBD: Tensor) -> list[Tensor]:
-        """Return the assignment of the images of this rank for each large crop, ``[B, K]`` in float32 or wider.
+        """Return the assignments of this rank's images for each large crop, ``[B, K]`` in float32 or a wider dtype.
 
         Args:
             embeddings_VBD: embeddings of the large crops of this rank.

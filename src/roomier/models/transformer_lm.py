@@ -1,10 +1,10 @@
-"""Transformer language model of NeMo (2020): causal attention and LayerNorm after each residual connection.
+"""Transformer language model from NeMo (2020): causal attention and LayerNorm after each residual connection.
 
 The suffix of a tensor's name is its shape:
 
     B  sequences in the batch      H  attention heads
-    T  tokens of a sequence        K  width of one head, D / H
-    D  width of the model          V  tokens of the vocabulary
+    T  tokens in a sequence        K  width of one head, D / H
+    D  width of the model          V  tokens in the vocabulary
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from roomier.models.sizes import check_length, check_positive
 
 @dataclass(frozen=True)
 class TransformerLMConfig:
-    """Configuration of a :class:`TransformerLM`. The defaults have the 1.2 billion parameters of Lightning Sharded.
+    """Configuration of a :class:`TransformerLM`. The defaults describe the model of Lightning Sharded with 1.2 billion
+    parameters.
 
     The article about Lightning Sharded states the number of layers and the width. The other values are from
     ``transformer_lm_config.yaml`` of NeMo.
@@ -31,7 +32,7 @@ class TransformerLMConfig:
         vocab_size: number of different tokens.
         context: maximum length of a sequence in tokens.
         num_layers: number of blocks.
-        num_heads: attention heads per block.
+        num_heads: number of attention heads per block.
         width: size of the hidden states.
         inner_width: hidden size of the feed-forward network.
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
@@ -122,7 +123,7 @@ class TransformerLM(nn.Module):
 
         Args:
             input_ids: tokens ``[B, T]``, with ``T`` at most ``config.context``.
-            targets: next token of each position, ``[B, T]``; -100 is ignored.
+            targets: next token at each position, ``[B, T]``; -100 is ignored.
 
         Raises:
             RoomierError: the sequences are longer than the context.
@@ -141,7 +142,7 @@ class TransformerLM(nn.Module):
 
 def sinusoids(context: int, width: int) -> Tensor:
     """Return position encodings, ``[context, width]`` (Vaswani et al. 2017, section 3.5), divided by the square root of
-    the width, which is the scale of the token embedding."""
+    the width, so that they have the scale of the token embedding."""
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(context)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1) / math.sqrt(width)

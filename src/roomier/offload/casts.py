@@ -1,4 +1,4 @@
-"""Copies of parameters in lower precision, which autocast creates and autograd saves.
+"""Lower-precision copies of parameters, which autocast creates and autograd saves.
 
 Under autocast, the first operation that reads a parameter creates a copy in lower precision. The cache of autocast and
 the graph keep this copy until backward. While a parameter is not on the device, the memory of its copy is freed. When
@@ -24,7 +24,7 @@ class _Cast:
     Attributes:
         parameter: the parameter.
         storage: weak reference to the storage of the copy.
-        place: the copy within its storage.
+        place: position of the copy within its storage.
         num_bytes: size of the storage.
     """
 

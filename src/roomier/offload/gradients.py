@@ -1,4 +1,4 @@
-"""Gradients of regions that leave the device after the backward of their region.
+"""Gradients that leave the device after the backward of their region.
 
 The gradients of later micro-batches are added on the device. The earlier sum is copied to the device, the new gradients
 are added, and the new sum is moved to the tier. The result equals the sum that autograd computes if gradients stay on
@@ -56,7 +56,8 @@ class OffloadedGradients:
                 self._handles[parameter] = handle
 
     def _take(self, parameter: nn.Parameter) -> None:
-        """Process the gradient of ``parameter``, which is complete."""
+        """Record that the gradient of ``parameter`` is complete. Move the gradients of a region when all of them are
+        complete."""
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
             return  # for example, a sparse gradient of an embedding
@@ -97,14 +98,14 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def arrive(self, region: Region) -> None:
-        """Bring the gradients of ``region`` to the device, as ``grad`` of its parameters."""
+        """Bring the gradients of ``region`` to the device, and assign them to ``grad`` of the parameters."""
         self._bring(region)
         for parameter in self._stored[region]:
             parameter.grad = with_local_part(parameter, self._views[parameter])
 
     def leave(self, region: Region) -> None:
-        """Move the gradients of ``region`` that :meth:`arrive` brought to the device back to the tier, with their
-        current values."""
+        """Move the gradients of ``region`` back to the tier, with their current values. Call this method after
+        :meth:`arrive`."""
         for parameter in self._stored[region]:
             parameter.grad = None
         self._send(region)

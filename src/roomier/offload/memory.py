@@ -45,7 +45,7 @@ class Memory(Protocol):
         ...
 
     def start(self) -> None:
-        """Start to copy the record to the device, if copies overlap with computation."""
+        """Start copying the record to the device if copies overlap with computation."""
         ...
 
     def arrive(self) -> None:
@@ -70,7 +70,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory on the CPU, which is the buffer of the tier, see [Note: one storage].
+    """Memory on the CPU, which is the buffer of the tier; see [Note: one storage].
 
     Args:
         tier: the tier.
@@ -83,7 +83,7 @@ class HostMemory:
         self._content = torch.empty(0, dtype=torch.uint8)
         self.storage = self._content.untyped_storage()
         self._buffer: Tensor | None = None
-        self._shared: Tensor | None = None  # has the memory of the buffer; without memory while is_here
+        self._shared: Tensor | None = None  # owns the memory of the buffer, except while is_here is True
 
     @property
     def is_here(self) -> bool:
@@ -140,7 +140,7 @@ class DeviceMemory:
         record: number of the record.
         num_bytes: size of the record.
         device: the device.
-        stream: stream for copies, see [Note: copies of records]. None for copies that the host waits for.
+        stream: stream for copies; see [Note: copies of records]. If None, the host waits for each copy.
         keeps_buffer: True if the tier has a buffer for each record, so that the buffer is retained between uses.
     """
 
@@ -239,7 +239,8 @@ class DeviceMemory:
 
 
 def memories_of(tier: Tier, sizes: Sequence[int], device: torch.device) -> list[Memory]:
-    """Return the memory of each record of ``tier`` on ``device``. ``sizes`` contains the size of each record."""
+    """Return a :class:`Memory` on ``device`` for each record of ``tier``. ``sizes`` contains the size of each
+    record."""
     if device.type == "cpu":
         return [HostMemory(tier, record, size) for record, size in enumerate(sizes)]
     stream = torch.Stream(device) if capabilities_of(device).copies_asynchronously else None

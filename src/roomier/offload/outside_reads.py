@@ -1,4 +1,4 @@
-"""Detection of parameters that a forward pass reads outside the block that contains them."""
+"""Detects parameters that a forward pass reads outside the block that contains them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _reads_only_metadata(func: Any) -> bool:
 
 
 class OutsideReads(TorchFunctionMode):
-    """Context of a forward pass that detects calls of torch functions with a parameter of a block while the block is
-    not running.
+    """Context for a forward pass. It detects torch functions that receive a parameter of a block while the block is not
+    running.
 
     Torch functions are slower in this context, so the context is used for only one forward pass. The context is paused
     in compiled blocks, because it must not become part of the compiled code.

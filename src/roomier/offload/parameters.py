@@ -34,7 +34,7 @@ class OffloadedParameters(Residency):
         regions: result of :func:`roomier.offload.regions.regions_of`.
         tier: tier with the records of :func:`roomier.offload.residency.record_sizes`.
         device: the device.
-        values: initial values of parameters on the meta device, see :class:`Residency`.
+        values: initial values of parameters on the meta device; see :class:`Residency`.
 
     The attributes are described in :class:`Residency`.
 
@@ -60,10 +60,10 @@ class OffloadedParameters(Residency):
         }
 
     def install(self) -> None:
-        """Wrap the forwards of the modules that read the regions. :func:`roomier.core.wrapped_forward.unwrap` reverts
-        this.
+        """Wrap the forwards of the modules that read the regions. :func:`roomier.core.wrapped_forward.unwrap` removes
+        the wrappers.
 
-        Call this before other wrappers are installed, so that activations are recomputed inside this wrapper.
+        Call this method before other wrappers are installed, so that activations are recomputed inside this wrapper.
         """
         for module, regions in self._reads.items():
             install(module, RegionForward(module, self, regions))
@@ -73,7 +73,7 @@ class OffloadedParameters(Residency):
 
     @contextmanager
     def running(self, regions: Regions) -> Iterator[None]:
-        """Return a context for a forward that reads ``regions``, which then stay on the device."""
+        """Keep ``regions`` on the device inside the context, in which a forward reads them."""
         self._running.append(regions)
         try:
             self.use(regions)
@@ -150,7 +150,7 @@ class RegionForward(WrappedForward):
             with parameters.running(regions):
                 output = self.forward(*args, **kwargs)
             if torch.is_autocast_enabled(parameters._device.type):
-                torch.clear_autocast_cache()  # copies of all parameters
+                torch.clear_autocast_cache()  # contains copies of all parameters
             return output
         with parameters.running(regions), parameters.saved(regions):
             output = self.forward(*args, **kwargs)
@@ -179,7 +179,7 @@ class _Saved:
         self.tensor, self.version = tensor, torch_private.version_of(tensor)
 
     def checked(self) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor, after a check that it has not been modified."""
         if torch_private.version_of(self.tensor) != self.version:  # same message as in torch
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

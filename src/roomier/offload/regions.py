@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 MIN_BYTES = 2**20
-"""Parameters of smaller modules outside the blocks stay on the device by default, because a transfer takes longer than
-their computation."""
+"""By default, the parameters of a module outside the blocks stay on the device if they have fewer bytes, because a
+transfer would take longer than the computation of the module."""
 ALIGNMENT = 512
 """Parameters start at multiples of this number of bytes. Separate allocations have the same alignment, so the same
 kernels are selected."""
@@ -72,7 +72,7 @@ class Slot(Protocol):
         ...
 
     def leave_meta(self, stored: Tensor) -> None:
-        """Make ``stored`` the data of the parameter, which is on the meta device."""
+        """Move the parameter from the meta device, and make ``stored`` its data."""
         ...
 
 
@@ -96,7 +96,7 @@ class WholeSlot:
     def leave_meta(self, stored: Tensor) -> None:
         made = nn.Parameter(stored, self.parameter.requires_grad)
         made.__dict__.update(self.parameter.__dict__)
-        # Other code has references to the parameter.
+        # The parameter must remain the same object, because other code has references to it.
         torch.utils.swap_tensors(self.parameter, made)  # type: ignore[no-untyped-call]
 
 
@@ -107,7 +107,7 @@ class Region:
     Attributes:
         index: number of the region.
         name: name of the module.
-        slots: the offloaded parameters, in the order of the record.
+        slots: the offloaded parameters, in the order in which the record stores them.
         num_bytes: size of the record.
     """
 
@@ -118,19 +118,19 @@ class Region:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that leave."""
+        """The parameters that leave the device."""
         return tuple(slot.parameter for slot in self.slots)
 
 
 def regions_of(
     network: nn.Module, blocks: Sequence[nn.Module], min_bytes: int, stays: Callable[[nn.Module], bool]
 ) -> list[Region]:
-    """Return the regions of ``network`` in the order of registration.
+    """Return the regions of ``network``, in the order in which their modules are registered.
 
     Args:
         blocks: the blocks of the network.
-        min_bytes: parameters of smaller modules outside the blocks stay on the device.
-        stays: returns True for modules outside the blocks whose parameters stay on the device.
+        min_bytes: the parameters of a module outside the blocks stay on the device if they have fewer bytes.
+        stays: function that returns True for a module if the parameters of the module must stay on the device.
     """
     regions: list[Region] = []
     known: set[nn.Parameter] = set()

@@ -1,10 +1,10 @@
-"""Moves regions to the device for their use and back to the tier.
+"""Moves regions to the device before they are used, and back to the tier.
 
 [Note: when regions arrive and leave]
 A region is brought to the device when it is used. Then all other regions leave the device, with two exceptions: regions
 whose forward is running, and the region that is expected next, which is copied to the device in the background. The
-order of the regions is learned from the previous pass. A wrong expectation only costs time. A region whose parameters
-did not change leaves without being written.
+order of the regions is learned from the previous pass. A wrong expectation affects only the duration of the pass. A
+region whose parameters did not change leaves without being written.
 
 [Note: parameters that are away]
 While a parameter is not on the device, its data is an expanded NaN that uses no memory. Code that reads the parameter
@@ -53,8 +53,8 @@ class Residency:
         reads: regions that are used together, in the expected order of their forwards.
         tier: tier with the records of :func:`record_sizes`.
         device: the device.
-        values: function that returns the initial value of a parameter on the meta device, or None if values are
-            written later, see :meth:`prepare_to_write`.
+        values: function that returns the initial value of a parameter on the meta device, or None if the value is
+            written later; see :meth:`prepare_to_write`.
 
     Attributes:
         regions: the argument ``regions``.
@@ -159,7 +159,7 @@ class Residency:
         return self._memory[region].is_here
 
     def end_backward(self) -> None:
-        """Move the remaining complete gradients to the tier, after each backward pass."""
+        """Move the remaining complete gradients to the tier. Call this method after each backward pass."""
         self.gradients.leave_complete()
 
     def release(self) -> None:
@@ -178,7 +178,7 @@ class Residency:
             self.changed(region)
 
     def settle(self) -> None:
-        """Move all regions away, and wait until the tier is written."""
+        """Move all regions away from the device, and wait until all records are written."""
         self.release()
         for memory in self._memory.values():
             memory.settle()
@@ -219,7 +219,7 @@ class Residency:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Return all parameters to ordinary memory of the device, and remove the hooks. The tier can then be closed."""
+        """Return all parameters to ordinary memory on the device, and remove the hooks. The tier can then be closed."""
         self.settle()
         self.uninstall()
         for slot, content in self._contents():
@@ -278,7 +278,7 @@ class Residency:
             slot.show(placeholder)
 
     def _expect(self, now: tuple[int, Regions]) -> None:
-        """Start to read the next regions from the tier, with the gradients that their update or backward requires."""
+        """Start reading the next regions from the tier, with the gradients that their update or backward requires."""
         records: dict[int, None] = {}
         for _ in range(self._tier.num_buffers):
             phase, regions = now
@@ -292,7 +292,7 @@ class Residency:
 
 
 class AbsentWatch:
-    """Context for the first forward pass that raises an error if code reads a parameter that is not on the device.
+    """Context for the first forward pass. It raises an error if code reads a parameter that is not on the device.
 
     Args:
         residency: the parameters.
@@ -337,7 +337,7 @@ def _versions(region: Region) -> list[int]:
 
 
 def _placeholder(place: Place, device: torch.device) -> Tensor:
-    """Return a tensor for ``place`` that uses no memory, see [Note: parameters that are away]."""
+    """Return a tensor for ``place`` that uses no memory; see [Note: parameters that are away]."""
     is_number = place.dtype.is_floating_point or place.dtype.is_complex
     value = torch.full((), float("nan") if is_number else 0, dtype=place.dtype, device=device)
     return value.expand(place.size)

@@ -1,4 +1,4 @@
-"""Shards of ``fully_shard`` that are on the device only while they are all-gathered or updated.
+"""Shards that ``fully_shard`` created and that are on the device only while they are all-gathered or updated.
 
 ``fully_shard`` reads the shards of a unit only in the all-gather of the unit. It can start this all-gather before the
 forward or backward of the previous unit, so hooks of the module would run too late. Therefore, the method that starts

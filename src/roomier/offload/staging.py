@@ -53,11 +53,11 @@ class Staging(Protocol):
         ...
 
     def mapped(self, record: int) -> Tensor:
-        """Return the content of ``record`` on the host, see :meth:`roomier.tiers.tier.Tier.mapped`."""
+        """Return the content of ``record`` on the host; see :meth:`roomier.tiers.tier.Tier.mapped`."""
         ...
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes read from and written to the disk so far."""
+        """Return the numbers of bytes that were read from the disk and written to it so far."""
         ...
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """Staging on the CPU, whose tensors are the buffers of the tier.
+    """Staging on the CPU, where the tensors are the buffers of the tier.
 
     Args:
         tier: the tier.
@@ -124,7 +124,7 @@ class _Present:
 
 
 class DeviceStaging:
-    """Staging between a tier and an accelerator, see [Note: order of the copies].
+    """Staging between a tier and an accelerator; see [Note: order of the copies].
 
     At most three records are on the device: the record that is updated, the next expected record, and a record that is
     copied to the host.
@@ -168,7 +168,7 @@ class DeviceStaging:
         return found.content
 
     def _start_next(self, record: int) -> None:
-        """Start to copy the record that is expected after ``record``."""
+        """Start copying the record that is expected after ``record``."""
         if record in [each for each, _ in self._expected]:
             while self._expected.popleft()[0] != record:
                 pass

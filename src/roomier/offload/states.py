@@ -64,7 +64,7 @@ class _Place:
     dtype: torch.dtype
 
     def away(self) -> Tensor:
-        """Return a tensor without data in place of the state."""
+        """Return a tensor without data that replaces the state."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def within(self, content: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class _Slot:
         spare: the record that a speculative update writes; the current record if updates are not speculative.
         places: positions of the states; empty before the first update.
         content: the record on the device; None while it is in the tier.
-        counts: values of the 0-dim states, from before a speculative update.
+        counts: values that the 0-dim states had before a speculative update.
         is_mapped: whether the states are mapped to the record in the tier.
         placed: positions of the states of a checkpoint that are read into the record.
         addresses: addresses of the states in ``placed`` in host memory.
@@ -128,8 +128,8 @@ class OffloadedStates:
         units: the units.
         first: number of the first unit whose states are in the tier. The states of earlier units stay on the device.
         optimizers: the optimizers of the parameters.
-        staging: transfer between the tier and the device. The tier has one record per unit, or two records if updates
-            are speculative. The records of all units come first.
+        staging: transfer between the tier and the device. The tier has one record per unit. If updates are speculative,
+            one additional record per unit follows.
         is_speculative: whether each unit has two records.
     """
 
@@ -154,7 +154,7 @@ class OffloadedStates:
         }
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Prepare to bring the states of the units ``numbers`` to the device, in this order."""
+        """Prepare to bring the states of the units with these ``numbers`` to the device, in this order."""
         slots = [self._slots[each] for each in numbers if self.has_states(each)]
         self._staging.expect([slot.record for slot in slots], [slot.num_bytes for slot in slots])
 
@@ -215,7 +215,7 @@ class OffloadedStates:
 
     @torch.no_grad()
     def reject(self, number: int) -> None:
-        """Restore the weights and the states from before a speculative update."""
+        """Restore the weights and the states that the unit had before a speculative update."""
         slot = self._slots[number]
         content = self._staging.bring(slot.spare)
         for parameter, kept in self._weights_in(slot, content):
@@ -283,7 +283,7 @@ class OffloadedStates:
                 slot.is_mapped = True
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes read from and written to the disk so far."""
+        """Return the numbers of bytes that were read from the disk and written to it so far."""
         return self._staging.moved_bytes()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ class Unit:
 
     Attributes:
         parameters: the parameters, which belong to no other unit.
-        module: the block that contains all these parameters. Its forward reads the parameters before any other code of
+        module: the block that contains all these parameters. Its forward reads the parameters before any other code in
             a step. None for parameters outside the blocks.
     """
 
@@ -37,7 +37,8 @@ def num_local(parameter: Tensor) -> int:
 def units_of(parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module], apart: Iterable[Tensor]) -> list[Unit]:
     """Return the units of ``parameters``: first the units outside ``modules``, then one unit for each module.
 
-    Parameters outside the modules form units of at most the size of the largest module, unless one parameter is larger.
+    Parameters outside the modules form units that are at most as large as the largest module, unless a single parameter
+    is larger.
 
     Args:
         parameters: the parameters that the optimizers update.
@@ -82,13 +83,13 @@ def units_around(regions: Iterable[Sequence[nn.Parameter]], parameters: Sequence
 
 def first_leaving(sizes: Sequence[int], share: float) -> int:
     """Return the number of the first unit that leaves. This unit and all later units leave the device. Their total size
-    is as close to ``share`` of the bytes of all units as complete units allow.
+    is as close as possible to the fraction ``share`` of the bytes of all units.
 
     The first units remain on the device, because the next step needs them first.
 
     Args:
         sizes: size of each unit in bytes.
-        share: fraction of the bytes, from 0 to 1.
+        share: fraction of the bytes that leaves the device, from 0 to 1.
     """
     wanted, taken, first = share * sum(sizes), 0, len(sizes)
     while first and abs(taken + sizes[first - 1] - wanted) <= abs(taken - wanted) and taken < wanted:

@@ -52,7 +52,9 @@ def without_auto(
         elif value != "auto" or key in WITHOUT_EFFECT or key.partition(".")[0] in SECTIONS:
             found[name] = value
         elif key not in _DEFAULTS:
-            answers.reject(key, "auto", "is not supported here, because Hugging Face does not replace it", "Set a value")
+            answers.reject(
+                key, "auto", "is not supported here, because Hugging Face does not replace it", "Set a value"
+            )
         else:
             argument, default = _DEFAULTS[key]
             if argument and given.get(argument) is not None:
