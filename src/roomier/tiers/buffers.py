@@ -42,7 +42,7 @@ def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor
 
     Args:
         num_bytes: number of bytes.
-        pinned: allocate pinned memory.
+        pinned: whether the memory is pinned.
         is_shared: whether other storages will share the memory; see [Note: memory of tiers].
     """
     if num_bytes == 0:
@@ -64,13 +64,13 @@ def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor
         register(mapping, is_file=False)
     storage = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
     _anonymous[storage.data_ptr()] = mapping
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # an operation, so that trackers count this memory
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # set_ is a torch operation, so trackers count this memory
 
 
 def discard_content(memory: Tensor) -> None:
     """Return the pages of ``memory`` to the operating system until the next access. The content becomes undefined.
 
-    This function has no effect on pinned memory, and on systems without ``MADV_DONTNEED``.
+    This function has no effect on pinned memory or on systems without ``MADV_DONTNEED``.
 
     Args:
         memory: aligned memory from :func:`allocate`.
@@ -89,10 +89,10 @@ def register(mapping: mmap.mmap, *, is_file: bool) -> None:
 
 
 def memory_of_a_tier(address: int) -> tuple[int, int] | None:
-    """Return the start and the number of bytes of the memory of a tier that contains ``address``. For a mapped file,
-    the number is 0.
+    """Return the start and the size in bytes of the tier memory that contains ``address``. For a mapped file, the size
+    is 0.
 
-    The result is None if ``address`` is not in memory of a tier.
+    The result is None if no tier memory contains ``address``.
     """
     for start, (num_bytes, is_file) in _mapped.items():
         if start <= address < start + num_bytes:
@@ -129,7 +129,7 @@ def allocated_bytes(sizes: Sequence[int], pinned: bool) -> int:
 
 
 def buffer_sizes(sizes: Sequence[int], num_buffers: int) -> list[int]:
-    """Return the sizes of the buffers of a ring. Large records share the first buffer.
+    """Return the sizes of the buffers in a ring. Large records share the first buffer.
 
     A record is large if it has more than twice the size of the median record. An embedding is often several times as
     large as a block. In a ring of equal buffers, each buffer would have the size of the embedding.
@@ -159,7 +159,8 @@ def _slabs(starts: Sequence[int]) -> list[tuple[int, int]]:
         starts: position of the first byte of each record, and the end of the last record.
     """
     num_records = len(starts) - 1
-    # For each record: the total bytes of this record and all later records, and the slab of the record.
+    # For each record: total bytes of the slabs from this record on, bytes of the first of these slabs, and number of
+    # records in the first slab.
     best: list[tuple[int, int, int]] = [(0, 0, 0)] * (num_records + 1)
     for first in reversed(range(num_records)):
         options: list[tuple[int, int, int]] = []

@@ -3,8 +3,8 @@ the file system supports direct I/O.
 
 [Note: direct I/O]
 With ``O_DIRECT``, the disk reads and writes the buffers directly. The kernel neither copies the data nor retains the
-data in its page cache, in which the data would replace useful pages. Positions, sizes and addresses must be multiples
-of the block size. File systems that do not support ``O_DIRECT`` reject the flag or the first transfer.
+data in its page cache, where the data would replace useful pages. Positions, sizes and addresses must be multiples of
+the block size. File systems that do not support ``O_DIRECT`` reject the flag or the first transfer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _chunks = threading.local()
 
 
 def _chunk() -> Tensor:
-    """Return an aligned chunk of memory of the current thread."""
+    """Return an aligned chunk of memory that only the current thread uses."""
     if not hasattr(_chunks, "memory"):
         _chunks.memory = allocate(CHUNK_BYTES, pinned=False)
     memory: Tensor = _chunks.memory

@@ -8,9 +8,9 @@ Each buffer has one of four states:
 - held by the caller.
 - leaving: its write is queued or running.
 
-Free buffers are filled with the expected records in their order. A record that the caller holds is not read, because
-the caller can still write the record. If the caller takes an unexpected record while no buffer is free or leaving, the
-buffer of the last expected record is used. The last expected record is then read again later.
+Free buffers are filled with the expected records, in the expected order. A record that the caller holds is not read,
+because the caller can still write the record. If the caller takes an unexpected record while no buffer is free or
+leaving, the buffer of the last expected record is used. The last expected record is then read again later.
 
 If large records share one buffer, this buffer is also used for smaller records while no large record requires it. At
 most one large record is in a buffer.
@@ -62,7 +62,7 @@ class DiskTier:
         scratch: the file.
         sizes: size of each record in bytes.
         num_buffers: number of buffers.
-        pinned: allocate pinned memory, for copies to and from an accelerator.
+        pinned: whether the buffers are pinned, for copies to and from an accelerator.
         num_ahead: maximum number of expected records that are in buffers before they are taken; by default
             ``num_buffers``. A smaller number leaves buffers free for :meth:`blank`. With 0, :meth:`expect` returns the
             memory of free buffers to the operating system, because the caller is not about to use them.
@@ -104,7 +104,7 @@ class DiskTier:
         self.bytes_read = self.bytes_written = 0
         self._slots = [_Slot(each) for each in memory]
         self._free = list(self._slots)
-        self._expected: deque[tuple[int, int]] = deque()  # Records whose reads have not started, with numbers of bytes.
+        self._expected: deque[tuple[int, int]] = deque()  # Records whose reads have not started, and bytes to read.
         self._coming: dict[int, _Slot] = {}  # Slots by record, in the order in which the records are expected.
         self._held: dict[int, _Slot] = {}  # Slots by the id of the buffer that the caller holds.
         self._writes: dict[int, Job] = {}  # The last incomplete write of each record.
@@ -115,7 +115,7 @@ class DiskTier:
         self._is_open = True
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
-        """Start to read ``records``. See :meth:`roomier.tiers.tier.Tier.expect`."""
+        """Start reading ``records``. See :meth:`roomier.tiers.tier.Tier.expect`."""
         self._begin()
         sizes = [self._sizes[record] for record in records] if num_bytes is None else num_bytes
         with self._scratch.transfers.changed:
@@ -331,7 +331,7 @@ class DiskTier:
             self._scratch.wait_for(lambda: job.is_done)
 
     def _forget(self, record: int) -> None:
-        """Remove ``record`` from the expected records, at its first position."""
+        """Remove the first occurrence of ``record`` from the expected records."""
         found = next((each for each in self._expected if each[0] == record), None)
         if found is not None:
             self._expected.remove(found)
@@ -360,8 +360,8 @@ class DiskTier:
 
 
 def _smallest(slots: Sequence[_Slot], num_bytes: int) -> _Slot | None:
-    """Return the slot with the smallest buffer that has room for ``num_bytes``. Among equal buffers, the first slot is
-    returned."""
+    """Return the slot with the smallest buffer that has room for ``num_bytes``; None if no buffer has room. Among equal
+    buffers, the first slot is returned."""
     return min(
         (each for each in slots if len(each.memory) >= num_bytes), key=lambda each: len(each.memory), default=None
     )

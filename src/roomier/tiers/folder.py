@@ -93,7 +93,7 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | N
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that a user without privileges can still store in the file system of ``folder``."""
+    """Return the number of bytes that a user without privileges can still store on the file system of ``folder``."""
     system = os.statvfs(folder)
     return system.f_bavail * system.f_frsize
 
@@ -119,10 +119,10 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def lock(file: int) -> bool:
-    """Lock an open file until this process closes the file or ends. Return False if a different process locks the
+    """Lock an open file until this process closes the file or ends. Return False if a different process has locked the
     file."""
     if sys.platform == "win32":
-        raise TierError(FIELD, None, "is not supported on Windows", "Use offload to 'cpu'")
+        raise TierError(FIELD, None, "is not supported on Windows", "Offload to 'cpu' instead")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -37,7 +37,7 @@ class Regions:
         scratch: the file.
 
     Attributes:
-        reserved_bytes: bytes of the file that the allocator uses.
+        reserved_bytes: number of bytes of the file that the allocator uses.
     """
 
     def __init__(self, scratch: Scratch) -> None:

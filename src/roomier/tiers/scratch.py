@@ -37,7 +37,7 @@ class Scratch:
         path: path of the file.
         is_direct: True if transfers bypass the page cache.
         reserved_bytes: size of the file.
-        transfers: the threads.
+        transfers: the threads that read and write the file.
 
     Raises:
         TierError: the folder cannot be used.
@@ -156,7 +156,7 @@ class Scratch:
     def _full(self, num_bytes: int, error: OSError | None = None) -> TierError:
         reason = "" if error is None else f" ({error.strerror})"
         available = free_bytes(self.folder)
-        problem = f"needs {num_bytes} more bytes for this rank, and {available} bytes are available{reason}"
+        problem = f"needs {num_bytes} more bytes for this rank, but only {available} bytes are available{reason}"
         action = "Free disk space, choose a folder on a larger disk, or offload less with offload={'share': ...}"
         return TierError(FIELD, str(self.folder), problem, action)
 

@@ -24,7 +24,7 @@ class Tier(Protocol):
         uses_threads: whether other threads read and write the buffers.
         host_bytes: host memory that the tier allocated, in bytes.
         disk_bytes: size of the records on disk, in bytes.
-        bytes_read, bytes_written: bytes that were transferred from and to the disk, including padding.
+        bytes_read, bytes_written: number of bytes that were read from and written to the disk, including padding.
     """
 
     num_buffers: int
@@ -35,7 +35,7 @@ class Tier(Protocol):
     bytes_written: int
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
-        """Start to read ``records``, in this order, as buffers become free. This call replaces earlier expectations.
+        """Start reading ``records``, in this order, as buffers become free. This call replaces earlier expectations.
 
         If the write of a record is not complete, the record is read after its write. If the caller holds the buffer of
         a record, the record is read after the caller returns the buffer. If a record appears several times, the record
