@@ -175,7 +175,7 @@ def test_a_full_disk_is_reported_before_the_run(limit: str, tmp_path: Path, monk
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
         with pytest.raises(
-            TierError, match=r"needs 8388608 more bytes for this rank, and \d+ bytes are available"
+            TierError, match=r"needs 8388608 more bytes for this rank, but only \d+ bytes are available"
         ) as e:
             DiskTier(scratch, [2**23], 1, pinned=False)
     finally:
