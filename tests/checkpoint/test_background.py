@@ -168,7 +168,8 @@ def save_in_background_until_killed(folder: Path, victim: int, after_s: float) -
         saver.start(folder / "last", sharded_state(step))
         saver.wait()
         if dist.get_rank() == 0:
-            (folder / "reported").write_text(str(step))
+            (folder / "next").write_text(str(step))
+            os.replace(folder / "next", folder / "reported")  # a kill can interrupt write_text
         if step == 1:
             dist.barrier()  # the first save is reported before the kill
             if dist.get_rank() == victim:

@@ -270,7 +270,8 @@ def save_until_killed(folder: Path, victim: int, after_s: float) -> None:
         checkpoint.save(folder / "last", state)
         checkpoint.save(folder / f"step={step % 3}", state)
         if dist.get_rank() == 0:
-            (folder / "reported").write_text(str(step))
+            (folder / "next").write_text(str(step))
+            os.replace(folder / "next", folder / "reported")  # a kill can interrupt write_text
 
 
 @pytest.mark.parametrize("victim", [0, 1])
