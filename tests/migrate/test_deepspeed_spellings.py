@@ -851,7 +851,7 @@ def test_a_checkpoint_of_deepspeed_is_rejected_with_its_conversion(
 def test_a_universal_checkpoint_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
     (tmp_path / "zero" / "layer.weight" / "fp32.pt").write_text("")
-    with pytest.raises(RoomierError, match="is a universal checkpoint"):
+    with pytest.raises(RoomierError, match="is a universal DeepSpeed checkpoint"):
         roomier.Trainer(max_steps=1, **QUIET).fit(torch.nn.Linear(1, 1), [torch.ones(1)], weights=tmp_path)
 
 
