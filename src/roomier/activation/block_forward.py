@@ -1,11 +1,11 @@
 """Forward of a block that saves selected activations for backward and recomputes all others.
 
 [Note: recomputation]
-Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The graph of a block is the usual graph, but its
-saved tensors are placeholders. A second forward pass computes the saved tensors when the backward first reads one of
-them. Inputs do not have to require a gradient, and hooks on gradients and ``backward(inputs=...)`` work. The random
-states and the autocast state are the same as in the first forward pass. The reentrant variant would run a separate
-backward inside the backward and bypass the hooks that reduce gradients.
+Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The autograd graph of a block is the same as without
+recomputation, but its saved tensors are placeholders. A second forward pass computes the saved tensors when the
+backward first reads one of them. Inputs need not require gradients, and gradient hooks and ``backward(inputs=...)``
+work. The random states and the autocast state are the same as in the first forward pass. The reentrant variant would
+run a separate backward inside the backward and bypass the hooks that reduce gradients.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BlockForward(WrappedForward):
 
 
 class MovingForward(WrappedForward):
-    """Wrapper of the compiled forward of a block, which moves the tensors that the compiled forward saves."""
+    """Wrapper for the compiled forward of a block that offloads the tensors that the compiled forward saves."""
 
     def __init__(self, block: BlockForward, offload: Offload) -> None:
         super().__init__(block.module)
@@ -118,8 +118,8 @@ class _Call:
     Args:
         forward: forward of the block.
         leaves: leaves of the arguments and keyword arguments, in which a :class:`_Place` replaces each tensor.
-        form: containers of the leaves. The containers are recreated for each call, because some containers, such as
-            ``PackedSequence``, accept only tensors.
+        form: structure of the containers that hold the leaves. The containers are recreated for each call, because some
+            containers, such as ``PackedSequence``, accept only tensors.
         surroundings: state, in addition to tensors, that is restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.
     """
@@ -177,7 +177,7 @@ class Recompute:
         self.blocks = list(blocks)
 
     def move_compiled(self) -> None:
-        """Offload the saved tensors of compiled blocks. Call this after the blocks are compiled."""
+        """Offload the saved tensors of compiled blocks. Call this method after the blocks are compiled."""
         for block in self.blocks:
             if block.offload is not None:
                 install(block.module, MovingForward(block, block.offload))

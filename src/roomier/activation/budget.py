@@ -2,10 +2,10 @@
 
 [Note: when the choice is made]
 In the first step, each block saves only its input, which is the minimum, and the optimizers create their states. The
-second step saves the same activations and is measured (:mod:`roomier.activation.profile`). Before the third step, the
-choice is made (:mod:`roomier.activation.choose`). With several ranks, the choice uses the worst value of each
-measurement over all ranks, so all ranks make the same choice. Gradients are bit-identical for every choice, so the step
-in which the choice is made does not affect the result.
+second step saves the same activations and is measured (:mod:`roomier.activation.profile`). The activations to save are
+chosen before the third step (:mod:`roomier.activation.choose`). With several ranks, the choice uses the worst value of
+each measurement over all ranks, so all ranks make the same choice. Gradients are bit-identical for every choice, so the
+step in which the choice is made does not affect the result.
 
 A later step can have a batch with larger tensors than any measured batch. In this case, a run on one rank also measures
 this step, and the new choice fits all measurements. With several ranks, the other ranks do not have this measurement,
@@ -46,7 +46,7 @@ class Estimates(Protocol):
     take no time."""
 
     def live_bytes(self) -> LiveBytes:
-        """Return the measurement of the bytes in use."""
+        """Return the object that measures the bytes in use."""
         ...
 
     def lost_ns(self, block: int, keep: Keep) -> int:
@@ -146,7 +146,7 @@ class BudgetedRecompute(Recompute):
         self._recorder, self._is_recorded = None, False
         if len({profile.order for profile in profiles}) > 1:
             problem = (
-                "the ranks ran different blocks, or ran the blocks in different orders, so they cannot choose together"
+                "the ranks ran different blocks, or ran the blocks in different orders, so no common choice is possible"
             )
             action = "Use activation_checkpointing='full' or 'selective'"
             raise TrainingError("activation.policy", "budget", problem, action)
@@ -208,7 +208,7 @@ class BudgetedRecompute(Recompute):
 
 
 def budget_bytes_of(activation: ActivationPlan, stages: Sequence[Stage]) -> int:
-    """Return the budget of ``activation`` in bytes, for the blocks of ``stages``."""
+    """Return the budget that ``activation`` sets for the blocks of ``stages``, in bytes."""
     if activation.budget_bytes is not None:
         return activation.budget_bytes
     assert activation.budget_fraction is not None
@@ -219,21 +219,21 @@ def budget_bytes_of(activation: ActivationPlan, stages: Sequence[Stage]) -> int:
 
 
 class BudgetTooSmallError(TrainingError):
-    """An activation budget that no choice meets.
+    """Error for an activation budget that is too small for every choice of saved activations.
 
     Attributes:
-        least_bytes: the smallest budget in bytes that a choice meets.
+        least_bytes: the smallest sufficient budget in bytes.
     """
 
     least_bytes = 0
 
 
 def too_small(budget_bytes: int, least_bytes: int) -> BudgetTooSmallError:
-    """Return the error for a budget that no choice meets.
+    """Return the error for a budget that is too small for every choice of saved activations.
 
     Args:
         budget_bytes: the budget.
-        least_bytes: the smallest budget that a choice meets.
+        least_bytes: the smallest sufficient budget.
     """
     problem = (
         f"is too small. The peak of a step is at least {least_bytes / 2**30:.3g} GiB ({format_bytes(least_bytes)}), "
@@ -241,7 +241,7 @@ def too_small(budget_bytes: int, least_bytes: int) -> BudgetTooSmallError:
     )
     action = (
         "Increase the budget. Or use smaller micro-batches with accumulate_grad_batches, chunked_loss=True if the "
-        "logits are large, or strategy='zero2' on several ranks"
+        "logits are large, or, with several ranks, strategy='zero2'"
     )
     error = BudgetTooSmallError("activation.budget", f"{format_bytes(budget_bytes)}", problem, action)
     error.least_bytes = least_bytes
@@ -249,7 +249,7 @@ def too_small(budget_bytes: int, least_bytes: int) -> BudgetTooSmallError:
 
 
 def _sizes_of(batches: Sequence[Any]) -> Sizes:
-    """Return the number of elements of each tensor of a micro-batch, as the maximum over ``batches``."""
+    """Return the number of elements of each tensor in a micro-batch. Each number is the maximum over ``batches``."""
     sizes: Sizes = ()
     for batch in batches:
         leaves = torch_private.iter_leaves(batch)

@@ -35,8 +35,8 @@ class _Stored:
     """A tensor on disk.
 
     Attributes:
-        region: part of the file. The region is free again when the tensor is no longer required and all its transfers
-            are complete.
+        region: part of the file that contains the tensor. The region is free again when the tensor is no longer
+            required and all its transfers are complete.
         num_bytes: size of the tensor.
         write: job that writes the tensor.
     """

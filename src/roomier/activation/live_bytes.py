@@ -31,7 +31,7 @@ class LiveBytes(Protocol):
 
     @property
     def own_ns(self) -> int:
-        """Time that the counting has required so far, in nanoseconds."""
+        """Time spent on counting so far, in nanoseconds."""
         ...
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class LiveBytes(Protocol):
         ...
 
     def take_peak(self) -> int:
-        """Return the peak since the previous call."""
+        """Return the peak number of bytes since the previous call."""
         ...
 
 
@@ -86,7 +86,7 @@ class AllocatorBytes:
 
 
 class CountedBytes:
-    """Measurement that counts the storages of operations in this thread."""
+    """Measurement that counts the storages that operations in this thread use."""
 
     def __init__(self, device: torch.device) -> None:
         self.base_bytes = 0

@@ -336,7 +336,7 @@ class Offload:
         return self._copies.place
 
     def copy_times(self) -> CopyTimes:
-        """Measure the time of copies."""
+        """Measure the time per byte of copies to the host and back."""
         return self._copies.times()
 
     def close(self) -> None:

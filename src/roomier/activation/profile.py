@@ -90,7 +90,7 @@ class Moment:
         peak_bytes: peak of all memory on the device in the interval, while each block saves only its input.
         phase: phase of ``own``: ``"forward"``, ``"again"`` (recomputation) or ``"backward"``; ``"outside"`` if ``own``
             is None.
-        own: call of a block to which the interval belongs; None outside of blocks.
+        own: block call to which the interval belongs; None outside of blocks.
         alive: calls that are between their forward and their backward, except ``own``.
     """
 
@@ -136,7 +136,7 @@ class Recorder:
         self.live.start()
 
     def stop(self) -> None:
-        """Stop recording, and restore the original ``forward`` of each block."""
+        """Stop recording and restore the original ``forward`` of each block."""
         self.live.stop()
         self._cut("outside", None)
         for block in self._blocks:
@@ -231,7 +231,7 @@ class Recorder:
 
 
 class _Observed(WrappedForward):
-    """Wrapper of a forward pass that reports each call to the recorder."""
+    """Wrapper for a forward pass that reports each call to the recorder."""
 
     def __init__(self, block: BlockForward, index: int, recorder: Recorder) -> None:
         super().__init__(block)  # type: ignore[arg-type]

@@ -38,11 +38,11 @@ def apply_recompute(
         ranks: ranks that make the same choice if there is a memory budget.
 
     Returns:
-        Object for the engine. If all blocks save all activations on the device, the object contains no blocks.
+        The :class:`Recompute` for the engine. It contains no blocks if all blocks save all activations on the device.
 
     Raises:
-        RoomierError: the model has no blocks or too few blocks, offloading for a budget saves no memory on ``device``,
-            or the folder for offloading cannot be used.
+        RoomierError: the model has no blocks or too few blocks, offloading cannot help to meet a budget because it
+            saves no memory on ``device``, or the folder for offloading cannot be used.
     """
     tier = offload.activations
     if activation.policy == "none" and tier == "none":
@@ -53,7 +53,7 @@ def apply_recompute(
         raise RoomierError(*_asked(activation, tier), problem, action)
     keeps = keeps_of(activation, len(blocks))
     if activation.policy == "every_n" and Keep.INPUT not in keeps:
-        problem = f"must be at most the number of blocks of the model ({len(blocks)}), otherwise nothing is recomputed"
+        problem = f"must be at most the number of blocks of the model ({len(blocks)}), because no block is recomputed"
         action = "Use 'full' or a smaller number"
         raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, action)
     where = _offload(offload, device)

@@ -81,12 +81,12 @@ class Products:
         self._next = 0
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """Return the context for the first forward pass."""
+        """Return the context in which the first forward pass saves its products."""
         return torch_private.intercept(self._compute_and_save)
 
     def replayed(self) -> AbstractContextManager[Any]:
-        """Return the context for the second forward pass. A third forward pass (for a retained graph) computes all
-        products."""
+        """Return the context in which the second forward pass reuses saved products. A third forward pass (for a
+        retained graph) computes all products."""
         self._next = 0
         return torch_private.intercept(self._take_or_compute)
 

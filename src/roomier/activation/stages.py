@@ -56,7 +56,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         times: times of copies to the host and back; None if blocks do not offload.
     """
     base_bytes = recorder.live.base_bytes
-    # A block that no backward needed saves no activations, so there is no choice for it.
+    # A block that no backward pass needed saves no activations, so it has no options.
     needed = {call.block for call in recorder.calls if call.kept_bytes is not None}
     order = tuple(dict.fromkeys(call.block for call in recorder.calls if call.block in needed))
     places = {block: place for place, block in enumerate(order, start=1)}
