@@ -38,7 +38,7 @@ def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan 
 
 
 def fully_trained_modules(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules without adapters whose parameters are all trained, with their names as keys."""
+    """Return the outermost modules that have no adapters and whose parameters are all trained, keyed by name."""
     found: dict[str, nn.Module] = {}
     for name, module in network.named_modules():
         parameters = dict(module.named_parameters())
@@ -122,6 +122,6 @@ def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.
     notice(
         f"the model has adapters that this Plan does not contain: rank {named.lora_rank} on {num_layers} layers"
         f"{'' if base == 'as_is' else f', frozen weights in {base}'}. The adapters remain, and "
-        f"{'no other parameters train' if trains_alone else 'other parameters that are not frozen also train'}. To get "
-        f"a plain model, call merge_lora(model) first ({_IMPORT})"
+        f"{'no other parameters are trained' if trains_alone else 'other unfrozen parameters are also trained'}. To "
+        f"get a plain model, call merge_lora(model) first ({_IMPORT})"
     )

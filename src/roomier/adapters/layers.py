@@ -76,7 +76,7 @@ class Adapted(nn.Module):
         made_by, _, *rest = reduced
         if made_by is not copyreg.__newobj__:  # type: ignore[attr-defined]
             problem = f"has custom pickling in {plain_class(self).__name__}, which does not include the adapter"
-            raise RoomierError("layer", type(self).__name__, problem, "Save its state_dict, or a checkpoint")
+            raise RoomierError("layer", type(self).__name__, problem, "Save the state_dict or a checkpoint instead")
         mixins = (Adapted, InFewBits) if isinstance(self, InFewBits) else (Adapted,)
         return (_empty_layer, (plain_class(self), mixins), *rest)
 
@@ -115,7 +115,7 @@ class InFewBits(nn.Module):
         return decode(self.weight_codes, self.weight_scales, self.weight_format, self.weight_shape, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product with the decoded weight plus the bias, in the dtype of ``x`` or of autocast."""
+        """Return the product of ``x`` and the decoded weight, plus the bias, in the dtype of ``x`` or of autocast."""
         device_type = x.device.type
         x = x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
         product: Tensor = _ProductWithFrozen.apply(x, self)  # type: ignore[no-untyped-call]
@@ -211,7 +211,7 @@ def product_of(a: Tensor, b: Tensor, scale: float, *, is_in_out: bool) -> Tensor
 
 
 def remove_adapter(layer: Adapted) -> None:
-    """Restore the original class of ``layer``, with a weight that includes the adapter."""
+    """Merge the adapter into the weight of ``layer``, and restore the original class of ``layer``."""
     assert isinstance(layer.weight, Tensor)
     weight = layer.weight.detach()
     added = product_of(layer.lora_A.detach(), layer.lora_B.detach(), layer.lora_scale, is_in_out=layer.is_in_out)

@@ -119,7 +119,7 @@ def merge_lora(network: nn.Module) -> nn.Module:
 
 
 def adapter_state(network: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the adapters, and of all other trained parameters, with their names as keys.
+    """Return the tensors of the adapters, and of all other trained parameters, keyed by name.
 
     For a model of several gigabytes, these tensors require only a few megabytes.
     ``network.load_state_dict(state, strict=False)`` restores these tensors in the same model with adapters.
@@ -159,7 +159,7 @@ def _notice_tied(network: nn.Module, pattern: str, matching: dict[str, nn.Module
 
 
 def adaptable_in_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers that receive adapters by default, with their names as keys, in the order of the network."""
+    """Return the layers that receive adapters by default, keyed by name, in the order of the network."""
     in_blocks = {part for block in blocks for part in block.modules()}
     return {name: each for name, each in _adaptable(network).items() if each in in_blocks}
 
@@ -170,12 +170,12 @@ def _adaptable(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def adapted_layers(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that have adapters, with their names as keys, in the order of the network."""
+    """Return the layers that have adapters, keyed by name, in the order of the network."""
     return {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
 
 
 def target_layers(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> dict[str, nn.Module]:
-    """Return the layers that ``lora_targets`` selects, with their names as keys, in the order of the network.
+    """Return the layers that ``lora_targets`` selects, keyed by name, in the order of the network.
 
     Args:
         network: model to adapt.
