@@ -19,8 +19,8 @@ class Callback:
     """Base class for callbacks. Override the hooks that you need, and pass instances to ``Trainer(callbacks=[...])``.
 
     Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
-    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. It is the only
-    hook of a step in which a checkpoint can be saved that resumes with bit-identical results.
+    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. Within a step,
+    only this hook can save a checkpoint from which a run resumes with bit-identical results.
 
     Example:
         >>> class PrintLoss(roomier.Callback):
@@ -46,7 +46,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state in a checkpoint. Override this property to use several instances of a class."""
+        """Key of the callback's state in a checkpoint. Override it to use several instances of a class in one run."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,10 +73,10 @@ class Callback:
         """Called at the end of a fit that was not interrupted."""
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Module) -> None:
-        """Called before the validation batches that run before training."""
+        """Called before the sanity check, which runs validation batches before training."""
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Module) -> None:
-        """Called after the validation batches that run before training."""
+        """Called after the sanity check, which runs validation batches before training."""
 
     def on_train_start(self, trainer: Any, pl_module: Module) -> None:
         """Called before the first training step."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DataModule(HasHyperParameters):
     """Base class for the data of a run. Pass an instance to the ``datamodule`` argument of ``fit`` and other methods.
 
-    Override the methods that you need. Names and order are the same as in Lightning's ``LightningDataModule``.
+    Override the methods that you need. Their names and order are the same as in Lightning's ``LightningDataModule``.
     ``prepare_data`` runs in one process, for tasks such as downloads and tokenization. ``setup`` runs in each process.
     Hyperparameters are logged together with the hyperparameters of the module.
 
@@ -57,7 +57,7 @@ class DataModule(HasHyperParameters):
         num_workers: int = 0,
         **init_arguments: Any,
     ) -> Self:
-        """Create a DataModule from datasets, or lists and dicts of datasets.
+        """Create a DataModule from datasets, or from lists or dicts of datasets.
 
         The training data is shuffled, unless it is an ``IterableDataset``.
 
@@ -99,7 +99,7 @@ class DataModule(HasHyperParameters):
         """
 
     def setup(self, stage: str) -> None:
-        """Create the datasets in every process.
+        """Create the datasets. Called in every process.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.

@@ -33,11 +33,11 @@ class StepHooks:
         keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
             update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.
-        transfer: called instead of the move to the device.
+        transfer: called instead of moving a micro-batch to the device.
         batch_start: called with each micro-batch on the device and its index in the window, before its forward.
         batch_loss: called after the backward of each micro-batch with its loss (0-dim, detached) and its index.
-        batch_end: called with the index at the end of each micro-batch, except the last one of the window. The training
-            loop ends the last micro-batch after the update.
+        batch_end: called at the end of each micro-batch with its index, except the last micro-batch of the window. The
+            training loop ends the last micro-batch after the update.
         is_skipping: returns True on every rank if a hook on any rank requested to skip this step.
     """
 
@@ -110,7 +110,7 @@ class Engine(Protocol):
         """Compute the gradients of one optimizer step from its micro-batches, as if they were one batch.
 
         Args:
-            step: computes the loss of one micro-batch.
+            step: function that computes the loss of one micro-batch.
             batches: the micro-batches as the loader returned them.
 
         Returns:
@@ -178,7 +178,7 @@ class Engine(Protocol):
         ...
 
     def free_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Free the gradients, after the update and after all hooks that may read the gradients."""
+        """Free the gradients. Called after the update and after all hooks that may read the gradients."""
         ...
 
     def leave_out_update(self) -> None:
@@ -216,7 +216,7 @@ class Engine(Protocol):
 
         Args:
             stored: the states of each optimizer.
-            is_spec: returns whether a value represents a tensor. Such a value has ``shape`` and ``dtype``.
+            is_spec: function that returns whether a value represents a tensor and has ``shape`` and ``dtype``.
             unneeded: value that replaces tensors that this rank does not need.
         """
         ...

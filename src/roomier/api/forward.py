@@ -20,9 +20,9 @@ class ForwardModule(WrappedModule):
 
     The wrapper calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, and
     ``network(batch)`` otherwise. The loss is the output itself if the output is a 0-dim tensor. Otherwise, the loss is
-    the ``loss`` of the output (key or attribute, as in Hugging Face outputs), or the first or last item of the output
+    the entry or attribute ``loss`` of the output (as in Hugging Face models), or the first or last item of the output
     if that item is a 0-dim tensor. The loss is logged as ``train_loss``, ``val_loss`` and ``test_loss``. Checkpoints
-    contain the names of ``network``, without a prefix.
+    contain the parameter names of ``network``, without a prefix.
 
     Args:
         network: the module to wrap.
@@ -77,7 +77,7 @@ class ForwardModule(WrappedModule):
             )
 
     def _log_loss(self, name: str, batch: Any) -> None:
-        # With this weighting, the value of an epoch is the mean over all terms for any batch sizes.
+        # With this weighting, the value of an epoch is the mean over all terms, even if batch sizes differ.
         self.log(name, self._loss(batch), prog_bar=True, batch_size=self.num_loss_terms(batch))
 
     def _loss(self, batch: Any) -> Tensor:

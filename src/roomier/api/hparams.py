@@ -36,7 +36,7 @@ def is_plain(value: object) -> bool:
 
 
 def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
-    """Return the arguments of the ``__init__`` calls of ``obj`` among ``frame`` and its callers; None without a call.
+    """Return the arguments of the ``__init__`` calls of ``obj`` in ``frame`` and its callers; None without such a call.
 
     If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both methods, and the
     arguments of the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to

@@ -15,7 +15,7 @@ class KeptWeights:
     """A copy of the trained parameters in float32 or higher precision, sharded like the parameters.
 
     Args:
-        with_buffers: True if the copy includes the floating-point buffers that are saved.
+        with_buffers: True if the copy includes the floating-point buffers that checkpoints contain.
         device: device of the copy; None for the device of the weights.
     """
 
@@ -32,7 +32,7 @@ class KeepsWeights(Protocol):
     """A callback that stores a copy of the weights during a fit.
 
     Attributes:
-        kept_weights: description of the copy, before and after it is created.
+        kept_weights: description of the copy, which is available even before the copy is created.
     """
 
     kept_weights: KeptWeights

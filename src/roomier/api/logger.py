@@ -53,8 +53,8 @@ class Logger(ABC):
 
         Args:
             metrics: values by column.
-            step: number of completed optimizer steps. Rows of evaluation batches have the index of the batch, and
-                contain the number of steps in the column ``trainer/step``.
+            step: number of completed optimizer steps. In rows for evaluation batches, ``step`` is the index of the
+                batch, and the column ``trainer/step`` contains the number of optimizer steps.
         """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ class Logger(ABC):
 
     @property
     def version(self) -> int | str | None:
-        """Identifier of the run: the name of the run folder, or the id of a service."""
+        """Identifier of the run: the name of the run folder, or the id in a logging service."""
         return None if self.log_dir is None else Path(self.log_dir).name
 
     def save(self) -> None:

@@ -32,7 +32,7 @@ FORMER = {
     "on_init_end": "use setup",
     "configure_sharded_model": "use configure_model",
 }
-_IS_NEAR = 0.85  # ratio of difflib, which the shortest hook with one additional or missing letter exceeds
+_IS_NEAR = 0.85  # similarity ratio of difflib; one additional or missing letter in the shortest hook exceeds it
 _OTHER_HOOKS = ("setup", "teardown", "num_loss_terms", "optimizer_zero_grad", "transfer_batch_to_device")
 
 

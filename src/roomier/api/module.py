@@ -132,12 +132,13 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return None
 
     def test_dataloader(self) -> Any:
-        """Return the test data, if it is neither an argument of ``test`` nor provided by a DataModule."""
+        """Return the test data. This method is used if the test data is neither an argument of ``test`` nor provided
+        by a DataModule."""
         return None
 
     def predict_dataloader(self) -> Any:
-        """Return the data for predictions, if it is neither an argument of ``predict`` nor provided by a
-        DataModule."""
+        """Return the data for predictions. This method is used if the data is neither an argument of ``predict`` nor
+        provided by a DataModule."""
         return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
@@ -287,9 +288,9 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
                 the value of the first rank. Values of an epoch are always reduced over all ranks.
             sync_dist_group: None, or a process group of all ranks.
             add_dataloader_idx: with several loaders, append ``/dataloader_idx_N`` to the name.
-            batch_size: weight of this value in the mean of the epoch. Default: the first dimension of the first tensor
-                of the batch. Pass the number of tokens if the value is a mean over tokens. A tensor can stay on its
-                device.
+            batch_size: weight of this value in the mean over the epoch. Default: the size of the first dimension of the
+                first tensor in the batch. Pass the number of tokens if the value is a mean over tokens. A tensor can
+                stay on its device.
             metric_attribute: has no effect. torchmetrics objects are found among the attributes of the module.
             rank_zero_only: log only the value of rank 0.
 
@@ -458,7 +459,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 def checkpoint_loaders() -> Any:
     """Return ``roomier.checkpoint.module``, whose functions create a module or a DataModule from a checkpoint."""
     # The only import from a higher layer: the methods have Lightning's name, and the folder checkpoint implements them.
-    from roomier.checkpoint import module  # late: a higher layer
+    from roomier.checkpoint import module  # late import: a higher layer
 
     return module
 
@@ -471,7 +472,7 @@ def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
 def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if ``dictionary`` is a torchmetrics object
     if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
-        # The metrics themselves, under full names.
+        # Return the metrics themselves, under their full names.
         found: Iterable[tuple[str, Any]] = dictionary.items(copy_state=False)
         return found
     if not isinstance(dictionary, Mapping):

@@ -158,7 +158,7 @@ class ModuleHooks(nn.Module):
         """Called before a checkpoint is saved. Add tensors or plain data to ``checkpoint``."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is loaded. The state is then loaded from ``checkpoint`` with its changes."""
+        """Called before a checkpoint is loaded. Changes that this hook makes to ``checkpoint`` are loaded."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Modify ``batch`` on the host and return it."""

@@ -21,7 +21,7 @@ def own_optimizer_of(value: Any) -> Any:
 
 
 class OwnOptimizer:
-    """Optimizer for ``network``. It is created, or receives the final parameters, when the parameters are final.
+    """Optimizer that is created for the final parameters of ``network``, or that receives these parameters.
 
     Args:
         network: the model as the user passed it.

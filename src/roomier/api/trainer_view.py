@@ -91,7 +91,7 @@ class TrainerView(Protocol):
 
     @property
     def sanity_checking(self) -> bool:
-        """True while the validation before training runs."""
+        """True while the sanity check (validation before training) runs."""
 
     @property
     def evaluating(self) -> bool:
@@ -219,7 +219,7 @@ class TrainerView(Protocol):
 
     @property
     def num_sanity_val_steps(self) -> int:
-        """Number of validation batches before training."""
+        """Number of validation batches in the sanity check before training."""
 
     @property
     def log_every_n_steps(self) -> int:
@@ -249,8 +249,8 @@ class TrainerView(Protocol):
 
     @property
     def shapes(self) -> Any:
-        """The model of the last fit before it was built, with tensors that have no values. None if no callback needs
-        it."""
+        """The model of the last fit as it was before the run was built, with tensors without values. None if no
+        callback needs this model."""
 
     @property
     def choice(self) -> Any:
@@ -328,7 +328,7 @@ class TrainerView(Protocol):
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Logged values for the loggers, by column."""
+        """Logged values for the loggers, keyed by column."""
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

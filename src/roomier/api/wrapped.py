@@ -1,4 +1,4 @@
-"""Wrapper of a model that is not a roomier.Module."""
+"""Wrapper for a model that is not a roomier.Module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roomier.api.module import Module
 
 
 class WrappedModule(Module):
-    """Module that wraps ``network``. Checkpoints contain the names of ``network``, without a prefix.
+    """Module that wraps ``network``. Checkpoints contain the parameter names of ``network``, without a prefix.
 
     Attributes:
         network: the model of the user.
