@@ -1,4 +1,4 @@
-"""Selection of the kernel of ``scaled_dot_product_attention``.
+"""Selection of the kernel for ``scaled_dot_product_attention``.
 
 [Note: kernel selection]
 torch uses the fastest kernel that supports a call. If the user selects a kernel, only this kernel is allowed. If the
