@@ -19,7 +19,7 @@ class FrameCount:
     """Probe that records the stack frames between ``training_step`` and ``fit`` in one step.
 
     Args:
-        fit: code of the method that the user called. The frame of this method and the frames of the user are not
+        fit: code of the method that the user called. The frame of this method and the frames of user code are not
             counted.
         folders: a frame is counted if its file is in one of these folders.
         at_index: index of the step in which the frames are recorded.
@@ -55,8 +55,9 @@ class FrameCount:
 class CallCount:
     """Probe that counts the Python calls into a library from the step ``first`` up to the step ``last``.
 
-    Choose an integer number of log intervals, so that calls of log steps are counted with their frequency. A call
-    within ``training_step`` is counted only if it enters the library. A generator is counted each time it resumes.
+    The counted steps should be an integer number of log intervals, so that calls in log steps are counted in proportion
+    to their frequency. A call within ``training_step`` is counted only if it enters the library. A generator is counted
+    each time it resumes.
 
     Args:
         folders: a function call is counted if the file of the function is in one of these folders.

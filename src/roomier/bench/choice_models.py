@@ -117,7 +117,7 @@ class Drawn:
 
 
 def drawn(number: int, seed: int) -> Drawn:
-    """Return the pair with this number. Kinds and numbers of ranks alternate."""
+    """Return the model and budget that ``number`` and ``seed`` define. Kinds and numbers of ranks alternate."""
     draw = random.Random(f"{seed}, {number}")
     kind = KINDS[number // 2 % len(KINDS)]
     sizes: dict[str, Any]

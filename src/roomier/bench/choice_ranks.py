@@ -49,7 +49,7 @@ _WARMUP_STEPS = 2  # DDP is created after the first step
 
 @dataclass
 class Seen:
-    """A plan with its forecast and its measurements.
+    """A plan with its measurements.
 
     Attributes:
         candidate: the plan and its micro-batch.

@@ -74,7 +74,7 @@ class Measurement:
 
 def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
     """Train with roomier's Trainer until ``measurement`` is complete."""
-    from roomier import Trainer  # late: the Trainer must not be imported when the other framework is measured
+    from roomier import Trainer  # late import: the Trainer must not be imported when the other framework is measured
 
     class AtStepEnd(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--model", default="bert-small", help=f"{', '.join([*BERT_SIZES, *SIZES])} (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=None, help="tokens per sequence (512 on a GPU, 128 on a CPU)")
-    parser.add_argument("--levers", default="", help=f"separated by commas; all by default: {','.join(ROWS)}")
+    parser.add_argument("--levers", default="", help=f"names separated by commas; all by default: {','.join(ROWS)}")
     parser.add_argument("--frameworks", default="", help=f"separated by commas; {','.join(FRAMEWORKS)} if installed")
     parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps per turn (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="turns per row (%(default)s)")

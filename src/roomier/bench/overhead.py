@@ -123,7 +123,7 @@ def timed(run: Callable[..., Any], batches: list[toy.Batch], **settings: Any) ->
 
 
 def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the overhead of ``who`` compared with the bare loop, and the time of one ``self.log``.
+    """Return the overhead of the loop ``who`` compared with the bare loop, and the time of one ``self.log``.
 
     Small times are differences of large times, so they are measured as processor time, which is less noisy.
     """

@@ -1,16 +1,18 @@
 """``roomier bench planner``: forecast and measured peak memory of a step.
 
 The forecast is a dry run, without memory and without other ranks. :class:`roomier.memory.tracker.MemoryTracker`
-measures the same step with real tensors on CPU ranks (one process each, gloo), on the rank with the largest peak. The
-result is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused``
+measures the same step with real tensors on CPU ranks (one process each, gloo). The measurement of the rank with the
+largest peak counts.
+
+The result is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused``
 (rejected plans and the reasons) and ``failures`` (forecasts that raised an error; the list should be empty). The keys
 of a row are:
 
 - ``model`` (a key of :mod:`roomier.bench.planner_models`), ``strategy``, ``num_ranks``, ``recompute``, ``precision``,
   ``optimizer``, ``accumulate`` (micro-batches per step);
 - ``predicted_bytes``, ``measured_bytes``, ``error``, and the predicted and measured bytes by kind;
-- in some rows ``rss_bytes``, a second measurement: the increase of the resident set of a fresh process
-  (:mod:`roomier.bench.planner_rss`). ``error`` does not depend on this measurement.
+- in some rows, ``rss_bytes``, a second measurement: the increase in the resident set of a fresh process
+  (:mod:`roomier.bench.planner_rss`). The key ``error`` does not depend on this measurement.
 
 By default, each model runs with each strategy on each number of ranks, and every pair of options occurs in at least one
 row. ``--all`` runs every legal combination, which takes hours, ``--quick`` runs each model twice, and ``--budgets``

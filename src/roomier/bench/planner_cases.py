@@ -131,7 +131,7 @@ def budget_cases() -> list[Case]:
 
 def _case(model: str, setup: tuple[str, int], number: int, accumulate: int) -> Case:
     levers = _levers(model)
-    # The number of combinations is never a multiple of 5.
+    # The number of combinations is never a multiple of 5, so steps of 5 reach all combinations.
     return Case(model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate)
 
 

@@ -30,7 +30,7 @@ def run_on_ranks(
         num_ranks: number of processes.
         settings: JSON data for the worker.
         environment: environment variables to add to the variables of this process.
-        tells: stream to which the lines are printed that rank 0 writes to ``progress.txt``; None to print nothing.
+        tells: output stream for the lines that rank 0 writes to ``progress.txt``; None to print nothing.
 
     Returns:
         The content of ``result.json``, after all ranks have ended.

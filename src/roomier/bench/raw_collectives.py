@@ -21,8 +21,8 @@ def time_collectives(units: list[Unit], device: torch.device) -> dict[str, float
     """Return the seconds that each kind of collective takes in one step. Every rank calls this function.
 
     Returns:
-        ``all_reduce_s``: all gradients in the dtype of the weights, in the buckets of DDP. ``all_gather_s`` and
-        ``reduce_scatter_s``: one collective per unit, with the algorithms of the sharded strategies. On the CPU,
+        ``all_reduce_s``: all-reduce of all gradients in the dtype of the weights, in the buckets of DDP.
+        ``all_gather_s`` and ``reduce_scatter_s``: one collective per unit, as in the sharded strategies. On the CPU,
         ``gloo_all_gather_s`` and ``gloo_reduce_scatter_s``: the same collectives with gloo's algorithms.
     """
     with torch.device(device):

@@ -75,7 +75,8 @@ class Published:
 
 
 def mingpt(num_layers: int, width: int, batch_size: int = 1) -> Callable[[], Workload]:
-    """Return a maker of the GPT in SeanNaren/minGPT's benchmark.py of March 2021, with 128 characters and 16 heads."""
+    """Return a function that creates the GPT in SeanNaren/minGPT's benchmark.py of March 2021, with 128 characters and
+    16 heads."""
 
     def make() -> Workload:
         config = GPTConfig(_SHAKESPEARE, 128, num_layers, 16, width)
@@ -87,7 +88,8 @@ def mingpt(num_layers: int, width: int, batch_size: int = 1) -> Callable[[], Wor
 
 
 def bert_large(batch_size: int) -> Callable[[], Workload]:
-    """Return a maker of ``bert-large-uncased`` with a classifier and, as in 2022, materialized attention scores."""
+    """Return a function that creates ``bert-large-uncased`` with a classifier, 512 tokens, and materialized attention
+    scores as in 2022."""
 
     def make() -> Workload:
         with torch.device("meta"):
@@ -101,7 +103,7 @@ def bert_large(batch_size: int) -> Callable[[], Workload]:
 
 
 def sentence_model(num_layers: int, batch_size: int) -> Callable[[], Workload]:
-    """Return a maker of the model in the article about Lightning Sharded."""
+    """Return a function that creates the model in the article about Lightning Sharded."""
 
     def make() -> Workload:
         with torch.device("meta"):
@@ -113,7 +115,7 @@ def sentence_model(num_layers: int, batch_size: int) -> Callable[[], Workload]:
 
 
 def gpt(num_layers: int, num_heads: int, width: int, batch_size: int) -> Callable[[], Workload]:
-    """Return a maker of a GPT with sequences of 1024 tokens and the vocabulary of GPT-2."""
+    """Return a function that creates a GPT with sequences of 1024 tokens and the vocabulary of GPT-2."""
 
     def make() -> Workload:
         config = GPTConfig(50257, 1024, num_layers, num_heads, width)
@@ -126,8 +128,8 @@ def gpt(num_layers: int, num_heads: int, width: int, batch_size: int) -> Callabl
 
 _FP16 = {"precision": "16-mixed", "optimizer": "adamw", "gradient_clip_val": 1.0}
 _TWO_COPIES = (
-    "DDP of 2021 stored gradients and buckets, 4 bytes per parameter; in this version, gradients are views of the "
-    "buckets"
+    "DDP of 2021 stored gradients in addition to the buckets, which required 4 bytes more per parameter; in this "
+    "version, gradients are views of the buckets"
 )
 _LABEL = "the article prints this value for 12.8B, but the README of the benchmark prints it for the 1.7B model"
 _SMALL = {"accumulate_grad_batches": 4, "activation_checkpointing": "full", "precision": "16-mixed"}
@@ -152,7 +154,7 @@ def published() -> Iterator[Published]:
     fits = "the article states that the model fits, without a value"
     yield Published(_MINGPT, "12.8B, zero3, fp16", _A100S, large, zero3, None, "allocated", fits)
     giant, full = mingpt(56, 8192), {**zero3, "activation_checkpointing": "full"}
-    states = "without offload: states alone are 84 GiB on each of eight"
+    states = "without offload, the states alone require 84 GiB on each of eight devices"
     yield Published(_MINGPT, "45B, zero3, fp16, recompute", _A100S, giant, full, None, "allocated", states)
     offload = {**full, "precision": "bf16-mixed", **_both("cpu", "cpu")}
     larger = (
@@ -163,7 +165,7 @@ def published() -> Iterator[Published]:
     plain = {"optimizer": "adam"}
     for num_layers, size, strategy in ((22, "1.2B", "ddp"), (22, "1.2B", "zero2"), (32, "1.7B", "zero2")):
         workload, flags = sentence_model(num_layers, 4), {**plain, "strategy": strategy}
-        why = "the text contains no value, batch size or precision; the forecast assumes fp32 and 4 sentences"
+        why = "the article states no value, batch size or precision; the forecast assumes fp32 and 4 sentences"
         yield Published(_SHARDED, f"{size}, {strategy}, fp32", _A100S, workload, flags, None, "allocated", why)
     yield from _bert_ladder()
     yield from _offloaded()

@@ -1,8 +1,8 @@
 """Forecast and measured seconds of a step, on CPU ranks: ``python -m roomier.bench.step_time``.
 
-Each plan of a model is built once, and the plans alternate, so that load affects all of them equally. The result
-compares the ranking of the plans by forecast with their ranking by measurement: whether the plan with the fastest
-forecast is also the fastest measured plan, and Spearman's rank correlation over all plans.
+Each plan of a model is built once, and the plans alternate, so that load affects all of them equally. The result states
+whether the plan with the fastest forecast is also the fastest measured plan, and contains Spearman's rank correlation
+between forecasts and measurements over all plans.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=_at_least(1), default=128, help="tokens per sequence (%(default)s)")
     parser.add_argument("--steps", type=_at_least(1), default=3, help="steps per turn (%(default)s)")
     parser.add_argument("--repeats", type=_at_least(1), default=5, help="turns per strategy (%(default)s)")
-    parser.add_argument("--strategies", default="", help=f"separated by commas; all by default: {','.join(STRATEGIES)}")
+    parser.add_argument("--strategies", default="", help=f"names separated by commas (all): {','.join(STRATEGIES)}")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
 
 
 def possible_strategies(text: str, num_ranks: int) -> list[str]:
-    """Return the strategies of ``text``, separated by commas, and :data:`PEER`. An empty text means all.
+    """Return the strategies in ``text``, separated by commas, and :data:`PEER`. An empty text selects all strategies.
 
     On one rank, ``single`` is the only strategy, because the other strategies would run the same code.
     """

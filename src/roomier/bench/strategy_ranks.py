@@ -1,7 +1,8 @@
 """One rank of ``roomier bench strategies``, which runs as ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
 
-Memory and time are measured separately, because the memory tracker slows down the steps. On the CPU, both use the same
-objects. If the objects of all strategies do not fit into memory at the same time, they are recreated for each turn.
+Memory and time are measured separately, because the memory tracker slows down the steps. On the CPU, both measurements
+use the same objects. If the objects of all strategies do not fit into memory at the same time, they are recreated for
+each turn.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _WARMUP_STEPS = 3
 
 
 class TrainedGPT(Module):
-    """The model as a Module."""
+    """The GPT as a Module."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class PlainLoop:
 
 
 class EngineLoop:
-    """The same step in a roomier engine."""
+    """The training step in a roomier engine."""
 
     def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
         self.module = TrainedGPT(config)
@@ -128,7 +129,7 @@ Loop = PlainLoop | EngineLoop
 
 
 class Strategy:
-    """One row of the result.
+    """Strategy whose memory and step time form one row of the result.
 
     Args:
         name: name of the strategy.

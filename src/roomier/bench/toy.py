@@ -30,7 +30,7 @@ def toy_network() -> nn.Module:
 
 
 def toy_optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of the step."""
+    """Return the optimizer for ``network``."""
     return torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
 
 
@@ -55,7 +55,7 @@ def run_bare(batches: list[Batch], probe: Probe, *, device: torch.device | None 
 
 
 class ToyModule(Module):
-    """The same step as a Module.
+    """Module that runs the toy training step.
 
     Args:
         probe: function that is called at the start of each step.

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--size", choices=SIZES, default="full", help="full is for GPUs, tiny for tests (%(default)s)")
     parser.add_argument("--accelerator", default="gpu", help="as in Trainer(accelerator=...) (%(default)s)")
-    parser.add_argument("--parts", default="", help=f"separated by commas; all by default: {','.join(PARTS)}")
+    parser.add_argument("--parts", default="", help=f"names separated by commas; all by default: {','.join(PARTS)}")
     parser.add_argument("--out", default=None, help="results file (benchmarks/results/gpu-DEVICE-COMMIT.jsonl)")
 
 
@@ -117,7 +117,7 @@ def run_with_limit(command: list[str], output: IO[str], limit_s: float) -> int |
 
     Args:
         command: program and arguments.
-        output: receives standard output and standard error.
+        output: file that receives standard output and standard error.
         limit_s: time limit in seconds.
 
     Returns:

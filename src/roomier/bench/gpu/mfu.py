@@ -5,12 +5,12 @@ The keys of a row are:
 - ``model``, ``num_parameters``, ``tokens_per_step``; ``plan`` and ``call``: the plan in words, and the Trainer
   arguments; ``planning_s``: duration of the search; ``budget_bytes``: memory that the plan may
   use; ``machine_source``: origin of the machine's rates;
-- ``step_s``: seconds of an optimizer step, median over the turns (``step_s_all``); ``tokens_per_s``;
+- ``step_s``: seconds per optimizer step as the median over the turns (``step_s_all``); ``tokens_per_s``;
 - ``model_flops_per_s``: 6 FLOPs per token for each parameter in matrix products, as in
   :func:`roomier.callbacks.throughput.flops_per_token`, without recomputation; ``peak_flops_per_s``: the rate of 16-bit
   matrix products in the data sheet; ``mfu``: their ratio. The values ``peak_flops_per_s`` and ``mfu`` are None for a
   device without a data sheet;
-- ``forecast_step_s``, and forecast and measured allocated and reserved bytes, with the keys of the part ``planner``.
+- ``forecast_step_s``; and allocated and reserved bytes, forecast and measured, under the keys of the part ``planner``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def summary(values: Mapping[str, Any]) -> str:
 
 
 def plan_for(model: Model, accelerator: str) -> Choice:
-    """Return the fastest plan for ``model`` that fits the device.
+    """Return the fastest plan for ``model`` that fits on the device.
 
     Raises:
         RoomierError: no plan fits.

@@ -1,7 +1,7 @@
 """Part ``strategies``: the strategies of ``roomier bench strategies`` on all devices of this machine.
 
 With one device, the row compares ``single`` with PyTorch DDP on one rank. The row has the keys of
-``roomier bench strategies``, with ``allocator_peak_bytes`` and ``reserved_peak_bytes`` for each strategy.
+``roomier bench strategies``, including ``allocator_peak_bytes`` and ``reserved_peak_bytes`` of each strategy.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", "--gpus", type=int, default=None, help="number of ranks (all GPUs, or 2 on a CPU)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each configuration (%(default)s)")
     parser.add_argument("--batch_size", "--batch-size", type=int, default=None, help="samples per rank and step")
-    parser.add_argument("--precision", default=None, help="16, bf16, 32; the precision of each row by default")
+    parser.add_argument("--precision", default=None, help="16, bf16 or 32; default: the precision of each row")
     parser.add_argument("--accelerator", default="auto", help="as in Trainer(accelerator=...) (%(default)s)")
     parser.add_argument("--forecast", default=None, metavar="HARDWARE", help="only forecasts, such as a100-40gb:8")
     own = parser.add_argument_group("minGPT", "the options of minGPT's benchmark.py")

@@ -59,7 +59,7 @@ class Training:
 
 @dataclass(frozen=True)
 class SeedModel:
-    """A model of an article.
+    """A model from an article.
 
     Attributes:
         sizes: training run for each name in :data:`SIZES`.
