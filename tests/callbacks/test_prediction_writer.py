@@ -114,7 +114,7 @@ def test_prediction_that_is_not_plain_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "action"),
     [
-        ({}, "Pass the folder of the files"),
+        ({}, "Pass a folder for the files"),
         ({"output_dir": 5}, "Pass a string or a Path"),
         ({"output_dir": "a\0b"}, "Remove the NUL byte"),
         ({"output_dir": ".", "write_interval": "step"}, "Use one of: batch, epoch, batch_and_epoch"),

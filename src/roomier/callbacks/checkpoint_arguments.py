@@ -38,7 +38,7 @@ def check_arguments(of: Any) -> None:
     for field in ("every_n_train_steps", "every_n_epochs"):
         value = getattr(of, field)
         if value is not None and not _is_count(value, at_least=0):
-            raise _wrong(field, value, "must be an integer of at least 0", "Use a positive integer, or 0 to disable")
+            raise _wrong(field, value, "must be a non-negative integer", "Use a positive integer, or 0 to disable")
     given = {
         "every_n_train_steps": of.every_n_train_steps,
         "every_n_epochs": of.every_n_epochs,

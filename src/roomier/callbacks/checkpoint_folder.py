@@ -1,4 +1,4 @@
-"""Contents of a folder of checkpoints."""
+"""Functions that list, name, find and remove the checkpoints in a folder."""
 
 from __future__ import annotations
 

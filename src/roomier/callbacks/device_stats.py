@@ -19,7 +19,7 @@ class DeviceStatsMonitor(Callback):
     """Callback that logs the statistics of the device's allocator and the load of the host.
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
-    (bytes, as named by torch), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. The metrics
+    (in bytes, with torch's name), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. The metrics
     are logged at log steps, before and after the step, and after each evaluation. The values are from the first rank.
     The callback reads the statistics without synchronizing with the device.
 

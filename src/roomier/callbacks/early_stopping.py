@@ -88,9 +88,9 @@ class EarlyStopping(Callback):
     ) -> None:
         self._monitored = Monitored(type(self).__name__, monitor)
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 0:
-            raise _wrong("patience", patience, "must be an integer of at least 0", "Set it to a number of checks")
+            raise _wrong("patience", patience, "must be a non-negative integer", "Set it to a number of checks")
         if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise _wrong("min_delta", min_delta, "must be finite and at least 0", "Use a number such as 0.001")
+            raise _wrong("min_delta", min_delta, "must be finite and non-negative", "Use a number such as 0.001")
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience
@@ -172,7 +172,7 @@ class EarlyStopping(Callback):
             self._print(trainer, message)
 
     def _judge(self, current: float, dtype: torch.dtype) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare ``current`` with the best value. Return the reason to stop, or NOT_STOPPED, and a message to print.
+        """Compare ``current`` with the best value. Return the reason to stop (or NOT_STOPPED) and a message to print.
 
         Args:
             dtype: dtype of the metric, to which thresholds are also rounded. Without this rounding, a float32 metric of

@@ -98,8 +98,8 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Set ``requires_grad`` on the parameters of ``modules``, and enable the update of the running statistics of
-        BatchNorm."""
+        """Set ``requires_grad`` to True for the parameters of ``modules``, and enable the update of BatchNorm's running
+        statistics."""
         for each in BaseFinetuning.flatten_modules(modules):
             if isinstance(each, BATCH_NORMS):
                 each.track_running_stats = True
@@ -218,7 +218,7 @@ class BaseFinetuning(Callback):
         for optimizer, saved in zip(trainer.optimizers, stored["optimizers"], strict=False):
             _drop_groups(optimizer, max(len(saved["param_groups"]), self._num_configured[optimizer]))
             for group in saved["param_groups"][len(optimizer.param_groups) :]:
-                if all(name in parameters for name in group["params"]):  # otherwise, the check raises an error
+                if all(name in parameters for name in group["params"]):  # otherwise, a later check raises an error
                     optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
         self._extend_schedulers(trainer)
         trainer.engine.trained_parameters_changed()

@@ -96,7 +96,7 @@ class MemoryForecast(TracksStep):
 
     def _shared_step(self, trainer: TrainerView) -> int:
         """Return the step that a MemoryAnatomy tracks, so that both callbacks use one tracker."""
-        from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late: loads rich
+        from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late import: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
         return next(steps, None) or self._first_step
@@ -111,7 +111,7 @@ class MemoryForecast(TracksStep):
             self._workload = found
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.planner.measured.record import Record  # late: loads torch's sharding
+        from roomier.planner.measured.record import Record  # late import: loads torch's sharding
 
         self._is_over = True
         measured = _measured_of_all(trainer, tracker)
@@ -146,7 +146,7 @@ class MemoryForecast(TracksStep):
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
     """Return the measurement of each rank. Only the measurement with the highest peak contains the full timeline."""
-    from roomier.planner.measured.record import Measured  # late: loads torch's sharding
+    from roomier.planner.measured.record import Measured  # late import: loads torch's sharding
 
     rank = trainer.ranks.world.rank
     own = Measured.of(rank, tracker)
@@ -157,14 +157,14 @@ def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any,
 
 
 def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast | None, str]:
-    """Return the planned forecast or the result of a dry run of the current plan. If neither is available, return None
-    and the reason."""
+    """Return the forecast (the planned forecast, or a dry run of the current plan) and an empty text. If there is no
+    forecast, return None and the reason."""
     planned = None if trainer.choice is None else trainer.choice.chosen
     if planned is not None and planned.plan == trainer.plan:
         return planned, ""
     if workload is None:
         return None, "the shapes of the model could not be recorded before the model was built"
-    from roomier.planner.dry_runs.confirm import confirm  # late: loads torch's sharding
+    from roomier.planner.dry_runs.confirm import confirm  # late import: loads torch's sharding
 
     plan = trainer.plan
     state = rng_state()

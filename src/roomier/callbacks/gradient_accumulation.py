@@ -81,4 +81,4 @@ class GradientAccumulationScheduler(Callback):
 
     @staticmethod
     def _refusal(received: object, problem: str) -> RoomierError:
-        return RoomierError("GradientAccumulationScheduler", received, problem, "Remove one of the two")
+        return RoomierError("GradientAccumulationScheduler", received, problem, "Remove the scheduler or this setting")

@@ -21,9 +21,9 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
     """Callback that measures the memory of one training step by kind of tensor, prints a table to standard error, and
     logs the peak.
 
-    The metrics, such as ``anatomy/peak/activations``, are in bytes, for the rank with the highest peak. The tracked
-    step and the step before it, which identifies the kind of each tensor, are several times slower, but compute the
-    same values. Other steps are not affected.
+    The metrics, such as ``anatomy/peak/activations``, are the bytes of the rank with the highest peak. The tracked step
+    and the step before it are several times slower than other steps, but compute the same values. The step before the
+    tracked step identifies the kind of each tensor.
 
     Args:
         at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. If None,
@@ -77,7 +77,7 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
             notice(f"MemoryAnatomy: training ended before step {self._next_step}, the step to track")
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.memory.measure import anatomy_of, peak_of  # late: loads torch's sharding
+        from roomier.memory.measure import anatomy_of, peak_of  # late import: loads torch's sharding
 
         self.peak = peak_of(tracker, trainer.global_step)
         self._next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: callback that selects when to save a run, the checkpoint names, and the checkpoints to keep."""
+"""ModelCheckpoint: callback that determines when a run is saved, the checkpoint names, and the checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class ModelCheckpoint(Callback):
         filename: template of the checkpoint's name with ``{epoch}``, ``{step}`` and logged metrics, and formats as in
             ``str.format``. For example, the default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. A metric that was
             not logged is written as ``none``, and a notice names the metric.
-        monitor: logged metric, ``"step"`` or ``"epoch"``, which ranks checkpoints; by default, newer checkpoints are
-            better. A checkpoint with the score NaN is not ranked.
+        monitor: logged metric, ``"step"`` or ``"epoch"``, by which checkpoints are ranked; by default, newer
+            checkpoints are better. A checkpoint with the score NaN is not ranked.
         verbose: print each save to standard error.
-        save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` has the same meaning.
+        save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` means True.
         save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none. Without ``monitor``,
             use -1, 0 or 1.
         format: ``"folder"``, or ``"lightning"`` for a ``.ckpt`` file that ``torch.load`` and Lightning's
-            ``load_from_checkpoint`` read. Such a file does not contain random states, as in Lightning.
+            ``load_from_checkpoint`` read. As in Lightning, such a file does not contain random states.
         save_on_exception: also save the weights if an error ends the fit; see
             :class:`roomier.callbacks.OnExceptionCheckpoint`.
         save_weights_only: omit the state that is required only to resume a run.
@@ -80,7 +80,7 @@ class ModelCheckpoint(Callback):
     If a run was killed, the resumed run repeats the steps after its checkpoint. The killed run may have saved
     checkpoints at these steps. The new checkpoints are bitwise identical to these checkpoints and replace them by a
     rename. A name is taken if a ModelCheckpoint of this run keeps the checkpoint with this name, or if another run
-    wrote a checkpoint with this name. The checkpoint names of other runs are part of the state.
+    wrote a checkpoint with this name. The checkpoint names of other runs are part of the callback's state.
 
     [Note: ledger before the save]
     A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. Therefore, the
@@ -174,7 +174,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Scores of the top-k checkpoints by path, oldest first; empty if no metric is monitored."""
+        """Scores of the top-k checkpoints, keyed by path, oldest first; empty if no metric is monitored."""
         return {
             path: torch.tensor(score, dtype=torch.float64) for path, score in self._ledger.kept if score is not None
         }

@@ -98,7 +98,7 @@ def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
     """Return True if all metrics of an epoch are available when the training epoch ends.
 
     All metrics are available if there is no validation, or if the only validation of each epoch is at the end of the
-    epoch. Otherwise, the callback checks at the end of a validation.
+    epoch. Otherwise, callbacks check metrics at the end of a validation.
     """
     if sum(trainer.num_val_batches) == 0:
         return True

@@ -70,7 +70,7 @@ class PredictionWriter(Callback):
         methods = [f"write_on_{each}_end" for each in write_interval.split("_and_")]
         as_files = [each for each in methods if getattr(type(self), each) is getattr(PredictionWriter, each)]
         if output_dir is None and as_files:
-            raise _wrong("output_dir", None, "is missing", f"Pass the folder of the files, or override {as_files[0]}")
+            raise _wrong("output_dir", None, "is missing", f"Pass a folder for the files, or override {as_files[0]}")
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.interval = write_interval
         self.overwrite = overwrite

@@ -31,12 +31,12 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 @dataclass(frozen=True)
 class Measured:
-    """Shapes and operations of one forward pass with the ``example_input_array`` of the module.
+    """Shapes and numbers of operations in one forward pass with the ``example_input_array`` of the module.
 
     Attributes:
-        in_sizes: shapes of the inputs by module name, from the last call of the module.
-        out_sizes: shapes of the outputs by module name, from the last call of the module.
-        num_flops: floating-point operations by module name; the name ``""`` is the total.
+        in_sizes: shapes of the inputs in the last call of each module, keyed by module name.
+        out_sizes: shapes of the outputs in the last call of each module, keyed by module name.
+        num_flops: number of floating-point operations, keyed by module name; the key ``""`` has the total.
     """
 
     in_sizes: Mapping[str, str]

@@ -172,10 +172,10 @@ class SpikeGuard(Callback):
             problem = (
                 "must not compute gradients within the update (in optimizer_step, or in the closure of an optimizer)"
             )
-            raise _wrong("module", type(pl_module).__name__, problem, "Remove one of the two")
+            raise _wrong("module", type(pl_module).__name__, problem, "Remove SpikeGuard, or change the optimization")
         if plan.parallel.gradient_compression != "none" or plan.optimizer.name == "onebit_adam":
             problem = "accumulates compression errors, which would keep the gradients of a bad step"
-            raise _wrong("plan", plan.parallel.gradient_compression, problem, "Remove one of the two")
+            raise _wrong("plan", plan.parallel.gradient_compression, problem, "Remove SpikeGuard or the compression")
         run = run_of(trainer, "SpikeGuard")
         self._undo = _Undo(run)
         run.looks.append(lambda: self._judge_pending(trainer))

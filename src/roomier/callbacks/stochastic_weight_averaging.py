@@ -86,7 +86,7 @@ class StochasticWeightAveraging(HoldsAverage):
             raise self._wrong("swa_epoch_start", swa_epoch_start, "is not a valid epoch", action)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
             raise self._wrong(
-                "annealing_epochs", annealing_epochs, "must be an integer of at least 0", "Use 10, for example"
+                "annealing_epochs", annealing_epochs, "must be a non-negative integer", "Use an integer such as 10"
             )
         if annealing_strategy not in ("cos", "linear"):
             raise self._wrong("annealing_strategy", annealing_strategy, "is not a strategy", "Use 'cos' or 'linear'")
@@ -167,7 +167,7 @@ class StochasticWeightAveraging(HoldsAverage):
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             received = f"{len(trainer.optimizers)} optimizers, {len(trainer.lr_scheduler_configs)} schedulers"
             action = "Configure one optimizer, and at most one scheduler"
-            problem = "supports only one optimizer and one scheduler"
+            problem = "supports only one optimizer and at most one scheduler"
             raise RoomierError("StochasticWeightAveraging", received, problem, action)
         num_groups = len(trainer.optimizers[0].param_groups)
         if len(self._rates) not in (1, num_groups):

@@ -42,7 +42,7 @@ class Throughput(Callback):
       if the peak performance is known.
 
     The clock starts after the first optimizer step (warm-up) and stops during validation. The measured time includes
-    the time of checkpoints. Counts are computed from shapes, and the device is synchronized only at log steps.
+    the time for saving checkpoints. Counts are computed from shapes, and the device is synchronized only at log steps.
 
     Args:
         peak_flops_per_s: peak performance of one device at the precision of the run, in FLOP/s; by default, the value

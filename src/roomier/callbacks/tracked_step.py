@@ -79,12 +79,12 @@ class TrackedStep:
         return self.tracker is None and trainer.global_step >= self.step - 2
 
     def begin_batch(self, trainer: TrainerView) -> None:
-        """Start recording if the batch is due."""
+        """Start recording if the batch that starts belongs to the tracked step or to the preceding step."""
         if self._inside is not None or not self.is_due(trainer):
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # late: loads torch's sharding
+            from roomier.memory.tracker import MemoryTracker  # late import: loads torch's sharding
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))
@@ -117,7 +117,7 @@ class TrackedStep:
 
 
 class TracksStep(Callback, ABC):
-    """Base class of callbacks that evaluate a tracked step. A subclass sets ``_tracked`` and calls its ``begin_batch``
+    """Base class for callbacks that evaluate a tracked step. A subclass sets ``_tracked`` and calls its ``begin_batch``
     before each batch."""
 
     reads_parameters = False

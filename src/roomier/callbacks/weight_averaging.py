@@ -223,8 +223,8 @@ class WeightAveraging(HoldsAverage):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """Return the tensors to average, by name: parameters in the form that they have between steps, and persistent
-        buffers.
+        """Return the tensors to average, keyed by name: the parameters, in the form that they have between steps, and
+        persistent buffers.
 
         Args:
             names: names from a checkpoint; None selects the tensors that are currently trained.
@@ -291,7 +291,7 @@ class EMAWeightAveraging(WeightAveraging):
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise self._wrong("decay", decay, "must be between 0 and 1", "Use a value such as 0.999")
         if not isinstance(update_every_n_steps, int) or update_every_n_steps < 0:
-            raise self._wrong("update_every_n_steps", update_every_n_steps, "must be an integer of at least 0", "Use 1")
+            raise self._wrong("update_every_n_steps", update_every_n_steps, "must be a non-negative integer", "Use 1")
         self.decay = float(decay)
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
