@@ -279,7 +279,7 @@ def test_a_planted_tensor_file_is_rejected(tmp_path):
     checkpoint.save(folder, small_state())
     good = next(folder.glob("*.safetensors"))
     (folder / "shard-00009-model-00001-of-00001.safetensors").write_bytes(good.read_bytes())
-    with pytest.raises(CheckpointError, match=r"shard-00009.* does not belong to it"):
+    with pytest.raises(CheckpointError, match=r"shard-00009.* is not part of the checkpoint"):
         checkpoint.load(folder)
 
 

@@ -127,7 +127,7 @@ class LightningFile:
         """Mapping from names to hyperparameters.
 
         Raises:
-            CheckpointError: a value is an OmegaConf interpolation, which is not resolved, or is missing.
+            CheckpointError: a value is an unresolved OmegaConf interpolation, or is missing.
         """
         return self._resolved(HYPERPARAMETERS)
 

@@ -291,7 +291,7 @@ def check_sizes(folder: Path, record: Record) -> None:
     strangers = {path.name for path in folder.glob(f"*{TENSOR_SUFFIX}")} - {file.name for file in record.files}
     if strangers:
         raise damage(
-            folder, f"file {min(strangers)!r} does not belong to it, because {RECORD_NAME} does not list the file"
+            folder, f"file {min(strangers)!r} is not part of the checkpoint, because {RECORD_NAME} does not list it"
         )
 
 

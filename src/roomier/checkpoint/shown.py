@@ -20,7 +20,7 @@ _READ: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Any]]] 
     "datamodule_hyper_parameters": (("datamodule_init",), lambda state: state["datamodule_init"]["hyperparameters"]),
     VERSION: (("module",), lambda _: WRITTEN_FOR),
 }
-"""Each entry of Lightning's checkpoints that is computed, with the entries that it requires and the function that
+"""Mapping from each computed entry of Lightning's checkpoints to the entries that it requires and the function that
 computes it.
 """
 OWN_ENTRIES = frozenset(
@@ -30,7 +30,7 @@ OWN_ENTRIES = frozenset(
         *("results", "metrics", "callbacks"),
     }
 )
-"""Top-level entries that roomier writes. Hooks of the user write all other entries."""
+"""Top-level entries that roomier writes. User hooks write all other entries."""
 
 
 class ShownCheckpoint(dict[str, Any]):

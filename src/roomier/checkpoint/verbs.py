@@ -74,7 +74,7 @@ def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
 
     Args:
         path: checkpoint folder.
-        check_files: also check that every file exists and has its full size, so that the tensors fit into the files.
+        check_files: also check that every file exists and has its full size, and thus contains its tensors.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.
@@ -200,7 +200,7 @@ def _skeleton(folder: Path, record: Record, only: Collection[str] | None) -> dic
 
 
 def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> dict[tree.Path, Tensor]:
-    """Return the tensors of ``into`` by path. Raises CheckpointError if the tensors do not match the stored tensors."""
+    """Return the tensors of ``into``, keyed by path. Raises CheckpointError if they do not match the stored tensors."""
     stored_at: dict[tree.Path, StoredTensor] = dict(leaves(skeleton, StoredTensor))
     wanted: dict[tree.Path, Tensor] = dict(leaves(into, Tensor))
     sections = {path[0] for path in wanted}
