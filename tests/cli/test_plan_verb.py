@@ -165,7 +165,7 @@ def test_output_of_user_code_is_not_mixed_with_json(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], ["--model=None: or --hf is required"]),
+        ([], ["--model=None: a model is required"]),
         (["--hf", "none.json"], ["hf='none.json': cannot be read"]),
         (["--hf", "cli_toy.py"], ["is not JSON"]),
         ([*GPT, "--hf", "config.json"], ["cannot be combined: --hf and --model"]),

@@ -32,7 +32,7 @@ def check_class_paths(arguments: Sequence[str]) -> None:
 
 
 def check_class_path(field: str, path: str) -> None:
-    """Import ``package.module.Name``. jsonargparse resolves a name without dots among the imported classes.
+    """Import the class ``path``, such as ``package.module.Name``. jsonargparse resolves names without dots itself.
 
     Raises:
         RoomierError: the module or the class does not exist.
@@ -66,7 +66,7 @@ def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
                 field,
                 path,
                 f"the module {name!r} does not exist",
-                "Run in the folder that contains the module, or install its package. The form is package.module.Class",
+                "Run roomier in the folder of the module, or install its package. The form is package.module.Class",
             ) from None
     raise RoomierError(field, path, "is a module", "Pass a class in this module, as package.module.Class")
 

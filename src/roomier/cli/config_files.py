@@ -42,7 +42,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def options_in(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield ``--field value`` and ``--field=value`` as pairs."""
+    """Yield the field and the value of each option, which is ``--field value`` or ``--field=value``."""
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word.startswith("--"):
             field, is_joined, value = word[2:].partition("=")

@@ -54,7 +54,7 @@ def in_file(error: RoomierError, path: str, received: object = None) -> RoomierE
     """Return ``error`` with the path of the file that contains the invalid value.
 
     Args:
-        received: the value, if ``error`` does not contain it.
+        received: the invalid value, if ``error`` does not contain it.
     """
     given = received if error.received in (None, "...") else error.received
     return type(error)(error.field, given, f"{error.problem}, in {path}", error.action)

@@ -108,7 +108,7 @@ def _arguments(others: Sequence[str]) -> dict[str, Any]:
 
 
 def _from_config(named: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.Module:
-    from jsonargparse import ArgumentParser  # jsonargparse as in `roomier fit`, because arguments may be objects
+    from jsonargparse import ArgumentParser  # as in `roomier fit`, because arguments may be objects
 
     check_class_path("model", named["class_path"])
     named = {**named, "init_args": {**(named.get("init_args") or {}), **arguments}}

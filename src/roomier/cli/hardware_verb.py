@@ -30,7 +30,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         RoomierError: an option is invalid, or a measurement failed.
     """
     options = _parser(verb).parse_args(list(arguments))
-    from roomier.hardware import cache  # late: --help does not load torch
+    from roomier.hardware import cache  # late import: --help does not load torch
 
     if options.forget:
         existed = cache.forget()
@@ -147,7 +147,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda, mps, ..., as in the Trainer")
     parser.add_argument("--folder", help="folder whose disk is measured; default: the folder for offloading")
     parser.add_argument(
-        "--quick", action="store_true", help="measure for only one second, without the disk and the communication"
+        "--quick", action="store_true", help="measure for only one second, and skip the disk and the communication"
     )
     parser.add_argument("--forget", action="store_true", help="remove the stored results without measuring")
     return parser

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: a signal terminated a run after its state was saved. In this case, the exit code is 128 plus the
             number of the signal.
-        Exception: any exception of the user's code, with its traceback.
+        Exception: any exception from the user's code, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"

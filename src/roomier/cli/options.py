@@ -62,7 +62,7 @@ def trainer_parser(verb: str) -> ArgumentParser:
     parser.add_argument(
         "--config", action="config", help="YAML file with options; later options on the command line take precedence"
     )
-    parser.add_argument("--seed_everything", type=int | None, default=None, help="seed of Python, NumPy and torch")
+    parser.add_argument("--seed_everything", type=int | None, default=None, help="seed for Python, NumPy and torch")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False)
     parser.add_subclass_arguments(
         nn.Module,

@@ -57,7 +57,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         "--deepspeed",
         type=str | None,
         default=None,
-        help="a DeepSpeed configuration, such as ds_config.json: plan its strategy with its settings",
+        help="a DeepSpeed configuration, such as ds_config.json, whose strategy and settings are planned",
     )
     parser.add_argument(
         "--memory_budget",
@@ -121,7 +121,7 @@ def check_one_model(config: Namespace, gpt: str | None) -> None:
     has_class = gpt is None and config.get("model") is not None
     ways = [*(["--hf"] if config.hf is not None else []), *(["--model"] if has_class or gpt is not None else [])]
     if len(ways) != 1:
-        problem = "or --hf is required" if not ways else f"cannot be combined: {' and '.join(ways)}"
+        problem = "a model is required" if not ways else f"cannot be combined: {' and '.join(ways)}"
         action = "Pass one of --hf config.json, --model my_package.MyModule, --model gpt, or --config run.yaml"
         raise RoomierError("--model", None, problem, action)
     if has_class and config.seq_len is not None:
@@ -164,8 +164,8 @@ def apply_strategy_option(config: Namespace, given: Collection[str]) -> None:
 
 
 def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machine:
-    """Return the machine that ``--hardware`` and ``--nodes`` describe, or by default this machine with the devices of
-    the Trainer.
+    """Return the machine that ``--hardware`` and ``--nodes`` describe; by default, this machine with the devices of the
+    Trainer.
 
     Args:
         given: result of :func:`trainer_words`; these keywords must not contradict ``--hardware``.

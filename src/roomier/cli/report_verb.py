@@ -30,7 +30,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     """
     options = _parser(verb).parse_args(list(arguments))
     folder = find_run(options.run)
-    from roomier.planner.measured.record import read_record  # late: --help does not load torch
+    from roomier.planner.measured.record import read_record  # late import: --help does not load torch
 
     record = read_record(folder)
     rates = rates_of(folder)
@@ -52,8 +52,8 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def find_run(path: Path) -> Path:
-    """Return ``path`` if it is a run folder. Otherwise, return the newest run in ``path`` that has a forecast, or the
-    newest run.
+    """Return ``path`` if it is a run folder. Otherwise, return the newest run in ``path`` that has a forecast. If no
+    run has a forecast, return the newest run.
 
     Raises:
         RoomierError: ``path`` contains no run.
@@ -78,8 +78,7 @@ def find_run(path: Path) -> Path:
 
 
 def rates_of(folder: Path) -> dict[str, float]:
-    """Return the last throughput that the run logged, with metric names as keys; empty if the run logged no
-    throughput."""
+    """Return the last throughput that the run logged, keyed by metric name; empty if the run logged no throughput."""
     path = folder / _METRICS
     found: dict[str, float] = {}
     if not path.is_file():

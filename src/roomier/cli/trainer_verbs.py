@@ -54,7 +54,7 @@ def _warn_about_unused_predictions(trainer: Trainer, model: nn.Module) -> None:
     is_used = isinstance(model, Module) and overrides(model, hook, Module)
     if not is_used and not any(overrides(each, hook, Callback) for each in trainer.callbacks):
         notice(
-            f"predictions are not stored. Pass a callback whose {hook} writes its outputs, such as "
+            f"predictions are not stored. Pass a callback whose {hook} writes the predictions, such as "
             "--trainer.callbacks my_code.WritesPredictions"
         )
 

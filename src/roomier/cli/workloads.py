@@ -178,7 +178,7 @@ def _on_meta_if_it_can(parser: ArgumentParser, config: Namespace) -> nn.Module:
             return make()
     except RoomierError:
         raise
-    # A constructor can run any code. An error of the model occurs again without the meta device.
+    # A constructor can run any code. An error that the model causes occurs again without the meta device.
     except Exception as error:
         model = make()
         notice(
