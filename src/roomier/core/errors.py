@@ -39,7 +39,7 @@ _TRAVELS = (str, int, float, Path, list, tuple, dict)
 
 @dataclass(frozen=True, repr=False)
 class Shown:
-    """Text that replaces an object in an error if the object, such as a generator, cannot be sent to another
+    """Text that replaces the received object in an error if the object, such as a generator, cannot be sent to another
     process.
     """
 

@@ -40,7 +40,7 @@ class FormError(ValueError):
         super().__init__(f"{place} is {shorten(value, _SHOWN_CHARS)}, but must be {constraint}")
 
     def within(self, place: str) -> FormError:
-        """Return this error for the same value in a container at ``place``."""
+        """Return the same error with the place of the value in a container at ``place``."""
         return FormError(item_of(place, self.place), self.value, self.constraint)
 
 

@@ -18,12 +18,12 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 def unknown_keyword(
     owner: str, name: str, value: object, known: Iterable[str], former: Mapping[str, str] = _NONE
 ) -> RoomierError:
-    """Return the error for ``owner(name=value)``.
+    """Return the error for the unknown keyword in ``owner(name=value)``.
 
     Args:
         owner: name of the called object, without the prefix ``roomier.``.
         known: keywords that ``owner`` accepts.
-        former: action for each former name, or for each name in the interface of another library.
+        former: mapping from former names, or names in another library, to the action that the error recommends.
     """
     return RoomierError(name, value, f"{owner} has no such keyword", advice_for_name(owner, name, known, former))
 
@@ -66,7 +66,7 @@ def explain_unknown_keywords(
     """Decorate ``__init__`` of the class ``owner``, so that an unknown keyword raises an error with a suggestion.
 
     Args:
-        former: action for each former name, or for each name in the interface of another library.
+        former: mapping from former names, or names in another library, to the action that the error recommends.
         harmless: mapping from each unsupported keyword to the value that requests the behavior of roomier. A keyword
             with this value is ignored.
         translate: function that receives all keywords and the default values of ``owner``, and returns the keywords to

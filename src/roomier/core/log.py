@@ -1,4 +1,4 @@
-"""Notices: messages of roomier to the user, on standard error."""
+"""Notices: messages from roomier to the user, on standard error."""
 
 import os
 import sys

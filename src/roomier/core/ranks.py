@@ -36,7 +36,7 @@ class Ranks:
 
     @cached_property
     def is_alone(self) -> bool:
-        """Return whether this rank is the only rank."""
+        """True if this rank is the only rank."""
         return self.world.size == 1
 
     def exchange_pairwise(self, device: torch.device) -> bool:
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def is_zero(self) -> bool:
-        """Return whether this rank writes files and prints messages."""
+        """True on rank 0, which writes files and prints messages."""
         return self.world.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:

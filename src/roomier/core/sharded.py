@@ -17,7 +17,7 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     """Return True if ``tensor`` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # late: this import is slow
+    from torch.distributed.tensor import DTensor  # late import, because it is slow
 
     return isinstance(tensor, DTensor)
 

@@ -75,7 +75,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def updates_together(kind: str) -> bool:
-    """Return whether optimizers of torch update all parameters together by default (``foreach``) on this device."""
+    """Return whether optimizers of torch update all parameters together by default (``foreach``) on such a device."""
     return kind not in ("cpu", "mps")
 
 
@@ -121,7 +121,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
     known, hook = distributed_c10d._world, sys.excepthook
     num_groups, groups = known.group_count, set(known.pg_map)
-    distributed_c10d._world = imagined = distributed_c10d._World()  # The default group is separate.
+    distributed_c10d._world = imagined = distributed_c10d._World()  # it has a separate default group
     imagined.group_count = num_groups + 10_000  # The names of groups must be unique in a process.
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # the cache treats meshes of equal shape as equal
     try:
@@ -138,7 +138,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 def device_type_of(tensor: Tensor) -> str:
-    """Return ``tensor.device.type``. For a fake tensor, this function avoids the dispatch to all active modes."""
+    """Return ``tensor.device.type``. For a fake tensor, this function avoids a dispatch through all active modes."""
     device: torch.device | None = getattr(tensor, "fake_device", None)
     return (tensor.device if device is None else device).type
 

@@ -54,5 +54,5 @@ def _shut_down(iterator: Any) -> None:
 
 
 def has_ended(iterator: Any) -> bool:
-    """Return whether ``iterator`` is exhausted. It belongs to a DataLoader without workers over an iterable dataset."""
+    """Return whether ``iterator``, from a DataLoader without workers over an iterable dataset, is exhausted."""
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))

@@ -60,7 +60,7 @@ class Shard:
     def place(self, padded: Tensor, local: Tensor) -> None:
         """Replace the data of the shard with ``padded``, and the data of the local tensor with ``local``.
 
-        ``Module.state_dict`` calls ``detach`` of the parameter. If ``local`` is in host memory, ``detach`` is replaced
+        ``Module.state_dict`` calls the parameter's ``detach``. If ``local`` is in host memory, ``detach`` is replaced
         and returns a tensor with this local shard. ``DTensor.detach`` would raise an error, because it expects a shard
         on the device of the mesh.
         """

@@ -44,7 +44,7 @@ _UNIT_BYTES: dict[str, int] = {
 
 
 def parse_bytes(field: str, text: str) -> int:
-    """Parse a size in bytes: ``"6GiB"`` becomes 6442450944, and ``"6 GB"`` 6000000000. The default unit is bytes.
+    """Parse a size: ``"6GiB"`` becomes 6442450944, and ``"6 GB"`` becomes 6000000000. The default unit is bytes.
 
     Raises:
         RoomierError: ``text`` is not a number, optionally followed by a unit of bytes.

@@ -31,7 +31,7 @@ class Vote:
         """Send ``wishes`` without waiting.
 
         Args:
-            wishes: integers of this rank.
+            wishes: integers that this rank proposes.
             same: number that must be equal on all ranks.
 
         Returns:
