@@ -99,7 +99,7 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
     """Return ``asked`` with activations scaled to the measurement of a run, and store the device measurements of the
     run."""
-    from roomier.planner.measured.calibrated import learn_device, learned_of  # late import: --help does not load the planner
+    from roomier.planner.measured.calibrated import learn_device, learned_of  # late import: --help needs no planner
     from roomier.planner.measured.record import read_record
 
     record = read_record(find_run(Path(run)))
