@@ -344,7 +344,7 @@ OPTIMIZERS = {
         RoomierError,
         "configure_optimizers",
         "'adamw'",
-        "Return an optimizer, a list of them",
+        "Return an optimizer, a list of optimizers",
     ),
     "a key that is misspelled": (
         lambda d: d.fit(d.net(configure_optimizers=optimizers(lambda o, net: {"optimiser": o}))),

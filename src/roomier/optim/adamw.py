@@ -66,10 +66,10 @@ class BlockwiseAdamW(Optimizer):
         state_bits: number of bits per moment: 4, 8 or 32.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
-        compiled: whether to compile the update of codes. The compilation takes seconds in the first step and makes the
-            update 4 times as fast. None selects compilation if it saves time and a compiler is available. The compiled
-            and uncompiled updates can differ in the last bit of a float32 number, which occasionally selects the
-            adjacent code.
+        compiled: whether to compile the update of codes. The compilation takes a few seconds in the first step and
+            makes the update 4 times as fast. None selects compilation if it saves time and a compiler is available. The
+            compiled and uncompiled updates can differ in the last bit of a float32 number, which occasionally selects
+            the adjacent code.
 
     Raises:
         PlanError: an option is invalid, or ``compiled=True`` is set but no compiler is available. With 4-bit or 8-bit
@@ -155,7 +155,10 @@ class BlockwiseAdamW(Optimizer):
             if problem and self.compiled:
                 raise PlanError("optimizer.compiled", True, problem, "Remove the option to run the update uncompiled")
             if problem:
-                notice(f"{type(self).__name__}: the update runs uncompiled and takes about 4 times as long: {problem}")
+                notice(
+                    f"{type(self).__name__}: the update runs uncompiled and takes about 4 times as long, because "
+                    f"{problem}"
+                )
             self._update_codes = found
         return self._update_codes
 
@@ -178,7 +181,7 @@ class BlockwiseAdamW(Optimizer):
             key, first = noise_key(SEED, values.step, self._index[parameter]), first_element(parameter)
         if "root_scales" in own:
             if type(weight) is not Tensor and not torch_fake.is_fake([weight]):
-                update = update_blocks  # tensor subclasses cannot be compiled
+                update = update_blocks  # the update of tensor subclasses cannot be compiled
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
             _update_full(weight, gradient, own, values, key, first)
@@ -191,7 +194,7 @@ class StepValues:
     Attributes:
         step: number of the step, starting at 1.
         beta1, beta2, eps, lr: options of the group.
-        shrinks: factor of weight decay, ``1 - lr * weight_decay``.
+        shrinks: factor by which weight decay multiplies the weight, ``1 - lr * weight_decay``.
     """
 
     step: int
@@ -214,7 +217,7 @@ class StepValues:
 
     @property
     def root_correction2(self) -> float:
-        """Root of the bias correction of the second moment."""
+        """Square root of the bias correction of the second moment."""
         return float((1 - self.beta2**self.step) ** 0.5)
 
     def numbers(self, device: torch.device) -> Tensor:

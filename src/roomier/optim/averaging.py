@@ -1,7 +1,7 @@
 """Averages of weights over training steps, for ordinary tensors and for shards.
 
 Averages are elementwise, so each rank averages its shard without communication. The averages of 16-bit weights are
-float32, because a bfloat16 average would not change if an update adds only 0.001 of the difference.
+float32, because a bfloat16 average would not change if an update added only 0.001 of the difference.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ a fraction of the largest step in the block, and an error in ``r`` changes both 
 with a nonzero root, no root is rounded to zero. An element without recent gradients therefore does not make a large
 step at its next gradient.
 
-Rounding is arithmetic (a root and a product, without a table), so rounding is as fast as the other parts of a step.
+Rounding requires a root and a product but no table, so rounding is as fast as the other parts of a step.
 
 [Note: dither]
 A second moment changes by about 1/1000 per step (``beta2 = 0.999``), but adjacent codes differ by about 1/100 (8 bits)

@@ -86,7 +86,7 @@ def read_configured(returned: Any) -> Configured:
         FIELD,
         returned,
         "is not a supported return value",
-        "Return an optimizer, a list of them, ([optimizers], [schedulers]), "
+        "Return an optimizer, a list of optimizers, ([optimizers], [schedulers]), "
         "or a dict with 'optimizer' and 'lr_scheduler'",
     )
 
@@ -111,7 +111,7 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
             raise RoomierError(
                 FIELD,
                 type(optimizer).__name__,
-                f"{num_foreign} of its {len(held)} parameters do not belong to the module, so checkpoints lack them",
+                f"{num_foreign} of its {len(held)} parameters are not in the module, so checkpoints do not store them",
                 "Create the optimizer with self.parameters() after the last layer is created; "
                 "register custom tensors as parameters of the module",
             )
@@ -161,7 +161,9 @@ def _from_mapping(returned: Mapping[str, Any]) -> Configured:
             raise RoomierError(FIELD, key, "is not a valid key of the dict", did_you_mean(key, known))
     optimizer = returned.get("optimizer")
     if not isinstance(optimizer, Optimizer):
-        raise RoomierError(FIELD, optimizer, "'optimizer' must be a torch.optim.Optimizer", "Return one under this key")
+        raise RoomierError(
+            FIELD, optimizer, "'optimizer' must be a torch.optim.Optimizer", "Set this key to an optimizer"
+        )
     scheduler = returned.get("lr_scheduler")
     if scheduler is None:
         return Configured([optimizer])

@@ -11,7 +11,7 @@ only the momentum, as signs ``C[.]``:
     m = C[mean over ranks of c_i + s];   s = mean of c_i + s - m       the owner of each shard, with its error s
     x = x - lr * m / (sqrt(v) + eps)                                   each rank, with all shards of m
 
-The paper does not specify some details, and this implementation differs in others. Both moments have the bias
+The paper leaves some details open, and this implementation differs from the paper in others. Both moments have the bias
 correction of torch's Adam. ``v`` retains the correction of the step at which it was frozen, so updates are continuous.
 Weight decay is decoupled, as in AdamW. Each block has a scale, which is the mean of the absolute values in the block
 (see ``sign_code.py``). A frozen variance is at least :data:`LEAST_VARIANCE` times the mean variance of its tensor. The
@@ -62,8 +62,8 @@ class OneBitAdam(Optimizer):
         betas: decay rates of the momentum and of the variance.
         eps: term added to the root of the variance.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
-        freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of a run, and at least the
-            steps until the learning rate has warmed up and the variance has stabilized.
+        freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of the steps of a run, but
+            does not freeze the variance before the learning rate has warmed up and the variance has stabilized.
         rounds_variance: whether to store the frozen denominators in bfloat16, as with strategy ``"zero1"``.
     """
 
@@ -386,7 +386,7 @@ def onebit_options(
     """Return ``options`` together with the values that depend on the run.
 
     Args:
-        options: options of the user.
+        options: options that the user specified.
         num_steps: function that returns the number of optimizer steps in the run, or infinity if the number is unknown.
         lr_warmup_steps: number of steps in the learning rate warm-up.
         cuts: whether the strategy is zero1.

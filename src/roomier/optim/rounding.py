@@ -1,7 +1,7 @@
 """Storage of bfloat16 weights for an optimizer that computes in float32.
 
-A bfloat16 number is the upper half of a float32 number. An update below 2^-9 of a weight is lost if the sum is rounded
-to nearest. Two methods prevent this loss, exactly or on average:
+A bfloat16 number is the upper half of a float32 number. An update that is smaller than 2^-9 times the weight is lost if
+the sum is rounded to nearest. Two methods prevent this loss, exactly or on average:
 
 [Note: split]
 The 16 low bits of each weight are stored separately, as a signed integer tensor of the same shape. The weight is

@@ -70,7 +70,7 @@ def make_schedule(
         optimizer: optimizer to schedule.
         num_steps: number of optimizer steps in the run.
         warmup_steps: number of warm-up steps.
-        log_warmup: increase the rate with the logarithm of the step in the warm-up.
+        log_warmup: whether the rate increases with the logarithm of the step in the warm-up.
         min_lr_ratio: final rate divided by the peak rate.
         decay_steps: step at which the schedule ends; None means ``num_steps``.
 
@@ -91,9 +91,9 @@ def make_schedule(
 def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
     """Resume ``schedule``, which :func:`make_schedule` created for a Plan, at the step in ``saved``.
 
-    Only the step is read from the state. The shape and the length of the schedule come from the new run. The peak rates
-    (``initial_lr``) come from the optimizer of the new run, whose state must be loaded already. If none of these values
-    changed, the learning rate is bitwise equal to the learning rate of a run without interruption.
+    Only the step is read from the saved state. The shape and the length of the schedule come from the new run. The peak
+    rates (``initial_lr``) come from the optimizer of the new run, whose state must be loaded already. If none of these
+    values changed, the learning rate is bitwise equal to the learning rate of a run without interruption.
 
     Args:
         schedule: scheduler of the new run.

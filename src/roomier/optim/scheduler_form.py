@@ -1,4 +1,4 @@
-"""Checks that a learning-rate scheduler can continue from a stored state, before the state is loaded.
+"""Validation of the stored state of a learning rate scheduler, before the state is loaded.
 
 torch's ``load_state_dict`` writes every key of the state into the scheduler's ``__dict__``. A key such as ``get_lr``
 would replace a method.
@@ -45,7 +45,7 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
 
     Args:
         groups: the stored parameter groups of the scheduler's optimizer.
-        place: path of ``saved``, for the error.
+        place: path of ``saved``, for the error message.
 
     Raises:
         FormError: a value is malformed, or a key names an attribute of the class.

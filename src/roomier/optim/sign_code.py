@@ -4,9 +4,9 @@ that ranks exchange.
 [Note: which scale]
 A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale has the
 smallest error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded (Karimireddy
-et al. 2019, arXiv 1901.09847, lemma 8). The root mean square as scale would preserve the norm, but its squared error
-can be up to twice the squared norm of the block. Blocks never span two tensors, because a single scale for the model
-would give norms and embeddings the size of the model's matrices.
+et al. 2019, arXiv 1901.09847, lemma 8). Using the root mean square as the scale would preserve the norm, but the
+squared error can be up to twice the squared norm of the block. Blocks never span two tensors, because a scale that
+norms and embeddings shared with large matrices would have the wrong magnitude for them.
 
 [Note: shards]
 A tensor of ``n`` elements is sharded across ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
@@ -71,7 +71,7 @@ class SignCode:
         device: device of the codes.
 
     Attributes:
-        pieces: division of each tensor.
+        pieces: division of each tensor into shards.
         row_bytes: size of a row.
     """
 

@@ -69,7 +69,7 @@ def state_bytes(
 
 
 def _adafactor_bytes(shape: tuple[int, ...], whole_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of the means of rows and columns, or of the squares of a vector, and of the counter."""
+    """Return the bytes of the row and column means (or of the mean squares of a vector) and of the step counter."""
     num_elements = math.prod(shape)
     if len(shape) > 1:
         # The column means of a matrix are replicated on every rank. If the matrix has one row, only the rank with this
@@ -80,7 +80,8 @@ def _adafactor_bytes(shape: tuple[int, ...], whole_shape: tuple[int, ...], dtype
 
 
 def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> int:
-    """Return the bytes of the momentum, and of the low bits of bfloat16 weights or the counter of random rounding."""
+    """Return the bytes of the momentum, and of the low bits or the step counter that rounding bfloat16 weights
+    requires."""
     if dtype is not torch.bfloat16:
         return num_elements * dtype.itemsize
     return 4 * num_elements + {"split": 2 * num_elements, "stochastic": _COUNTER_BYTES, "nearest": 0}[weight_rounding]

@@ -16,9 +16,9 @@ from roomier.core.ranks import Ranks
 def take_values_of_rank_zero(network: nn.Module, ranks: Ranks) -> None:
     """Overwrite the parameters and buffers of ``network`` in place with the values from rank 0.
 
-    If random numbers were not seeded, the ranks initialize the model with different values. Sharding would then combine
-    shards of different models. Tensors on the meta device have no values and are skipped. Sharded tensors are also
-    skipped.
+    If the random number generators were not seeded, the ranks initialize the model with different values. Sharding
+    would then combine shards of different models. Tensors on the meta device have no values and are skipped. Sharded
+    tensors are also skipped.
 
     Args:
         network: model with the same parameters and buffers on every rank.

@@ -29,7 +29,7 @@ def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
 
     Args:
         device_type: device type of the tensors, such as ``"cpu"`` or ``"cuda"``.
-        num_ranks: number of ranks of the run.
+        num_ranks: number of ranks in the run.
         num_shards: number of ranks that share a replica.
     """
     global _group

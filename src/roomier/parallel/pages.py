@@ -1,7 +1,7 @@
 """Parameters that each rank stores as a shard. Initialization code can fill these parameters like full tensors.
 
 [Note: pages]
-Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It fills these
+Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. This code fills the
 tensors from one random number generator, and slices, copies and decomposes the tensors. This module provides full
 tensors one at a time. The first operation on a paged parameter opens its page. The full tensor then exists, and the
 operation runs on this tensor. When the page of the next parameter is opened, the rank retains its shard of the previous
@@ -54,7 +54,7 @@ class Cut:
 
     Args:
         num_parts: number of ranks that share a replica.
-        index: index of the shard of this rank.
+        index: index of this rank's shard.
     """
 
     num_parts: int = 1
@@ -70,7 +70,7 @@ class Page:
     """One parameter: the shard of this rank, and the full tensor while the page is open.
 
     Args:
-        cut: how the parameter is sharded.
+        cut: sharding of the parameter.
         shape: shape of the full tensor.
         dtype: dtype of the parameter.
         device: device of the parameter.

@@ -1,9 +1,9 @@
 """Search for layers whose weight another module reads without calling the layer.
 
 ``fully_shard`` all-gathers the weights of a unit when the forward of the unit is called. A weight that another forward
-reads as ``self.table.weight`` must belong to a unit that is already unsharded at this time. The layers are found in the
-bytecode of the forwards and of the methods that the forwards call. For example, DeBERTa reads its table of relative
-positions in this way.
+reads as ``self.table.weight`` must belong to a unit that is already unsharded when the weight is read. The layers are
+found in the bytecode of the forwards and of the methods that the forwards call. For example, DeBERTa reads its table of
+relative positions in this way.
 """
 
 from __future__ import annotations

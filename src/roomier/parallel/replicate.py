@@ -29,11 +29,11 @@ class Replicas(Unsharded):
 
     [Note: parameters without a gradient]
     When DDP is constructed, an option states whether some parameters may receive no gradient. With this option, DDP
-    checks every step, which takes time. Therefore the first step runs without DDP. The gradients of the first step are
-    averaged directly. This average shows which parameters have no gradient. DDP is constructed at the start of the
-    second step, so its buckets never exist at the same time as the gradients of the first step. DDP checks for unused
-    parameters in every step if a parameter was unused in the first step, or if ``finds_unused`` is set. Otherwise, an
-    unused parameter in a later step raises an error that names the parameter.
+    checks for such parameters in every step, which takes time. Therefore, the first step runs without DDP. The
+    gradients of the first step are averaged directly. This average shows which parameters have no gradient. DDP is
+    constructed at the start of the second step, so its buckets never exist at the same time as the gradients of the
+    first step. DDP checks for unused parameters in every step if a parameter was unused in the first step, or if
+    ``finds_unused`` is set. Otherwise, an unused parameter in a later step raises an error that names the parameter.
 
     Args:
         network: model with the same values on every rank.

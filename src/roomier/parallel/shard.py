@@ -77,8 +77,8 @@ class Sharding:
         reduces_each_micro_batch: reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
         compute_dtype: autocast dtype; None if autocast is disabled.
         wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
-            model), with one exception. If every micro-batch is reduced, the pairwise collectives use ``compute_dtype``
-            for the gradients of units that are all-gathered in ``compute_dtype``.
+            model), with one exception. If gradients are reduced after every micro-batch, the pairwise collectives use
+            ``compute_dtype`` for the gradients of units that are all-gathered in ``compute_dtype``.
         finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros.
             If no rank has a gradient, the reduced gradient is zero.
         by_hand: whether the module uses manual optimization, in which backward and update run inside ``training_step``.
@@ -195,8 +195,8 @@ class Shards:
         root.set_reshard_after_backward(is_last)
 
     def _may_gradients_come_later(self) -> bool:
-        # A gradient must be complete immediately if a hook of the user reads the gradient, or if fully_shard
-        # accumulates the gradient into an existing .grad (as after zero_grad(set_to_none=False)).
+        # A gradient must be complete immediately if a user hook reads the gradient, or if fully_shard accumulates the
+        # gradient into an existing .grad (as after zero_grad(set_to_none=False)).
         if self._parameters is None:
             self.release()
             self._parameters = sharded_parameters(self.runner)

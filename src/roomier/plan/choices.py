@@ -75,7 +75,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "ddp": _near("each rank holds the full model; gradients are summed over the ranks"),
         "zero1": _near("optimizer states and fp32 weights are sharded across ranks"),
         "zero2": _near("gradients are sharded across ranks too"),
-        "zero3": _near("weights too: each block is all-gathered when it computes"),
+        "zero3": _near("weights are sharded too; each block is all-gathered when it computes"),
         "hsdp": _near("zero3 within groups of ranks, each group with one replica"),
         "auto": _near("the fastest plan that fits, chosen when the run starts"),
     },
@@ -270,7 +270,7 @@ REFUSED: dict[str, dict[str, Refusal]] = {
             for name in [f"{kind}_layerwise"]
         },
         "adamw_anyprecision": Refusal(
-            "Use optimizer='adamw' with precision='bf16-true', which loses no bits of updates"
+            "Use optimizer='adamw' with precision='bf16-true', which does not lose small updates"
         ),
         "paged_adamw_32bit": Refusal(f"Use optimizer='adamw' {_PAGED}"),
         "paged_adamw_8bit": Refusal(f"Use optimizer='adamw8bit' {_PAGED}"),

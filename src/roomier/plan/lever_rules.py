@@ -56,9 +56,7 @@ def budget_can_be_measured(plan: Plan) -> Iterator[PlanError]:
         problem = "is not supported with compile=True, because the compiler selects the activations that a block saves"
         yield PlanError(field, "budget", problem, "Use 'selective', 'full' or 'every_n', or compile=False")
     if has_two_backwards(plan):
-        problem = (
-            "is not supported with step_in_backward='exact' and clipping, which keep activations for two backwards"
-        )
+        problem = "is not supported with step_in_backward='exact' and clipping, which require two backward passes"
         yield PlanError(field, "budget", problem, "Use 'full', or remove one of the two settings")
 
 
@@ -144,7 +142,9 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
         action = "Use one larger micro-batch with activation_checkpointing='full', or use strategy='zero2' instead"
         yield PlanError(field, way, problem, action)
     if plan.precision.mode == "16-mixed":
-        problem = "is not supported with precision '16-mixed', in which one infinite gradient skips the step"
+        problem = (
+            "is not supported with precision '16-mixed', in which an infinite gradient causes the step to be skipped"
+        )
         yield PlanError(field, way, problem, "Use precision='bf16-mixed', which needs no loss scale")
     if plan.optimizer.name == "onebit_adam":
         problem = "is not supported with optimizer 'onebit_adam', which updates all parameters after backward"

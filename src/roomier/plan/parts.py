@@ -93,8 +93,8 @@ class ParallelPlan(Part):
         gradient_compression: with ``"ddp"``, ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
         compression_rank: with ``"powersgd"``, rank of the approximation: a gradient of shape ``(n, m)`` is sent as
             ``compression_rank * (n + m)`` numbers. None means 4.
-        compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send full
-            gradients, at least 3. None means 100.
+        compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send uncompressed
+            gradients; at least 3. None means 100.
         communication: with a sharded strategy, timing of the transfers between ranks. ``"overlapped"`` all-gathers a
             unit while the previous unit computes, and reduces gradients while the next unit computes. ``"sequential"``
             completes each transfer before the computation continues, so fewer buffers exist at the same time. On
@@ -186,9 +186,9 @@ class OptimizerPlan(Part):
         warmup_steps: number of optimizer steps in which the learning rate increases linearly to ``lr``. Requires a
             schedule.
         min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
-        log_warmup: increase the learning rate with the logarithm of the step in the warm-up, as DeepSpeed does.
+        log_warmup: whether the learning rate increases with the logarithm of the step in the warm-up, as in DeepSpeed.
         decay_steps: number of optimizer steps, including the warm-up, after which ``"linear"`` and ``"cosine"`` end.
-            None selects the number of steps of the run.
+            None selects the number of steps in the run.
         weight_rounding: storage of updated weights with ``"bf16-true"``. ``"split"`` stores the 16 bits that bfloat16
             lacks in a second tensor, so updates are the same as with float32 weights. The other values are
             ``"stochastic"`` and ``"nearest"`` (loses small updates). None means ``"split"``.
@@ -222,10 +222,10 @@ class ActivationPlan(Part):
             input of each block and the results of matmuls and attention. ``"budget"`` selects one of these policies for
             each block, so that the peak is within the budget with the least recomputation. With
             ``offload.activations``, the policy ``"budget"`` also moves activations to host memory if this is faster.
-        every_n: with ``"every_n"``, the period. None means 2.
+        every_n: with ``"every_n"``, number of blocks in a period. None means 2.
         budget_bytes: with ``"budget"``, upper limit in bytes for all tensors on the device at the peak of a step.
-        budget_fraction: alternative to ``budget_bytes`` with ``"budget"``. A number in [0, 1], where 0 is the peak with
-            all blocks recomputed, and 1 is the peak without recomputation.
+        budget_fraction: alternative to ``budget_bytes`` with ``"budget"``. A number in [0, 1]; 0 corresponds to the
+            peak with all blocks recomputed, and 1 to the peak without recomputation.
     """
 
     SECTION: ClassVar[str] = "activation"
@@ -241,8 +241,8 @@ class OffloadPlan(Part):
     accelerator) or ``"disk"``. ``"none"`` keeps the tensors on the device.
 
     Tensors move in units. A unit consists of the parameters of one block. On a CPU, parameters and optimizer states
-    are already in host memory, so ``optimizer_states`` and ``parameters`` support only ``"disk"`` there. The argument
-    of the Trainer also accepts the tier of the optimizer states as a string. True means ``"cpu"``.
+    are already in host memory, so ``optimizer_states`` and ``parameters`` support only ``"disk"`` there. The Trainer's
+    argument ``offload`` also accepts the tier of the optimizer states as a string. True means ``"cpu"``.
 
     Attributes:
         optimizer_states: tier of the optimizer states. The optimizer updates one unit at a time on the device.
@@ -254,14 +254,15 @@ class OffloadPlan(Part):
             temporary files.
         share: fraction in [0, 1] of each rank's optimizer states, in bytes, that is stored in the lower tier. The
             fraction is rounded to full units. The other states stay on the device.
-        update: time at which blocks are updated. All modes compute the same bits. ``"plain"`` updates the blocks one by
-            one after backward. ``"deferred"`` updates each block immediately before its next forward, while earlier
-            blocks compute. ``"speculative"`` updates each block in the last backward, before the norm of the gradients
-            is known. If the norm requires clipping, the update is repeated from the old states. ``"auto"`` selects one
-            of these modes.
-        buffers: number of buffers in host memory for optimizer states on disk. With 3, one record is read, one is
-            updated, and one is written at the same time. With 1, a record is read when it is needed, and the memory of
-            the buffer is free between updates. This setting needs the least memory, but the update waits for the disk.
+        update: time at which blocks are updated. All modes produce bitwise identical results. ``"plain"`` updates the
+            blocks one by one after backward. ``"deferred"`` updates each block immediately before its next forward,
+            while earlier blocks compute. ``"speculative"`` updates each block in the last backward, before the norm of
+            the gradients is known. If the norm requires clipping, the update is repeated from the previous states.
+            ``"auto"`` selects one of these modes.
+        buffers: number of buffers in host memory for optimizer states on disk. With 3, the states of one unit can be
+            read while the states of two other units are updated and written. With 1, states are read when they are
+            needed, and the memory of the buffer is free between updates. This setting needs the least memory, but the
+            update waits for the disk.
     """
 
     SECTION: ClassVar[str] = "offload"
@@ -348,14 +349,14 @@ class CompilePlan(Part):
 
 @dataclass(frozen=True)
 class ChoicePlan(Part):
-    """Limits of the planner. The limits take effect before the run is created.
+    """Limits for the planner. The limits take effect before the run is created.
 
     Attributes:
         memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None means all memory of the
             device. With a named strategy, a run is rejected before it starts if its forecast exceeds the limit.
         allowed: with ``"auto"``, additional choices that the planner may use, separated by commas: precisions
             (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and levers that are not exact (``"chunked_loss"``). By
-            default, ``"auto"`` uses exact choices, and changes only the strategy and the micro-batch.
+            default, ``"auto"`` uses exact choices, and changes only the strategy and the micro-batch size.
     """
 
     SECTION: ClassVar[str] = "choice"

@@ -45,7 +45,7 @@ class Plan:
     Attributes:
         parallel: devices, and distribution of the work across the devices.
         precision: number formats of weights and matmuls.
-        batch: accumulation and gradient clipping.
+        batch: gradient accumulation and clipping.
         optimizer: optimizer and schedule, selected by name.
         activation: activations that are saved for backward.
         offload: tensors that are moved from the device to other storage between their uses.
@@ -53,7 +53,7 @@ class Plan:
         attention: attention kernel.
         adapter: low-rank adapters on a frozen model.
         compile: compilation of blocks.
-        choice: limits of the planner.
+        choice: limits for the planner.
 
     Raises:
         PlanError: a field has an invalid type or value, a feature is not implemented, or fields are incompatible.

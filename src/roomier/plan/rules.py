@@ -335,7 +335,7 @@ def clipping_has_a_bound(plan: "Plan") -> Iterator[PlanError]:
 
 
 def optimizer_settings_have_an_optimizer(plan: "Plan") -> Iterator[PlanError]:
-    """Reject settings of an optimizer that is not named, because the module creates its own optimizer."""
+    """Reject optimizer settings if the plan names no optimizer, because the module then creates its own optimizer."""
     optimizer = plan.optimizer
     if optimizer.name is not None:
         return

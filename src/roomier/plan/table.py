@@ -138,7 +138,7 @@ def _precision_rows(plan: "Plan") -> Iterator[Row]:
     kind, note = _label("optimizer.weight_rounding", rounding)
     computed = "everything is computed in bfloat16"
     yield Row(
-        "precision", mode, Kind.NEAR, computed + ("; lost bits of weights are kept" if kind is Kind.EXACT else "")
+        "precision", mode, Kind.NEAR, computed + ("; the low bits of weights are stored" if kind is Kind.EXACT else "")
     )
     yield Row("weights", rounding, kind, note)
 

@@ -26,8 +26,8 @@ class StepTime:
         recompute_s: part of ``compute_s`` that is spent on recomputation.
         communication_s: duration of all collectives, including collectives that overlap with computation.
         exposed_s: part of ``communication_s`` that does not overlap with computation.
-        offload_s: time that offloading adds to the step. This time is the part of the transfers in both directions that
-            does not overlap with computation.
+        offload_s: time that offloading adds to the step, which is the time of the transfers in both directions that do
+            not overlap with computation.
         update_s: duration of clipping and of the optimizer step.
     """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEFAULT_TOKENS = 2048
-"""Default sequence length, which is reduced to the model's maximum if it is larger."""
+"""Default sequence length. If the model's maximum is smaller, the maximum is used."""
 _DEFAULT_LABEL_TOKENS = 128  # length of a transcript in tokens
 _DEFAULT_IMAGE_SIZE = 224
 
@@ -72,8 +72,8 @@ def _special_float(values: dict[str, Any]) -> Any:
 
 
 def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
-    """Return a workload with a model that is constructed from ``config`` and a batch for this model. Their tensors use
-    no memory.
+    """Return a workload with a model that is constructed from ``config`` and a batch for this model. The tensors of
+    both use no memory.
 
     Args:
         config: transformers configuration.

@@ -83,8 +83,8 @@ class Workload:
     def calibrated(self, intervals: tuple[Interval, ...], plan: Plan) -> tuple[Interval, ...]:
         """Return ``intervals``, the forecast of a step of ``plan``, with activations scaled by ``activation_factor``.
 
-        The intervals of a plan with an activation budget are returned unchanged, because blocks measure activations and
-        enforce the budget.
+        The intervals of a plan with an activation budget are returned unchanged, because the blocks of a run measure
+        their activations and keep the peak within the budget.
         """
         if self.activation_factor == 1 or plan.activation.policy == "budget":
             return intervals

@@ -55,8 +55,9 @@ class Accelerator(Storage):
             ranks.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None uses the precision of the plan.
         gradient_accumulation_steps: number of micro-batches per optimizer step.
-        split_batches: divide each batch of a loader among the ranks. By default, each rank reads one batch per step.
-        step_scheduler_with_optimizer: step schedulers only after an optimizer step, once per rank.
+        split_batches: whether to divide each batch of a loader among the ranks. By default, each rank reads one batch
+            per step.
+        step_scheduler_with_optimizer: whether schedulers step only after an optimizer step, once per rank.
         log_with: names of loggers, or logger objects, for :meth:`log`.
         project_dir: folder for logs and for checkpoints with automatic names.
         keywords: other keywords of ``accelerate.Accelerator``. roomier converts each keyword, reports that the keyword
@@ -132,7 +133,7 @@ class Accelerator(Storage):
         """
         if device_placement is not None and any(each is False for each in device_placement):
             problem = "contains False, but prepare moves all objects to the device"
-            raise PlanError("device_placement", device_placement, problem, "Do not pass the object to prepare")
+            raise PlanError("device_placement", device_placement, problem, "Do not pass these objects to prepare")
         models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, PreparedModel)]
         optimizers = [each for each in args if _is_new(each, Optimizer, PreparedOptimizer)]
         self._check_owners(models, optimizers)
@@ -200,7 +201,7 @@ class Accelerator(Storage):
             num_owners = sum(_shares_parameters(optimizer, each) for each in known)
             if num_owners != 1:
                 problem = "contains no parameters of a prepared model"
-                action = "Pass the model and its optimizer to the same call of prepare"
+                action = "Pass the model and its optimizer in the same call to prepare"
                 if num_owners:
                     problem, action = "has parameters of several models", "Create one optimizer for each model"
                 raise PlanError("optimizer", type(optimizer).__name__, problem, action)
@@ -232,7 +233,7 @@ class Accelerator(Storage):
     # Steps --------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Divide ``loss`` by the number of accumulated micro-batches, and compute its gradients."""
+        """Divide ``loss`` by the number of accumulated micro-batches, and compute the gradients."""
         loss = loss / self._accumulation.num_steps
         if self._engines:
             self._engines[0].backward(loss, **kwargs)
@@ -303,10 +304,10 @@ class Accelerator(Storage):
         """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``.
 
         Returns:
-            The norm before clipping, over all ranks (0-dim).
+            The norm over all ranks before clipping (a 0-dim tensor).
 
         Raises:
-            TrainingError: gradients still accumulate, and are scaled or sharded. The error is also raised if
+            TrainingError: scaled or sharded gradients are still accumulated. The error is also raised if
                 ``parameters`` were read before the model was sharded.
         """
         own = self._begin_clip("clip_grad_norm_", parameters)
@@ -318,7 +319,7 @@ class Accelerator(Storage):
         """Clamp each element of the gradients of ``parameters`` to ``[-clip_value, clip_value]``.
 
         Raises:
-            TrainingError: gradients still accumulate, and are scaled or sharded. The error is also raised if
+            TrainingError: scaled or sharded gradients are still accumulated. The error is also raised if
                 ``parameters`` were read before the model was sharded.
         """
         own = self._begin_clip("clip_grad_value_", parameters)
@@ -358,11 +359,11 @@ class Accelerator(Storage):
         return gathered(tensor, self.ranks, self.device)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return ``input_data`` of all ranks, without the repeated samples that complete the last batch of a loader.
+        """Return ``input_data`` from all ranks, without the repeated samples that fill the last batch of a loader.
 
         Args:
             input_data: nested tensors with one row per sample, or a list of objects.
-            use_gather_object: gather objects, which need not have the same shape on all ranks.
+            use_gather_object: whether to gather objects, which need not have the same shape on all ranks.
         """
         if self.ranks.is_alone:
             return computed(input_data)

@@ -209,7 +209,7 @@ def prepared_loader(
         ranks: all ranks.
         move: function that moves a batch to the device.
         accumulation: position of the loop.
-        splits_batches: divide each batch among the ranks, instead of reading one batch per rank.
+        splits_batches: whether to divide each batch among the ranks, instead of reading one batch per rank.
 
     Raises:
         PlanError: ``splits_batches`` is set, and the batch size is not a multiple of the number of ranks.
@@ -257,7 +257,7 @@ def _of_stream(loader: DataLoader[Any], ranks: Ranks, splits: bool) -> DataLoade
     if splits and size is not None:
         size //= ranks.world.size
     if loader.num_workers:
-        notice("gather_for_metrics cannot drop repeated samples of an iterable dataset with workers")
+        notice("gather_for_metrics cannot drop repeated samples of an iterable dataset if its loader has workers")
     stream = ShardedStream(loader.dataset, ranks.world, size, drop_last=loader.drop_last)
     changes: dict[str, Any] = {"dataset": stream, "batch_size": size}
     if loader.batch_sampler is not None:

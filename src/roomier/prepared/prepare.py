@@ -56,7 +56,7 @@ def prepare(
             created.
         objects: DataLoaders, schedulers, and additional models and optimizers, in any order.
         plan: a Plan, a mapping, or the path of a YAML or JSON file. None is ``Plan()``.
-        max_steps: number of optimizer steps, for the learning rate schedule that ``plan`` names. Call
+        max_steps: number of optimizer steps in the run, for the learning rate schedule that ``plan`` names. Call
             ``engine.scheduler.step()`` after each optimizer step.
 
     Raises:

@@ -120,7 +120,7 @@ class Processes:
             print(*args, **kwargs)
 
     def set_trigger(self) -> None:
-        """Make the next call of :meth:`check_trigger` return True on all ranks."""
+        """Make the next call to :meth:`check_trigger` return True on all ranks."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:

@@ -23,8 +23,8 @@ from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
 ESTIMATE_ERROR = 0.05
-"""Assumed relative error of closed-form forecasts. A plan that exceeds the budget by a smaller fraction is verified by
-a dry run."""
+"""Assumed relative error of closed-form forecasts. A plan that exceeds the budget by less than this fraction is
+verified by a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
 """Fraction of the device memory that remains free if no budget is set, by kind of device.
@@ -101,7 +101,7 @@ def choose(
 
 
 def budget_of(plan: Plan, machine: Machine) -> int:
-    """Return the budget in ``plan``, or the memory of the device minus :data:`FREE_SHARE`, in bytes."""
+    """Return the budget in ``plan``, or the memory of the device minus the fraction in :data:`FREE_SHARE`, in bytes."""
     given = plan.choice.memory_budget_bytes
     if given is not None:
         return given
@@ -204,8 +204,8 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     """Return a sort key that increases with the difference between ``plan`` and a plain training step.
 
     The key contains the least exact label within a rank, the number of memory techniques, the degree of sharding of the
-    strategy, and the number of micro-batches. Labels of strategy and micro-batch do not count, because every plan on
-    several ranks is near.
+    strategy, and the number of micro-batches. The labels of the strategy and the micro-batch size do not count, because
+    every plan on several ranks is near.
     """
     used = used_levers(plan)
     kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]

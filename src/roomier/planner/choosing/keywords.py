@@ -14,7 +14,7 @@ from roomier.plan.parts import ParallelPlan, Part
 
 
 def trainer_keywords(plan: Plan) -> dict[str, Any]:
-    """Return the keywords that produce ``plan``, without keywords whose values are the defaults."""
+    """Return the keywords that produce ``plan``, excluding keywords with default values."""
     strategy = _strategy(plan)
     found: dict[str, Any] = {} if strategy == "single" else {"strategy": strategy}
     parallel, batch, optimizer, activation = plan.parallel, plan.batch, plan.optimizer, plan.activation

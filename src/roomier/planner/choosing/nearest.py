@@ -249,9 +249,7 @@ def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
             return None
         if peak <= budget:
             total = wide.parallel.num_ranks
-            return (
-                f"Use devices={wider}: on {total} of these devices, {wide.parallel.strategy} needs {format_bytes(peak)}"
-            )
+            return f"Use devices={wider}: with {total} ranks, {wide.parallel.strategy} needs {format_bytes(peak)}"
         last, times = peak, times * 2
     return None
 

@@ -59,8 +59,8 @@ def with_nearest(
     unchanged.
 
     Args:
-        error: error of the request.
-        asked: given keywords of the Trainer that differ from their defaults.
+        error: error that the request caused.
+        asked: keywords of the Trainer that the user set to values other than the defaults.
         works: function that returns whether a valid plan can be built; None checks only the device of the plan. The
             device is not checked if this machine lacks the accelerator in ``asked``, because the run is planned for
             another machine.

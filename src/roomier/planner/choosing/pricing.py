@@ -55,7 +55,7 @@ class Prices(Protocol):
 
 
 class DryRuns:
-    """Forecasts by dry runs, which are slow and as accurate as possible.
+    """Forecasts by dry runs, which are slow but as accurate as possible.
 
     Args:
         workload: workload with any batch size.
@@ -271,7 +271,7 @@ class Pricing:
 
 
 def time_s(forecast: Forecast) -> float:
-    """Return the seconds of a step; infinity if the forecast has no time."""
+    """Return the duration of a step in seconds; infinity if the forecast has no time."""
     return math.inf if forecast.time is None else forecast.time.total_s
 
 

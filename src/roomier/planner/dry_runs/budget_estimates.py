@@ -74,7 +74,7 @@ class DryEstimates:
         return CountedBytes(torch.device("cpu")) if self._like == "cpu" else TrackedBytes(self._tracker)
 
     def lost_ns(self, block: int, keep: Keep) -> int:
-        """Return the time per step for the recomputation of a block, in nanoseconds."""
+        """Return the time that the recomputation of a block adds to a step, in nanoseconds."""
         forward = self._work.get(("forward", self._blocks[block]), Work())
         return recomputation_ns(forward, keep, self._plan, self._device)
 

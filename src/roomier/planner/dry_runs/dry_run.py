@@ -80,7 +80,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One optimizer step of one rank, after the first step.
+    """One optimizer step of one rank, which is not the first step of the run.
 
     Attributes:
         intervals: intervals of the step in execution order.

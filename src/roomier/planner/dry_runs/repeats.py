@@ -3,8 +3,8 @@
 [Note: equal blocks]
 Consecutive blocks are equal if their class, submodules and plain attributes are equal, and if the shapes and dtypes of
 their parameters and buffers are equal. Integer attributes of equal blocks may differ if these attributes count the
-blocks. Some models alternate between kinds of blocks, such as one block with full attention after five blocks with a
-window. In such a model, the repeating unit is a period of several blocks.
+blocks. Some models alternate between kinds of blocks, such as one block with full attention after five blocks with
+sliding-window attention. In such a model, the repeating unit is a period of several blocks.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def within_budget(
     """Return the step in which each block saves the activations that a run chooses for the budget.
 
     Args:
-        activation: settings with a budget.
+        activation: settings that contain a budget.
         runs: the steps with the settings of :data:`UNIFORM`.
         blocks: names of the blocks.
         lost_ns: function that returns the nanoseconds per step that the recomputation of a block adds.

@@ -77,8 +77,7 @@ class WorkCounter:
         self._part: Callable[[], Part] = lambda: ("", "")
 
     def counting(self, part: Callable[[], Part]) -> AbstractContextManager[Any]:
-        """Return a context manager that counts each operation for the part that ``part`` returns when the operation
-        runs."""
+        """Return a context that counts each operation for the part that ``part`` returns when the operation runs."""
         self._part = part
         return torch_private.intercept(self._on_operation)
 

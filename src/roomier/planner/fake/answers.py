@@ -131,8 +131,8 @@ def _bincount(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Return a mean that occupies the memory of all elements, because torch allocates all elements and then resizes the
-    result."""
+    """Return a mean in a tensor that occupies the memory of all elements, because torch allocates all elements and then
+    resizes the result."""
     result: Tensor = func(*args, **kwargs)
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:
@@ -167,7 +167,8 @@ def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Compute the shapes of a CTC loss. Unknown target lengths are assumed to be the maximum."""
+    """Return tensors with the shapes of the results of a CTC loss. Unknown target lengths are assumed to be the
+    maximum."""
     scores, targets, _, lengths = args[:4]
     num_steps, num_sequences = scores.shape[:2] if scores.dim() == 3 else (scores.shape[0], 1)
     longest = targets.shape[-1]
@@ -179,8 +180,8 @@ def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute the shape of a grouped matmul, which has one matrix per group of rows. On a GPU, torch supports only
-    bfloat16 for this operation."""
+    """Return a tensor with the shape of a grouped matmul, which has one matrix per group of rows. On a GPU, torch
+    supports only bfloat16 for this operation."""
     one, other = args[0], args[1]
     out_dtype = kwargs.get("out_dtype") or one.dtype
     if one.dim() == 2 and other.dim() == 2:

@@ -66,8 +66,8 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
 
 
 def _padded(width: int, itemsize: int) -> int:
-    """Return the row length padded to full cache lines. The padded length is not a multiple of 256, which would cause
-    cache conflicts."""
+    """Return the row length padded to full cache lines. The padded length is not a multiple of 256, because a multiple
+    of 256 would cause cache conflicts."""
     line = 64 // itemsize
     width = _rounded_up(width, line)
     return width + line if width % 256 == 0 else width

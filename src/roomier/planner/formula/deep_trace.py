@@ -94,7 +94,7 @@ class _Block:
     """The blocks of the full model that one block of a shallow model represents.
 
     Attributes:
-        row: number of its row.
+        row: number of the block's row.
         is_middle: whether the block is neither in the first nor in the last period.
         names: names of the represented blocks in the full model.
     """

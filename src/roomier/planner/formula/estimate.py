@@ -49,7 +49,9 @@ from roomier.precision.policy import precision_of
 
 _NUM_STEPS = 1000  # length of the run for schedules, which does not affect memory
 _CPU = torch.device("cpu")
-_INTERPOLATED = "The activation budget is interpolated between full recomputation and no recomputation."
+_INTERPOLATED = (
+    "The forecast for the activation budget is interpolated between full recomputation and no recomputation."
+)
 
 
 @dataclass(frozen=True)

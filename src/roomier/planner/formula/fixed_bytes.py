@@ -4,10 +4,10 @@ These values were not measured with roomier itself. The values come from the sou
 replaces them with values from a run.
 
 [Note: fixed bytes of a GPU]
-*context*: memory of CUDA for a process and its loaded kernels. The context uses 426 MiB with PyTorch 2.10 and CUDA 13
-on an RTX 6000 Ada before the first kernel (unslothai/unsloth-zoo#1053). It uses about 400 MB if kernels are loaded at
-their first use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a training step are assumed
-to require 100 MiB.
+*context*: memory that CUDA uses for a process and its loaded kernels. The context uses 426 MiB with PyTorch 2.10 and
+CUDA 13 on an RTX 6000 Ada before the first kernel (unslothai/unsloth-zoo#1053). It uses about 400 MB if kernels are
+loaded at their first use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a training step
+are assumed to require 100 MiB.
 
 *communication*: buffers of NCCL. For each connection of a channel, the receiver has buffers of 4 MiB (protocol Simple,
 ``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL). These buffers occupy 10 MiB, because memory is allocated in pieces
@@ -20,11 +20,11 @@ second node adds a network buffer for each channel (#1450). A third node adds no
 proportional to the number of communicators. Strategy hsdp has one communicator across replicas, one inside each
 replica, and one for all ranks. PyTorch's allocator does not include the memory of NCCL in its statistics.
 
-*workspace*: workspaces of cuBLAS, one for each thread that runs matrix products: the threads of forward and backward.
-The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671).
-The default is 32 MiB on Hopper (pytorch/pytorch#89027) and Blackwell (#175344), and 64 MiB on AMD
-(ROCm/hipBLASLt#1212). PyTorch's allocator provides the workspaces, so ``memory_allocated`` includes them, unlike the
-other kinds of fixed bytes.
+*workspace*: workspaces of cuBLAS, one for each of the two threads that run matrix products (forward and backward). The
+default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671). The
+default is 32 MiB on Hopper (pytorch/pytorch#89027) and Blackwell (#175344), and 64 MiB on AMD (ROCm/hipBLASLt#1212).
+PyTorch's allocator provides the workspaces, so ``memory_allocated`` includes them, unlike the other kinds of fixed
+bytes.
 
 *allocator*: memory that the caching allocator reserves but cannot use. Blocks are rounded to 512 bytes. Blocks below 1
 MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger blocks are rounded to 2 MiB

@@ -11,7 +11,7 @@ block.
 
 Parameters are on the device while their block computes, together with the parameters of the next block. In backward,
 the gradients of the previous block are copied to the host at the same time. At the end of the backward of a block, its
-gradients exist twice, as tensors of autograd and as the record that is copied to the tier. In an update, the parameters
+gradients exist twice, as autograd tensors and as the record that is copied to the tier. In an update, the parameters
 and gradients of the unit and the updated parameters of the previous unit are on the device.
 
 On a CPU, the states of a unit are updated in the buffers of the disk tier, so the buffers are the only additional
@@ -245,14 +245,14 @@ class Offloaded:
         return self.states[0 if self.mode == "speculative" else -1].record_bytes
 
     def _present(self, first: int, last: int) -> dict[Kind, int]:
-        """Return the states of the units from ``first`` to ``last``, without :attr:`_left_bytes`; 0 on a CPU."""
+        """Return the bytes of the states of units ``first`` to ``last``, excluding :attr:`_left_bytes`; 0 on a CPU."""
         units = self.states[max(0, first) : last + 1]
         more = 0 if self.on_cpu else sum(each.record_bytes for each in units) - self._left_bytes
         return {Kind.OPTIMIZER_STATE: more}
 
     def _more_at_update(self, index: int) -> dict[Kind, int]:
-        """Return the states on the device, in the form of :meth:`_present`, while a unit is updated and units are
-        updated in ascending order."""
+        """Return the bytes of the states on the device while a unit is updated, in the form of :meth:`_present`. Units
+        are updated in ascending order."""
         found = self._present(index - 1, index + 1)
         return found if index else {kind: each + self._left_bytes for kind, each in found.items()}
 
@@ -400,8 +400,8 @@ def offloaded(
 
 
 def _in_units(groups: Sequence[Group], layout: Layout) -> list[Group]:
-    """Return ``groups`` with the weights outside the modules divided into units of at most the size of the largest
-    module, unless one weight is larger. These units come first."""
+    """Return ``groups`` with the weights outside the modules divided into units that are at most as large as the
+    largest module, unless one weight is larger. These units come first."""
     limit = max((sum(_own_elements(each, layout) for each in unit) for place, unit in groups if place), default=0)
     found: list[tuple[str, list[Weight]]] = []
     room = 0

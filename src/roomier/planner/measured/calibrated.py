@@ -4,9 +4,9 @@
 Model states follow from shapes, so their forecast is exact. Tensors that depend on the batch can differ from their
 forecast for two reasons. Shapes can depend on values (a forecast assumes that a mask retains all elements), and kernels
 on a GPU allocate memory within an operation. The calibration is one factor for a model: the ratio of measured
-activations and temporaries to their forecast. With the calibration factor, the forecast of the measured run has the
-measured peak. The same factor applies to forecasts with different micro-batches, strategies and memory techniques. The
-factor is valid for the model and the data of the measured run, and is not stored.
+activations and temporaries to their forecast. With the calibration factor, the forecast peak of the measured run equals
+the measured peak. The same factor applies to forecasts with different micro-batches, strategies and memory techniques.
+The factor is valid for the model and the data of the measured run, and is not stored.
 
 Device memory that is used in addition to tensors does not depend on the model.
 :func:`roomier.planner.formula.fixed_bytes.calibrate` derives this memory from the same step, and stores the result for
@@ -40,7 +40,7 @@ def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -
         run: name of the run, for error messages.
 
     Raises:
-        RoomierError: the run used another model or another kind of device, or no activation factor explains the
+        RoomierError: the run used a different model or a different kind of device, or no activation factor explains the
             forecast error.
     """
     own, kind = record.num_parameters, record.forecast.machine.device.kind

@@ -2,9 +2,9 @@
 
 [Note: after an out-of-memory error]
 Other ranks continue until they wait for this rank in the next collective, so this code does not communicate. The
-original failure is always reported: each part of the message is computed separately and is omitted if its computation
-fails. torch's error is both the cause and a base class of the raised error. The tensors of the failed step are released
-before planning, which requires only shapes and no device memory.
+original failure is always reported, because each part of the message is computed separately and is omitted if its
+computation fails. torch's error is both the cause and a base class of the raised error. The tensors of the failed step
+are released before planning, which requires only shapes and no device memory.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class FailedRun:
 
     Args:
         plan: plan of the run.
-        world: rank of this process.
+        world: rank of this process, and number of ranks.
         callbacks: callbacks of the run.
         module: module that was trained.
         choice: result of the planner; None if the user specified the plan.
-        shapes: the model in its state before it was built, without values; None if it was not stored.
+        shapes: copy of the model before it was built, without values; None if it was not stored.
         engine: the engine; None if the model was still being built. ``batch`` and ``step`` are also None in this case.
         batch: the current micro-batch; None between two steps.
         step: number of completed optimizer steps.
@@ -169,7 +169,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _held(engine: Engine) -> str:
-    """Return the memory of this rank by kind and the state of the allocator, without communication."""
+    """Return text about the memory of this rank by kind and about its allocator, without communication."""
     from roomier.memory.tracker import MemoryTracker  # late: loads torch's sharding modules
 
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:

@@ -35,7 +35,7 @@ class Measured:
 
     Attributes:
         rank: the rank.
-        timeline: intervals of the step. Only the rank with the highest memory stores all intervals. The other ranks
+        timeline: intervals of the step. Only the rank with the highest memory use stores all intervals. The other ranks
             store only the peak.
         allocator_bytes: peak of the bytes that CUDA's allocator had allocated; None on other devices.
         reserved_bytes: peak of the bytes that CUDA's allocator had reserved.

@@ -39,7 +39,7 @@ def page_of(
 
     Args:
         choice: result of the planner.
-        what_if: peaks for other batches; None omits the table of these peaks.
+        what_if: peaks for other batch sizes and sequence lengths; None omits the table of these peaks.
         record: measured run of the chosen plan, whose values are overlaid on the forecast.
         title: title of the page; the default is the chosen plan.
         subject: subtitle, such as the model; the default is the machine.
@@ -60,13 +60,13 @@ def page_of(
     elif chosen is not None:
         parts += [_heading("One step", _peak_sentence(chosen)), timeline(chosen, budget_bytes=choice.budget_bytes)]
     parts += [
-        _heading("Strategies", "Highest memory of a device in a step, by kind."),
+        _heading("Strategies", "Peak memory of a device in a step, by kind."),
         ladder(choice),
         _heading("Plans", f"{num_plans} plans were compared. Samples are counted per micro-batch and rank."),
         plans_table(choice.considered, winner),
     ]
     if what_if is not None:
-        parts += [_heading("What if", "Peak of the chosen plan with other batches."), heat_table(what_if)]
+        parts += [_heading("What if", "Peak of the chosen plan with batches of other sizes."), heat_table(what_if)]
     parts += [_heading("Machine and method"), _facts(choice.machine, _method(choice))]
     return document(title or f"roomier plan: {name}", parts)
 

@@ -17,7 +17,7 @@ from roomier.planner.choice import Choice, Considered, levers_of, words_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.report.what_if import Grid
 
-_MAX_PLANS = 8  # plans with a forecast; the best plan of each strategy is always shown
+_MAX_PLANS = 8  # maximum number of plans with a forecast; the best plan of each strategy is always shown
 _MAX_REFUSED = 6
 _LABELS = (Label.APPROXIMATE, Label.NEAR, Label.EXACT)
 
@@ -88,7 +88,8 @@ def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table
 
 
 def what_if_table(grid: Grid) -> Table:
-    """Return a table of the peak for other batches. Peaks over the budget are enclosed in brackets."""
+    """Return a table of the peak for other batch sizes and sequence lengths. Peaks over the budget are enclosed in
+    brackets."""
     title = f"Peak on each device; values in brackets exceed {format_bytes(grid.budget_bytes)}"
     table = _table(Text(title))
     table.add_column(f"{grid.row_name} \\ {grid.column_name}".lstrip(" \\"))

@@ -14,11 +14,11 @@ add overhead. In models with a few thousand parameters, other costs are negligib
 this size, each counted operation took the time of 3.7 to 4.3 lightest operations (2.9 in an MLP, 6.3 in a convolutional
 network). These are process times on one core of an Intel Xeon with torch 2.13.
 
-The recomputation of a block costs 60 operations in addition to its computation. These operations are hooks, random
-states and a second pass through the modules of the block. Python also executes code for each operation of the block.
-With ``"selective"``, Python handles each operation in both forwards. Overhead per block was measured with four blocks
-for the four models above, whose forwards have 5, 10, 30 and 7 operations. The overhead was 188, 360, 510 and 338
-lightest operations with ``"full"``, and 290, 648, 1035 and 449 with ``"selective"``.
+The recomputation of a block costs 60 operations in addition to its computation. The additional operations come from
+hooks, random states and a second pass through the modules of the block. Python also executes code for each operation of
+the block. With ``"selective"``, Python handles each operation in both forwards. Overhead per block was measured with
+four blocks for the four models above, whose forwards have 5, 10, 30 and 7 operations. The overhead was 188, 360, 510
+and 338 lightest operations with ``"full"``, and 290, 648, 1035 and 449 with ``"selective"``.
 
 Fusion in compiled blocks (``compile=True``) moves fewer bytes. Fusion is not modeled, because no factor was measured.
 Therefore, a compiled plan has the same forecast as the plan without compilation.

@@ -4,8 +4,8 @@
 The parts of the model are simulated in execution order (``timeline.py``), each with its duration from the roofline
 model (``compute_time.py``) and the collectives of its unit (``traffic.py``). The exposed time is the difference between
 this simulation and a second simulation without collectives. The duration of the update is added (``update_time.py``).
-The forecast is suitable for ranking plans. Costs that all plans share are not included, such as the loader, callbacks,
-and kernels that are slower than their roofline. Compiled blocks have the same forecast as eager blocks.
+The forecast is suitable for ranking plans. Costs that all plans share, such as the loader, callbacks, and kernels that
+are slower than their roofline, are not included. Compiled blocks have the same forecast as eager blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def step_time(
             ``"update"`` is used if the plan names no optimizer.
         units: units of the network; None computes the units.
         kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
-            half of the bytes that the forward of the block moves outside of matrix products, because each result is
+            half of the bytes that the forward of the block moves outside matrix products, because each result is
             written once and read once.
         away: model states in lower tiers; None if all model states are on the device.
         chosen: activations that each block saves, as chosen for an activation budget. If None and ``plan`` has an
@@ -208,8 +208,8 @@ class _Step:
         return sum(count * (each.link_s + self._copied_s(each)) for each, count in counted)
 
     def copies_s(self, blocks: Sequence[str], kept_bytes: Mapping[str, float] | None) -> dict[str, float]:
-        """Return the seconds that copying the activations of each block to its tier takes, in one micro-batch and one
-        direction."""
+        """Return the time to copy the activations of each block to its tier in one micro-batch and one direction, in
+        seconds."""
         if self.plan.offload.activations == "none":
             return {}
         if kept_bytes is None:

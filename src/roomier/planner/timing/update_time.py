@@ -1,4 +1,4 @@
-"""Duration of gradient clipping and of the optimizer. Both are limited by memory bandwidth, so their duration is
+"""Duration of gradient clipping and of the optimizer step. Both are limited by memory bandwidth, so their duration is
 computed from the bytes that they move.
 
 [Note: bytes of an update]
