@@ -85,7 +85,7 @@ def test_the_current_machine(text, asked, monkeypatch):
         ("a100:-1", "'-1' is not a number"),
         ("a100:", "'' is not a number"),
         ("this:2.5", "'2.5' is not a number"),
-        ("h100:1024", "a node has at most 16 devices. Use 'h100:8' with 128 nodes, which is 1024 devices"),
+        ("h100:1024", "a node has at most 16 devices. Use 'h100:8' with 128 nodes for 1024 devices"),
         ("nowhere.yaml", "hardware='nowhere.yaml': cannot be read: .*No such file"),
     ],
 )

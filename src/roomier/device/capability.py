@@ -62,7 +62,7 @@ class Capabilities:
 
 
 def capabilities_of(device: torch.device) -> Capabilities:
-    """Return the capabilities of devices with the type of ``device``."""
+    """Return the capabilities of devices that have the same type as ``device``."""
     return _ON_CPU if device.type == "cpu" else _tried(device.type)
 
 
@@ -179,8 +179,8 @@ def report_missing(device_type: str) -> None:
         feature = "streams" if has.has_pinned_memory else "pinned memory"
         missing.append(f"no {feature}, so copies between host and device do not overlap with computation")
     if not has.fused_optimizers:
-        missing.append("no fused optimizers, so an update starts more kernels")
+        missing.append("no fused optimizers, so an update starts more kernels than with a fused optimizer")
     if not has.has_memory_statistics:
-        missing.append("no memory statistics, so peaks are counted for each operation")
+        missing.append("no memory statistics, so roomier finds peaks by counting the bytes of each operation")
     if missing:
         notice(f"{device_type} has {'; '.join(missing)}")

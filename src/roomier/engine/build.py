@@ -40,7 +40,7 @@ def build(
     """Apply the techniques of ``plan`` to ``module`` in place, and return the engine that runs it.
 
     Args:
-        configure_optimizers: creates the optimizers; called with the network's blocks when the parameters are final.
+        configure_optimizers: function that creates the optimizers; it receives the blocks with their final parameters.
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
         weights: file with the initial weights; None keeps the values of the module.

@@ -40,7 +40,7 @@ def updates_of(
         return Updates()
     if facts.is_manual:
         problem = "is not supported with manual optimization, in which training_step steps the optimizers"
-        raise PlanError(FIELD, way, problem, "Set step_in_backward=False, or let the Trainer step")
+        raise PlanError(FIELD, way, problem, "Set step_in_backward=False, or use automatic optimization")
     return StepInBackward(
         facts.network,
         optimizers,

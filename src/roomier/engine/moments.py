@@ -24,14 +24,14 @@ class Moments:
     """Functions to call at each moment of a step, in the order of the calls.
 
     Attributes:
-        begin_step: before the first micro-batch. Arguments: the optimizers and the micro-batches.
-        begin_micro_batch: before each forward pass. Keyword arguments: ``is_first`` and ``is_last``.
-        begin_backward: before each backward pass.
-        end_backward: after each backward pass.
-        end_gradients: after the last backward pass of a step.
+        begin_step: called before the first micro-batch. Arguments: the optimizers and the micro-batches.
+        begin_micro_batch: called before each forward pass. Keyword arguments: ``is_first`` and ``is_last``.
+        begin_backward: called before each backward pass.
+        end_backward: called after each backward pass.
+        end_gradients: called after the last backward pass of a step.
         abandon: called in place of ``end_gradients`` if an error interrupted the step.
-        begin_update: before the optimizers step. Argument: the closure or None.
-        end_update: after the steps of the optimizers.
+        begin_update: called before the optimizers step. Argument: the closure or None.
+        end_update: called after the steps of the optimizers.
     """
 
     begin_step: Calls

@@ -21,7 +21,7 @@ Homes = dict[Tensor, tuple[Optimizer, dict[str, Any]]]
 Options = dict[int, dict[str, Any]]
 """Settings of parameter groups, with the ``id()`` of each group as key."""
 Groups = list[tuple[dict[str, Any], list[Tensor]]]
-"""Parameter groups with the parameters to update."""
+"""Pairs of a parameter group and those of its parameters that are updated."""
 
 
 def homes_of(optimizers: Iterable[Optimizer]) -> Homes:

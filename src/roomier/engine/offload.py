@@ -89,12 +89,12 @@ def mode_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer]) -> str:
     mode = plan.offload.update
     if facts.is_manual and plan.offload.parameters != "none":
         problem = "is not supported with manual optimization, in which gradients must stay on the device"
-        action = "Offload only the optimizer states, or let the Trainer step"
+        action = "Offload only the optimizer states, or use automatic optimization"
         raise PlanError("offload.parameters", plan.offload.parameters, problem, action)
     if facts.is_manual:
         if mode in ("deferred", "speculative"):
             problem = "is not supported with manual optimization, in which training_step steps the optimizers"
-            raise PlanError("offload.update", mode, problem, "Use 'plain', or let the Trainer step")
+            raise PlanError("offload.update", mode, problem, "Use 'plain', or use automatic optimization")
         return "plain"
     return update_mode(plan)
 

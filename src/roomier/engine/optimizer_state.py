@@ -17,7 +17,7 @@ Spec = Any
 
 @runtime_checkable
 class PlacesStates(Protocol):
-    """Optimizer whose states are sharded differently than its parameters."""
+    """Optimizer whose states are sharded differently from its parameters."""
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return an empty tensor for the state ``name`` of a parameter, or None if this rank does not need this
@@ -27,9 +27,9 @@ class PlacesStates(Protocol):
 
 @runtime_checkable
 class HasRowStates(Protocol):
-    """Optimizer with states that are sharded by the rows of their parameter but have a different shape than the
-    parameter. A state with a different number of rows, such as the column means of a matrix, is replicated on every
-    rank."""
+    """Optimizer with states that are sharded by the rows of their parameter, although their shape differs from the
+    shape of the parameter. A state with a different number of rows, such as the column means of a matrix, is replicated
+    on every rank."""
 
     @property
     def row_states(self) -> Sequence[str]:
@@ -106,7 +106,7 @@ def state_places(
         saved: the state with specifications in place of tensors.
         names: the fully qualified name of each parameter.
         is_spec: returns whether a value is a specification, which has ``shape`` and ``dtype``.
-        unneeded: value in place of tensors that this rank does not need.
+        unneeded: value that replaces tensors that this rank does not need.
         away: parameters whose states are not on the device. The tensors for these states are on the meta device.
     """
     parameters = {name: parameter for parameter, name in names.items()}

@@ -107,7 +107,7 @@ def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None
     check_ownership(configured, module.parameters())
     check_sharded_parameters(configured.optimizers)
     losing = [each for each in configured.optimizers if not keeps_updates(each)]
-    if losing and plan.optimizer.weight_rounding is None:  # with other dtypes, the user chose the rounding
+    if losing and plan.optimizer.weight_rounding is None:  # otherwise, the user selected the rounding
         names = " and ".join(sorted({type(optimizer).__name__ for optimizer in losing}))
         notice(
             f"bfloat16 weights: {names} rounds them to nearest, so most updates below 2^-9 of a weight are lost. "

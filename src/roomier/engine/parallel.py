@@ -14,8 +14,8 @@ class Parallel(Protocol):
     Attributes:
         loss_factor: factor by which losses are multiplied, so that the reduced gradients are the sum over the ranks.
         allows_inference_mode: whether parameters can be trained after they were unsharded in inference mode.
-        trace: hash of the units of the model that ran so far, in execution order. The hash must be equal on all ranks.
-            If the hashes differ, a rank received parameters of the wrong unit.
+        trace: hash of the units of the model that have run so far, in execution order. The hash must be equal on all
+            ranks. If the hashes differ, a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
         root_parameters: parameters of blocks whose gradients are reduced after the gradients of all blocks.
         units: modules that each all-gather their parameters together, in forward order; empty without sharding.

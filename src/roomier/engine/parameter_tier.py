@@ -33,7 +33,7 @@ gradients."""
 def offloaded_parameters(
     plan: Plan, facts: Facts, taken: TakenWeights | None, *, min_bytes: int = MIN_BYTES
 ) -> OffloadedParameters:
-    """Move the parameters of a network that is not sharded to the tier that ``plan`` names.
+    """Move the parameters of an unsharded network to the tier that ``plan`` names.
 
     Parameters can be on the meta device. In this case, at most one region is in memory at a time.
 
@@ -74,7 +74,7 @@ def filled_parameters(
 
 
 def offloaded_shards(plan: Plan, facts: Facts) -> OffloadedShards:
-    """Move the shards of a network that ``fully_shard`` sharded to the tier that ``plan`` names.
+    """Move the shards that ``fully_shard`` created for a network to the tier that ``plan`` names.
 
     Raises:
         PlanError: the network has no blocks.

@@ -38,7 +38,7 @@ class PreparedEngine(EagerEngine):
         self, step: Callable[[Any], Any], batches: Sequence[Any]
     ) -> Tensor | None:
         loss = super().forward_backward(lambda batch, _: step(batch), batches)
-        self._is_before_any_backward = False  # even if every step returned None, which runs no backward
+        self._is_before_any_backward = False  # even if every step returned None and no backward ran
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class PreparedEngine(EagerEngine):
             self._check_gradients(chosen)
             unclipped = [each for each in chosen if id(each) not in self._clipped]
             if unclipped == chosen:
-                self.clip(optimizer=optimizer)  # by the norm over all optimizers, as if the loop called clip()
+                self.clip(optimizer=optimizer)  # clips by the norm over all optimizers, as clip() does
             else:
                 for each in unclipped:
                     self.clip(optimizer=each)
@@ -131,7 +131,7 @@ def build_prepared(
             replace_parameters()
             return Configured(list(given))
         if plan.optimizer.name is None:
-            raise PlanError("optimizer", None, "no optimizer was passed, and the plan names none", "Pass one")
+            raise PlanError("optimizer", None, "no optimizer was passed, and the plan names none", "Pass an optimizer")
         return configure_by_name(plan, network, lambda: max_steps or float("inf"), blocks)
 
     refuse(planner_errors(plan))

@@ -48,7 +48,7 @@ class StepInBackward(Updates):
     """Updates during backward.
 
     Args:
-        network: the model, for the names of parameters in errors.
+        network: the model, which provides the names of parameters for errors.
         optimizers: the optimizers of its parameters.
         blocks: the blocks of ``network``. The parameters of a block are updated together.
         way: ``"exact"`` or ``"stale_norm"``; see [Note: clipping by norm].
@@ -199,7 +199,7 @@ class StepInBackward(Updates):
         self._num_in_block.clear()
 
     def take(self, parameter: Tensor) -> None:
-        """Process the gradient of ``parameter``, which is complete."""
+        """Process the complete gradient of ``parameter``."""
         if self._receive is not None and parameter not in self._late:
             self._receive(parameter)
 

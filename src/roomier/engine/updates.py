@@ -19,8 +19,8 @@ class Scale(Protocol):
         ...
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """Return whether the step is skipped because unscaled gradients are not finite. The host waits for the device
-        to read one flag."""
+        """Return whether the step is skipped because unscaled gradients are not finite. The host waits until one flag
+        has been copied from the device."""
         ...
 
 

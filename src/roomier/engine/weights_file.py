@@ -52,7 +52,7 @@ class WeightsFile:
             either of them under Hugging Face's file name (``model.safetensors``).
 
     Raises:
-        RoomierError: ``path`` is not a supported file or folder, a file of an index is missing, or a file is damaged.
+        RoomierError: ``path`` is not a supported file or folder, a file in an index is missing, or a file is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -77,7 +77,7 @@ class WeightsFile:
             The names of the tensors that will be read, including all names of tied tensors.
 
         Raises:
-            RoomierError: a name or shape of the file does not match ``network``.
+            RoomierError: a name or shape in the file does not match ``network``.
         """
         wanted = _tensors_of(network)
         prefix = self._prefix(network, wanted)

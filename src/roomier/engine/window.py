@@ -51,6 +51,6 @@ class Closure:
         window = self._window
         window.loss, window.left_out = self._loss, self._left_out
         loss = self._run_last()
-        if window.left_out:  # immediately, because the optimizer may update next
+        if window.left_out:  # the optimizer may update the parameters after this call
             self._weigh_again(window)
         return loss

@@ -78,7 +78,7 @@ class Example:
 
 
 def example_of(model: nn.Module, sample: Any, field: str) -> Example:
-    """Return an Example of ``sample``, or of the model's ``example_input_array``, on the device of the model.
+    """Create an Example from ``sample``, or from the model's ``example_input_array``, on the device of the model.
 
     Args:
         sample: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.

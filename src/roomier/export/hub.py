@@ -19,7 +19,7 @@ def push_to_hub(
     message: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Upload the files in ``folder`` to a model repository of the hub. Create the repository if it does not exist.
+    """Upload the files in ``folder`` to a model repository on the hub. Create the repository if it does not exist.
 
     Args:
         folder: folder that :func:`roomier.export.hugging_face.export_hugging_face` or

@@ -72,7 +72,7 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
 
 
 def lightning_content(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of Lightning's checkpoints for the checkpoint ``path``, without the states of optimizers and
+    """Return the entries of a Lightning checkpoint for the checkpoint ``path``, without the states of optimizers and
     callbacks.
 
     Args:

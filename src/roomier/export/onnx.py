@@ -50,7 +50,7 @@ def export_onnx(
             ``opset_version``, ...
 
     Returns:
-        torch's ``ONNXProgram``; None with ``dynamo=False``.
+        torch's ``ONNXProgram``; None if ``dynamo`` is False.
 
     Raises:
         RoomierError: a package is missing, the model cannot be exported as one graph for all inputs, ONNX does not

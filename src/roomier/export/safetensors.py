@@ -72,9 +72,9 @@ def export_safetensors(
         output: new folder.
         max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
         dtype: dtype of all floating-point tensors, a key of ``DTYPES``; None preserves their dtypes.
-        prefix: name of a submodule, or start of names. Only tensors whose names begin with this prefix are written, and
-            the prefix is removed from the names. None selects the Hugging Face model in the module, if there is one.
-            ``""`` writes all tensors.
+        prefix: name of a submodule, or prefix of weight names. Only tensors whose names begin with this prefix are
+            written, and the prefix is removed from the names. None selects the Hugging Face model in the module, if
+            there is one. ``""`` writes all tensors.
 
     Raises:
         RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` already exists.

@@ -129,7 +129,7 @@ def _resolved(cls: type) -> dict[str, Any]:
 
 
 def _branches(caught: list[warnings.WarningMessage]) -> list[str]:
-    """Return the places at which a trace recorded only one branch."""
+    """Return the code locations at which a trace recorded only one branch."""
     places = {
         f"{each.filename}:{each.lineno} depends on a value, but only one branch was recorded": None
         for each in caught

@@ -37,7 +37,8 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRate
 
     The transfers are the same as for offloaded tensors: one reader thread, one writer thread, and direct I/O. If the
     file system does not support direct I/O, written data is flushed to the disk before the clock stops. The data is
-    removed from the page cache before it is read. A folder in memory (tmpfs) has the rate of memory, as in a run.
+    removed from the page cache before it is read. If the folder is in memory (tmpfs), the measured rates are the rates
+    of memory, as in a run.
 
     Args:
         folder: folder for the temporary file.

@@ -50,15 +50,15 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Return the bytes that processes can allocate without swapping, within the limit of the container."""
+    """Return the number of bytes that processes can allocate without swapping, within the limit of the container."""
     return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in container_limits())]))
 
 
 def container_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the usage in bytes of this process's control group (v2) and of each parent group with a
-    limit.
+    """Yield the limit and the usage in bytes of this process's control group (v2) and of each parent group, if the
+    group has a limit.
 
     The usage excludes file pages that were not accessed recently (``inactive_file``), because the kernel reclaims them
     on demand (Linux, Documentation/admin-guide/cgroup-v2.rst).

@@ -54,8 +54,8 @@ class Measured:
         operation_s: seconds to start one operation.
         update_bytes_per_s, host_bytes_per_s: bandwidth of an optimizer update, and of transfers from host to device;
             None if not measured.
-        gather, reduce: bandwidth of the collective, in bytes per second that one rank sends, and its latency in
-            seconds; None for one rank.
+        gather, reduce: bandwidth of the collective (bytes that one rank sends per second) and its latency in seconds;
+            None for one rank.
         disk_read, disk_write: rates of reads and writes in the folder for offloading, in bytes per second; None if not
             measured.
         disk_both: total rate of simultaneous reads and writes, in bytes per second; None if not measured.

@@ -1,4 +1,4 @@
-"""Measurement of this machine: processes that compute at the same time, collectives between them, and the disk."""
+"""Measures this machine: concurrent processes, collectives between them, and the disk."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
 
 
 def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Return the bandwidth of a collective (bytes per second that a rank sends) and the seconds of a small collective;
-    None for one rank.
+    """Return the bandwidth of a collective (bytes that a rank sends per second) and the duration of a small collective
+    in seconds; None for one rank.
 
     A collective ends when the slowest rank has finished. The result is the time of the fastest repetition.
     """

@@ -31,11 +31,12 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
     """Return the machine that ``spec`` describes.
 
     Args:
-        spec: name of a GPU, either in the table (``devices.py``) or as CUDA reports the name, case-insensitive. The
+        spec: case-insensitive name of a GPU, either from the table (``devices.py``) or as CUDA reports the name. The
             number of devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
             ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
-            ends in .yaml, .yml or .json is a file with the fields of :class:`Machine`; see :func:`machine_of_dict`.
-        num_nodes: number of nodes; None uses the value of the file, or 1.
+            ends in .yaml, .yml or .json refers to a file with the fields of :class:`Machine`; see
+            :func:`machine_of_dict`.
+        num_nodes: number of nodes; None uses the value in the file, or 1 if there is no value.
 
     Raises:
         RoomierError: the device, the count or the file is invalid.
@@ -57,7 +58,7 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
         raise RoomierError("hardware", text, f"the table of devices does not contain {name!r}", _action(name))
     if devices > MOST_PER_NODE:
         nodes = -(-devices // 8)
-        action = f"Use '{sheet.name}:8' with {nodes} nodes, which is {8 * nodes} devices"
+        action = f"Use '{sheet.name}:8' with {nodes} nodes for {8 * nodes} devices"
         raise RoomierError("hardware", text, f"a node has at most {MOST_PER_NODE} devices", action)
     return sheet.machine(devices, num_nodes or 1)
 
@@ -73,7 +74,9 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
         content = json.loads(text) if path.suffix.lower() == ".json" else yaml.load(text, Loader=BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = f"cannot be read: {' '.join(str(error).split())}"
-        raise RoomierError("hardware", str(path), problem, "Pass a YAML or JSON file with a machine") from error
+        raise RoomierError(
+            "hardware", str(path), problem, "Pass a YAML or JSON file that describes a machine"
+        ) from error
     if not isinstance(content, dict):
         raise RoomierError("hardware", str(path), "must map names to values", "See `roomier hardware --json`")
     return machine_of_dict(content if num_nodes is None else {**content, "num_nodes": num_nodes})

@@ -22,7 +22,7 @@ from roomier.tiers.folder import default_folder, free_bytes
 # Values that are assumed without a measurement: loopback between processes of one host, and one drive of a typical
 # server.
 _EXCHANGE = Link(2e9, 2e-4)
-_NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s, an assumption, because links between machines are never measured
+_NETWORK = Link(1.25e9, 5e-5)  # assumed to be 10 Gbit/s, because links between machines are never measured
 _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 
 

@@ -169,7 +169,7 @@ class Heartbeat:
                     exchange(store)
                     self._stop.wait(self._tick_s)
             finally:
-                self._leave(store)  # publish also after an error, because a rank without records would appear to hang
+                self._leave(store)  # also publish after an error, because a rank without records would appear to hang
 
     def _exchange_as_zero(self, store: Store) -> None:
         judge = self._judge

@@ -28,7 +28,7 @@ class CometLogger(ServiceLogger):
         mode: ``"get_or_create"`` (default), ``"get"`` or ``"create"``.
         online: if False, write only archives, without network access, for a later upload with ``comet upload``. The
             archives are written to ``offline_directory``, or to the run folder by default.
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
         kwargs: arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
 
     Raises:

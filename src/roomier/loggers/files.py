@@ -74,7 +74,7 @@ class FileLogger(GuardedLogger):
         name: folder within ``save_dir``.
         version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses the folder of
             the saved run.
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
     """
 
     file_name: ClassVar[str]

@@ -19,7 +19,7 @@ class GuardedLogger(Logger):
     Calls have no effect on ranks other than the first rank, or after the logger has failed.
 
     Args:
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
     """
 
     def __init__(self, prefix: str | None = "") -> None:

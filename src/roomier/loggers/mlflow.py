@@ -28,9 +28,9 @@ class MLFlowLogger(ServiceLogger):
         tracking_uri: URI of a server, or ``file:<folder>``; None uses the environment variable ``MLFLOW_TRACKING_URI``
             if it is set, otherwise ``file:<save_dir>``.
         tags: tags of a new run.
-        save_dir: folder of the runs if no server is given.
+        save_dir: folder that stores the runs if no server is given.
         log_model: must be False, because checkpoints are not uploaded.
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
         artifact_location: location of the artifacts of a new experiment.
         run_id: id of a run to resume.
         synchronous: wait until the server has received each row; None uses the default of ``mlflow``.

@@ -15,7 +15,7 @@ def service_closed() -> PlanError:
 
 
 class NeptuneLogger:
-    """Placeholder for a logger of Neptune. The Neptune service was shut down.
+    """Placeholder for a Neptune logger. The Neptune service was shut down.
 
     Raises:
         PlanError: always raised, with a list of the available loggers.

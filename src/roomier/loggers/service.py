@@ -22,7 +22,7 @@ class ServiceLogger(GuardedLogger):
     Args:
         project: project that contains the run.
         run_id: id of a run to resume; None opens a new run.
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
     """
 
     PACKAGE: ClassVar[str]

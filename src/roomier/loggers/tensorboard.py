@@ -25,7 +25,7 @@ class TensorBoardLogger(GuardedLogger):
         name: folder within ``save_dir``.
         version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses the folder of
             the saved run.
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
         sub_dir: folder within the folder that ``save_dir``, ``name`` and ``version`` determine.
         default_hp_metric: accepted for compatibility with Lightning, but ignored.
         log_graph: must be False. Call :meth:`log_graph` instead.
@@ -69,7 +69,7 @@ class TensorBoardLogger(GuardedLogger):
                 "Run: pip install 'roomier[tensorboard]'",
             ) from error
         if log_graph:
-            action = "Call logger.log_graph(model, batch) before fit, which runs the model on this batch"
+            action = "Before fit, call logger.log_graph(model, batch), which runs the model on the batch"
             raise RoomierError(
                 "log_graph", log_graph, "is not supported, because a run does not trace the model", action
             )

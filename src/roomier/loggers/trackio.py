@@ -23,7 +23,7 @@ class TrackioLogger(ServiceLogger):
             ``"lightning_logs"``.
         name: name of the run; None generates a name.
         space_id: id of the Hugging Face Space that stores the run; None stores the run on this machine.
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
         kwargs: arguments of ``trackio.init``: ``group``, ``private``, ``auto_log_gpu``, ...
 
     Raises:

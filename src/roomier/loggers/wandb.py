@@ -34,7 +34,7 @@ class WandbLogger(ServiceLogger):
             ``"lightning_logs"``.
         log_model: must be False, because checkpoints are not uploaded.
         experiment: the run that ``wandb.init`` returned.
-        prefix: prefix of each metric's name, separated by ``-``.
+        prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
         kwargs: arguments of ``wandb.init``: ``entity``, ``group``, ``tags``, ...
 
     Raises:

@@ -38,7 +38,7 @@ class LazyForward(WrappedForward):
     def __call__(self, input: Tensor) -> Any:
         layer, device_type = self.layer, input.device.type
         is_cast = torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64
-        is_wrong = not is_cast and input.dtype is not layer.weight.dtype  # For different dtypes, torch raises an error.
+        is_wrong = not is_cast and input.dtype is not layer.weight.dtype  # If the dtypes differ, torch raises an error.
         if is_wrong or torch.compiler.is_compiling():  # The compiler requires real tensors.
             return self.forward(input)
         dtype = torch.get_autocast_dtype(device_type) if is_cast else input.dtype

@@ -37,7 +37,8 @@ from roomier.memory.walk import KINDS, Layout, Walk, gradient_bytes, in_order_of
 from roomier.memory.weights import Unit, Weight
 
 StateBytes = Callable[[Weight, tuple[int, ...]], int]
-"""Function that returns the optimizer's bytes for a weight, given the shape of the shard that this rank updates."""
+"""Function that returns the bytes of a weight's optimizer states, given the shape of the shard that this rank
+updates."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def state_bytes_of(plan: Plan, updated_by: Mapping[str, tuple[Optimizer, Mapping
     Args:
         updated_by: optimizer and parameter group of each weight, by the name of the weight.
     """
-    known: dict[Hashable, int] = {}  # equal blocks have weights of equal shapes
+    known: dict[Hashable, int] = {}  # equal blocks have weights with equal shapes
 
     def states_of(weight: Weight, own: tuple[int, ...]) -> int:
         found = updated_by.get(weight.name)

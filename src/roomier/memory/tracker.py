@@ -247,7 +247,7 @@ class MemoryTracker:
         return [change.num_bytes for change in self._changes[index:]]
 
     def saved_bytes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that each place allocated in a forward and that its backward needs."""
+        """Return the sizes of the tensors that each module allocated in its forward and that its backward needs."""
         found: dict[str, list[int]] = {}
         for each in self._changes:
             if each.phase == "forward" and each.num_bytes > 0 and each.storage.kind is Kind.ACTIVATION:

@@ -130,7 +130,7 @@ class UnitBytes:
 
 
 def unit_bytes(unit: Unit, layout: Layout) -> UnitBytes:
-    """Return the bytes of ``unit`` under ``layout``. Results are cached for equal blocks."""
+    """Return the bytes of ``unit`` under ``layout``. Equal blocks share a cached result."""
     return _unit_bytes(unit.shapes, unit.gathered_dtype, unit.sum_dtype, layout)
 
 
@@ -285,7 +285,7 @@ class Walk:
         self._free_buffer()
 
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
-        """Compute the gradients of ``unit``, in the first or a later micro-batch of a step."""
+        """Compute the gradients of ``unit``. ``is_first`` marks the first micro-batch of a step."""
         self.take_over_gradients(unit, is_first=is_first)
         self.note("backward", unit, "computes")
 
@@ -302,7 +302,7 @@ class Walk:
         return self.layout.accumulates_unsharded and each.sum_dtype == each.gathered_dtype
 
     def end_backward(self, unit: int, *, is_first: bool, is_last: bool) -> None:
-        """End the backward of ``unit``, in the first or last micro-batch of a step."""
+        """End the backward of ``unit``. The flags mark the first and the last micro-batch of a step."""
         size, layout = self.sizes[unit], self.layout
         is_summed = self.units[unit].sum_dtype == self.units[unit].gathered_dtype
         if layout.accumulates_unsharded and not is_last:

@@ -69,7 +69,7 @@ WITHOUT_EFFECT: dict[str, str] = {
 REJECTED: dict[str, tuple[str, str]] = {
     "ddp_comm_wrapper": (
         "is not supported, because roomier does not run hooks of DDP",
-        "Use strategy={'name': 'ddp', 'reduce_dtype': 'bf16'}, which sends bfloat16",
+        "Use strategy={'name': 'ddp', 'reduce_dtype': 'bf16'}, which sends gradients in bfloat16",
     ),
     "model_averaging_period": (
         "is not supported, because ranks reduce gradients in every step",

@@ -124,7 +124,7 @@ def _schedule_options(answers: Answers, name: str, value: Any) -> None:
 
 def _optimizer(answers: Answers, name: str, value: Any) -> None:
     word = str(getattr(value, "value", value))
-    remark = "in contrast to transformers' Adafactor, the rate is relative to the size of each weight"
+    remark = "in contrast to transformers' Adafactor, the learning rate is relative to the size of each weight"
     answers.use(name, word, "optimizer.name", word, remark if word == "adafactor" else "")
 
 

@@ -41,7 +41,7 @@ class Memory(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """True if the storage has memory with the content of the record."""
+        """True if the storage has memory that contains the record."""
         ...
 
     def start(self) -> None:

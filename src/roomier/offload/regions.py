@@ -18,8 +18,8 @@ MIN_BYTES = 2**20
 """By default, the parameters of a module outside the blocks stay on the device if they have fewer bytes, because a
 transfer would take longer than the computation of the module."""
 ALIGNMENT = 512
-"""Parameters start at multiples of this number of bytes. Separate allocations have the same alignment, so the same
-kernels are selected."""
+"""Parameters start at multiples of this number of bytes. Separately allocated tensors have the same alignment, so torch
+selects the same kernels."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def can_leave(parameter: nn.Parameter) -> bool:
 
 
 def _modules_of(network: nn.Module, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Return the blocks and the largest modules outside the blocks that contain no block."""
+    """Yield the blocks and the largest modules outside the blocks that contain no block, with their names."""
     above = {module for module in network.modules() if not blocks.isdisjoint(module.modules()) and module not in blocks}
     seen: set[nn.Module] = set()
 

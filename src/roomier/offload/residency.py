@@ -236,7 +236,7 @@ class Residency:
         self._tier.close()
 
     def absent(self, tensor: object) -> str | None:
-        """Return the name of ``tensor`` if it is a parameter that is not on the device; otherwise None."""
+        """Return the name of ``tensor`` if it is a parameter that is not on the device; otherwise, None."""
         region = self._home.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if region is None or self._memory[region].is_here:
             return None

@@ -41,7 +41,7 @@ class Staging(Protocol):
         ...
 
     def send(self, record: int, content: Tensor) -> None:
-        """Write ``content`` to ``record``, which can be a different record than the source of ``content``."""
+        """Write ``content`` to ``record``, which can differ from the record from which ``content`` was read."""
         ...
 
     def drop(self, content: Tensor) -> None:
@@ -182,7 +182,7 @@ class DeviceStaging:
         if self._inward is None:
             content[:num_bytes].copy_(buffer[:num_bytes])
             return _Present(content, buffer, num_bytes)
-        self._inward.wait_stream(computing_stream(self._device))  # the memory can be in use by earlier kernels
+        self._inward.wait_stream(computing_stream(self._device))  # earlier kernels may still use the memory
         if record in self._written:
             self._inward.wait_event(self._written[record])
         with self._inward:
@@ -223,7 +223,7 @@ class DeviceStaging:
 
     def _drop(self, present: _Present) -> None:
         if present.arrived is not None:
-            computing_stream(self._device).wait_event(present.arrived)  # before the memory is reused
+            computing_stream(self._device).wait_event(present.arrived)  # the memory must not be reused earlier
         if present.buffer is not None:
             waits = present.arrived is not None and self._tier.uses_threads
             self._tier.drop(present.buffer, present.arrived.synchronize if waits else None)

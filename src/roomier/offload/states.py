@@ -116,7 +116,7 @@ def record_bytes(unit: Unit, state_bytes: Mapping[nn.Parameter, int], *, holds_w
 
 
 def record_size(state_bytes: Sequence[int], weight_bytes: Sequence[int]) -> int:
-    """Return the size of a record with room for the states and the weights of parameters with these sizes."""
+    """Return the size of a record that has room for states and weights with these sizes."""
     states = sum(each + _MAX_STATES * ALIGNMENT for each in state_bytes)
     return aligned(states) + sum(map(aligned, weight_bytes))
 

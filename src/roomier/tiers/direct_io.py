@@ -1,4 +1,4 @@
-"""Functions that read and write aligned buffers at given positions of a file. These functions bypass the page cache if
+"""Functions that read and write aligned buffers at given positions in a file. These functions bypass the page cache if
 the file system supports direct I/O.
 
 [Note: direct I/O]
@@ -49,7 +49,7 @@ def set_direct(file: int) -> bool:
 
 
 def read(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
-    """Fill ``buffer`` (uint8) with the content of the file from ``position``.
+    """Fill ``buffer`` (uint8) with the content of the file, starting at ``position``.
 
     If ``buffer`` is not aligned, the content is read through an aligned chunk.
 

@@ -242,8 +242,7 @@ class DiskTier:
             self._scratch.close()
 
     def _begin(self) -> None:
-        """Prepare a method call: unmap the mapped records, and raise the error of an earlier transfer if a transfer has
-        failed."""
+        """Prepare a method call: unmap the mapped records and, if an earlier transfer has failed, raise its error."""
         assert self._is_open, "the tier is closed"
         self._unmap()
         self._scratch.check()

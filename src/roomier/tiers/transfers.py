@@ -50,7 +50,7 @@ class Transfers:
     """Reader thread and writer thread. See [Note: one reader and one writer].
 
     Args:
-        read, write: functions that move the bytes between a buffer and a position of the file.
+        read, write: functions that move the bytes between a buffer and a position in the file.
 
     Attributes:
         changed: condition that protects the state of all jobs. The condition is notified when a job is complete.

@@ -54,7 +54,11 @@ _GROUPS: list[tuple[str, str, str]] = [
         "log_trace_cache_warnings enable_sanity_checks",
         "this key enables a check of DeepSpeed's code",
     ),
-    ("zero_optimization", "save_muon_momentum_buffer_in_memory", "the argument offload places optimizer states"),
+    (
+        "zero_optimization",
+        "save_muon_momentum_buffer_in_memory",
+        "the argument offload determines where optimizer states are stored",
+    ),
     ("zero_optimization", "cpu_offload_use_pin_memory", _BUFFERS),
     ("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory", _BUFFERS),
     (
