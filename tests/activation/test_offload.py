@@ -130,7 +130,7 @@ def test_every_read_waits_for_its_copy(keep: Keep) -> None:
 @pytest.mark.parametrize("keep", Keep)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_with_late_copies(kind: str, keep: Keep) -> None:
-    """Test position embeddings that all blocks share, skip connections, and caches of matrix products."""
+    """Test position biases that all blocks share, skip connections, and caches of matrix products."""
 
     def step(keeps: Keep | None) -> Any:
         torch.manual_seed(0)

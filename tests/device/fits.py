@@ -1,4 +1,4 @@
-"""Fits of a small GPT on the simulated accelerator and on the CPU, with everything that a test compares."""
+"""Fits of a small GPT on the simulated accelerator and on the CPU, with all values that a test compares."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.simulator import simulated
 from tests.simulator.gpt import CONTEXT, GPT, batches
 
 NUM_STEPS = 5
-WIDTH = 256  # large enough that rounding of allocations is below 1 % of the bytes
+WIDTH = 256  # large enough that the rounding of allocations is less than 1 % of the bytes
 LEARNING_RATE, EPS = 3e-3, 1e-3  # an eps of this size does not amplify the rounding of small gradients
-CHECKED_STEPS = range(2, NUM_STEPS - 1)  # states are created in the first steps, and the last step is a log step
+CHECKED_STEPS = range(2, NUM_STEPS - 1)  # the first steps create states, and the last step is a log step
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Fit:
     Attributes:
         losses: the losses of the rank's micro-batches.
         weights: the unsharded weights after the fit, on the CPU.
-        races: accesses that no wait orders.
-        waits: waits of the host in each of ``CHECKED_STEPS`` that has waits, by kind.
-        peak_bytes: peak of the allocated bytes of the device from the third step on, without bytes that were allocated
+        races: conflicting accesses that no wait orders.
+        waits: for each of ``CHECKED_STEPS`` in which the host waits, the number of waits by kind.
+        peak_bytes: peak of the allocated bytes on the device from the third step on, without bytes that were allocated
             before the fit.
         forecast_bytes: forecast of the peak, for the rank with the highest peak. 0 on the other ranks.
         least_bytes: the same forecast with full recomputation, if the plan has an activation budget.
@@ -163,7 +163,7 @@ class Comparison:
     Attributes:
         losses: largest relative difference of a loss.
         weights: largest difference of a weight, relative to the largest weight of its tensor.
-        fit: the fit on the accelerator, without its losses and weights.
+        fit: result of the fit on the accelerator, without losses and weights.
     """
 
     losses: float
@@ -177,7 +177,7 @@ def compare(keywords: dict[str, Any], sizes: dict[str, int], is_rejected: bool =
     Args:
         keywords: arguments of the Trainer.
         sizes: arguments of ``fit``.
-        is_rejected: check that the Trainer rejects the arguments, and return None.
+        is_rejected: True to check that the Trainer rejects the arguments, and to return None.
     """
     if is_rejected:
         with pytest.raises(PlanError):

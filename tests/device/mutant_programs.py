@@ -49,7 +49,7 @@ _DELAY_S = 0.3
 
 
 def batches_on_the_copy_stream() -> list[Any]:
-    """The device still reads a batch when the host frees it and requests the next batch."""
+    """The device still reads a batch when the host frees this batch and requests the next batch."""
     mover = BatchMover(device())
     total = torch.zeros(64, device=DEVICE)
     for number in range(4):
@@ -90,7 +90,7 @@ def blocks_on_disk() -> list[Any]:
 
 
 def blocking_offload() -> list[Any]:
-    """The host reads a copy that was made by a device without streams."""
+    """The host reads a copy that a device without streams created."""
     return [Copies(device()).to_host(pending())]
 
 
@@ -120,7 +120,7 @@ def update_numbers() -> list[Any]:
 
 
 class Skipping(nn.Module):
-    """A block of which one norm is not called. Norms and linear layers have different dtypes in mixed precision."""
+    """Block in which one norm is not called. Norms and linear layers have different dtypes in mixed precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def fit() -> list[Any]:
 
 
 class _Later:
-    """Work of a process group that communicates when the host waits for it, as late as possible."""
+    """Work of a process group that communicates as late as possible, when the host waits for the work."""
 
     def __init__(self, communicate: Callable[[], Any]) -> None:
         self._communicate = communicate
@@ -253,7 +253,7 @@ def timed_pairwise_on_the_host() -> list[Any]:
 
 
 def powersgd_on_the_host() -> list[Any]:
-    """A bucket has been sent when the hook returns, so that buckets do not overlap."""
+    """The hook returns after its bucket has been sent, so that buckets do not overlap."""
     registered: list[Any] = []
     PowerSGD(None, None).register(SimpleNamespace(register_comm_hook=lambda *hook: registered.append(hook)))  # type: ignore[arg-type]
     ((state, hook),) = registered

@@ -69,7 +69,7 @@ def figures_of_the_spike_guard() -> list[Any]:
 
 
 class _OfTwo:
-    """``Ranks`` of which only rank 0 exists. Values are encoded as for real ranks."""
+    """``Ranks`` with two ranks, of which only rank 0 exists. Values are encoded as for real ranks."""
 
     is_alone = False
 
@@ -166,7 +166,7 @@ def exported_adapter() -> list[Any]:
 
 
 def exported_modules() -> list[Any]:
-    """Export an adapter of a network with a module that is trained completely."""
+    """Export the adapters of a network that also has a module whose weights are all trained."""
     folder = Path(tempfile.mkdtemp(prefix="mutant-"))
     network = nn.ModuleDict({"a": nn.Linear(8, 8), "head": nn.Linear(8, 2)})
     apply_lora(network, [], AdapterPlan(lora_rank=2, lora_targets="a", lora_trained="head"))
@@ -180,7 +180,7 @@ def exported_modules() -> list[Any]:
 
 
 def inputs_of_onnx() -> list[Any]:
-    """The inputs of a model are passed to onnxruntime, which is replaced here."""
+    """The inputs of a model are passed to a replacement for onnxruntime."""
 
     class Session:
         def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -204,7 +204,7 @@ def inputs_of_onnx() -> list[Any]:
 
 
 def known_values_of_planner() -> list[Any]:
-    """A forecast reads small whole numbers of a batch, such as lengths."""
+    """A forecast reads small integers from a batch, such as lengths."""
     lengths = pending().long()
     return [workload._shape_of(lengths)]
 

@@ -24,7 +24,7 @@ def device() -> torch.device:
 
 
 def pending() -> Tensor:
-    """Return a tensor of the device whose values are not computed yet."""
+    """Return a tensor on the device whose values are not computed yet."""
     with simulated.allowed_host_waits():
         start = torch.arange(1.0, 65.0).to(DEVICE)
         torch.accelerator.synchronize()
@@ -32,7 +32,7 @@ def pending() -> Tensor:
 
 
 def digest(values: list[Any]) -> str:
-    """Return a hash of tensors on the host, bytes and numbers. No value of the device is read."""
+    """Return a hash of tensors in host memory, bytes and numbers. No value is read from the device."""
     found = hashlib.sha256()
     for value in values:
         found.update(_bytes(value))
@@ -52,10 +52,10 @@ class Scenario:
     """A program that is sensitive to a synchronization.
 
     Attributes:
-        run: function that returns tensors on the host, bytes and numbers.
+        run: function that returns tensors in host memory, bytes and numbers.
         keywords: arguments of ``run``.
         num_ranks: number of ranks that run the program.
-        compares_waits: whether a different number of host waits is a defect, as in measurements of time.
+        compares_waits: True if a different number of host waits is a defect, as in measurements of time.
     """
 
     run: Callable[..., list[Any]]
@@ -86,7 +86,7 @@ def _observe(scenario: Scenario, *, is_mutated: bool = False) -> _Observed:
 
 
 def _finish() -> None:
-    """Finish all work, so that one program does not race with the next one."""
+    """Finish all work, so that one program does not race with the next program."""
     gc.collect()
     with simulated.allowed_host_waits():
         torch.accelerator.synchronize()
@@ -94,7 +94,7 @@ def _finish() -> None:
 
 
 def defects(rows: Sequence[tuple[Scenario, str]]) -> list[list[str]]:
-    """Run each program without its synchronization, and return how the missing synchronization is detected.
+    """Run each program without one of its synchronizations, and return how the missing synchronization is detected.
 
     The result of a mutant contains ``"numbers"``, ``"race"``, ``"waits"`` or ``"error"``. The list ends with the first
     mutant that raises an error, because this process cannot be used again.

@@ -21,10 +21,10 @@ _NUM_STEPS = 4
 
 
 class FrozenLater(Language):
-    """A small GPT. After some steps, its first blocks receive no gradients.
+    """A small GPT. After some steps, the first blocks receive no gradients.
 
     Attributes:
-        is_frozen: whether gradients end after the second block.
+        is_frozen: True if gradients end after the second block.
     """
 
     def __init__(self) -> None:

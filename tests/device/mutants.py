@@ -1,6 +1,6 @@
 """Table of all synchronizations, and the program that fails without each of them.
 
-A row without a program has a proof that no program can show a difference.
+A row without a program contains a proof that no program can show a difference.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ PROGRAMS: dict[str, Scenario] = {
     "shards": Scenario(train_shards, {"kind": "cpu", "updates_late": True}, num_ranks=2),
 }
 
-# Program of each synchronization of roomier.
+# The program that fails without each synchronization of roomier.
 DETECTED: dict[str, str] = {
     "roomier.activation.disk_copies:DiskCopies._finished_ns | self.wait(self.mark())": "disk times",
     "roomier.activation.disk_copies:DiskCopies.wait | self._link.wait(mark.read.mark)": "disk",
@@ -188,7 +188,8 @@ EQUIVALENT: dict[str, str] = {
     "copies run on its computing stream. The host waits for the second copy, which runs after the first copy.",
 }
 
-# Calls with the name of a synchronization that wait for processes or threads. They order no work of a device.
+# Calls with the name of a synchronization that wait for processes or threads. These calls do not order any work of a
+# device.
 OF_THE_HOST = {
     "roomier.bench.gpu.case:run_with_limit | process.wait(limit_s)",
     "roomier.bench.gpu.case:_kill_session | process.wait()",

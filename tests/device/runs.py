@@ -51,7 +51,7 @@ def loader(num_batches: int = NUM_STEPS, *, shuffle: bool = False, batch_size: i
 
 
 def trainer_of(folder: Path, accelerator: str, callbacks: Sequence[Callback] = (), **keywords: Any) -> Trainer:
-    """Return a Trainer that trains ``NUM_STEPS`` steps and prints no text. It has no logger by default."""
+    """Return a Trainer that trains ``NUM_STEPS`` steps and prints no text. By default, the Trainer has no logger."""
     # With this eps, Adam does not amplify the rounding of gradients that are almost zero.
     optimizer = {"name": "adamw", "lr": 3e-3, "eps": 1e-3}
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)

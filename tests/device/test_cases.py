@@ -58,7 +58,7 @@ def peaks_of_steps(folder: Path, keywords: dict[str, Any]) -> list[int]:
 
 
 def run_out_of_memory(folder: Path, keywords: dict[str, Any]) -> str:
-    """Run out of memory, write the plan of the error, and return its text."""
+    """Run out of memory, write the plan that the error suggests, and return the text of the error."""
     trainer = trainer_of(folder, DEVICE, [ModelCheckpoint(every_n_train_steps=1)], **keywords)
     with pytest.raises(OutOfMemory) as caught:
         trainer.fit(Language(WIDTH), loader(batch_size=LARGE_BATCH))
@@ -69,7 +69,7 @@ def run_out_of_memory(folder: Path, keywords: dict[str, Any]) -> str:
 
 
 def resume_with_plan(folder: Path) -> tuple[int, int]:
-    """Resume the run with the written plan. Return the first step and the last step."""
+    """Resume the run with the written plan, and return the first step and the last step."""
     plan = Plan.from_yaml((folder / "plan.yaml").read_text())
     steps: list[int] = []
 
@@ -182,7 +182,7 @@ def test_an_interrupted_run_continues_with_the_same_bits(
 
 
 def resume_on_both(folder: Path, keywords: dict[str, Any]) -> list[float]:
-    """Return the differences of runs that change their device to a run on the CPU."""
+    """Return the differences between runs that change their device and a run on the CPU."""
     whole = train(folder / "whole", "cpu", keywords, dropout=0.0)
     differences = []
     for first, second in (("cpu", DEVICE), (DEVICE, "cpu"), (DEVICE, DEVICE)):
@@ -272,7 +272,7 @@ class Waits(Callback):
 
 
 def fit_nested(folder: Path) -> dict[str, tuple[float, dict[str, int], list[str]]]:
-    """Return the difference to the CPU, waits and races with a DataLoader and with a list of batches."""
+    """For a DataLoader and for a list of batches, return the difference from the CPU, the waits and the races."""
     tokens = torch.cat(batches(NUM_STEPS))
     found = {}
     for kind in ("DataLoader", "list"):
@@ -323,7 +323,7 @@ class Gate(Callback):
         store._write_file = write_later
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step - 1 in SAVED_STEPS:  # one step ran after the save started
+        if trainer.global_step - 1 in SAVED_STEPS:  # one step has run since the save started
             self.num_open_saves += 1
             self.opened.set()
         elif trainer.global_step in SAVED_STEPS:

@@ -1,4 +1,5 @@
-"""Strategies and memory techniques on the simulated accelerator: numbers of the CPU, no races, no waits, forecasts."""
+"""Strategies and memory techniques on the simulated accelerator: equal numbers as on the CPU, no races, no waits, and
+forecasts."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ SETTINGS = [(strategy, schedule) for schedule in ("LATE", "OTHERS_FIRST") for st
 
 
 def selections() -> list[Any]:
-    """Return each strategy and schedule with one or two of the levers, and with all other levers as a slow test.
+    """Return each strategy and schedule with one or two of the levers, and as slow tests with all other levers.
 
     Each lever is selected once. The factor and the offset of its setting are chosen such that the levers that move
     memory are selected with sharded strategies, and no selected combination is rejected.
@@ -110,7 +111,7 @@ def test_sequential_communication(on_simulated: SimulatedRanks, strategy: str) -
 
 
 def problems_of(lever: str, strategy: str, results: list[Comparison]) -> list[str]:
-    """Return the expectations that the results of the ranks do not meet."""
+    """Return the expectations that the results of the ranks do not satisfy."""
     found = []
     loss_bound, weight_bound = bounds_of(lever, strategy)
     for rank, each in enumerate(results):
@@ -124,7 +125,8 @@ def problems_of(lever: str, strategy: str, results: list[Comparison]) -> list[st
         ]
     peak_bytes = max(each.fit.peak_bytes for each in results)
     forecast = results[0].fit
-    # A budget is an upper bound. Blocks choose by measured times, and two blocks have few choices.
+    # A budget is an upper bound. The choice for each block depends on measured times, and two blocks have few possible
+    # choices.
     least_bytes = forecast.least_bytes or forecast.forecast_bytes
     if not least_bytes * 0.99 <= peak_bytes <= forecast.forecast_bytes * 1.01:
         found.append(f"peak {peak_bytes} bytes, forecast {least_bytes} to {forecast.forecast_bytes} bytes")
@@ -135,7 +137,7 @@ def bounds_of(lever: str, strategy: str) -> tuple[float, float]:
     """Return the bounds of the relative differences of losses and weights."""
     if lever in ("bf16-mixed", "16-mixed"):
         # autocast uses different lists of operations on a CPU and on accelerators, so some operations round to 16 bits
-        # on one of them only.
+        # only on one of these devices.
         return 2e-2, 2e-2
     if strategy not in REORDERED:
         return 0.0, 0.0
@@ -155,7 +157,7 @@ def bounds_of(lever: str, strategy: str) -> tuple[float, float]:
 
 
 def dropout_fits(keywords: dict[str, Any]) -> tuple[tuple[float, float], tuple[float, float], list[str]]:
-    """Return the differences that recomputation and dropout make, and races."""
+    """Return the differences that recomputation and dropout cause, and the races."""
     saved = fit(simulated.DEVICE, keywords, dropout=0.2)
     recomputed = fit(simulated.DEVICE, {**keywords, "activation_checkpointing": "full"}, dropout=0.2)
     without = fit(simulated.DEVICE, keywords)

@@ -26,7 +26,7 @@ MISSING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def compare_with_cpu(folder: Path, keywords: dict[str, Any]) -> tuple[float, list[str], list[str]]:
-    """Return the difference of the weights, the notices about the device in two fits, and the races."""
+    """Return the difference between the weights, the notices about the device in two fits, and the races."""
     printed = io.StringIO()
     fits = []
     for accelerator in (DEVICE, DEVICE, "cpu"):

@@ -15,7 +15,7 @@ from tests.simulator.workers import SimulatedRanks
 
 SCHEDULES = ("LATE", "OTHERS_FIRST")
 TIMEOUT_S = 120.0
-# One synchronization of each kind: a stream, an event, memory, a copy that the host reads.
+# One synchronization of each kind: for a stream, an event, memory, and a copy that the host reads.
 REPRESENTATIVES = [
     "roomier.activation.offload:StreamCopies._copy | self._stream.wait_event(start)",
     "roomier.activation.offload:StreamCopies.wait | computing_stream(self.device).wait_event(mark)",
@@ -82,7 +82,8 @@ def check(
     num_ranks: int,
     schedule: str,
 ) -> None:
-    """Check that each mutant of the programs with ``num_ranks`` is detected, and print how."""
+    """Check that each mutant of the programs with ``num_ranks`` ranks is detected, and print how the mutant is
+    detected."""
     of_size = {mutant: programs[name] for mutant, name in detected.items() if programs[name].num_ranks == num_ranks}
     found = defects_of(on_simulated, of_size, schedule)
     for mutant, kinds in found.items():
@@ -101,7 +102,7 @@ def defects_of(on_simulated: SimulatedRanks, rows: Mapping[str, Scenario], sched
         calls = [(rows[mutant], mutant) for mutant in part]
         try:
             by_rank = on_simulated(num_ranks, defects, calls, schedule=schedule, timeout_s=TIMEOUT_S)
-        except RankFailed as error:  # a rank died, or the ranks wait for each other
+        except RankFailed as error:  # a rank has died, or the ranks wait for each other
             if "in _expected" in str(error):
                 raise  # the complete program fails
             if size > 1:

@@ -1,4 +1,4 @@
-"""Memory techniques on the accelerator of this machine, compared with the CPU and with the forecast of the memory.
+"""Memory techniques on the accelerator of this machine, compared with the CPU and with the memory forecast.
 
 ``make gpu`` runs this file. The environment variable ``ROOMIER_TEST_ACCELERATOR`` selects the accelerator.
 """
@@ -27,7 +27,8 @@ from tests.simulator.gpt import CONTEXT
 
 ACCELERATOR = os.environ.get("ROOMIER_TEST_ACCELERATOR", "")
 WIDTH, BATCH_SIZE = 256, 16
-# The kernels of a device sum in a different order. Each term of the longest sum and each step adds at most eps / 2.
+# The kernels of a device sum in a different order. Each term of the longest sum, and each step, adds an error of at
+# most eps / 2.
 BOUND = NUM_STEPS * 4 * WIDTH * torch.finfo(torch.float32).eps / 2
 # autocast uses other lists of operations on the CPU than on accelerators, so some operations compute in other dtypes.
 BF16_BOUND = 2e-2

@@ -1,4 +1,4 @@
-"""Commands and tests that load the simulated accelerator as a plugin of torch, as the package of a real device."""
+"""Commands and tests that load the simulated accelerator as a plugin of torch, like the package of a real device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLUGIN = ROOT / "tests" / "simulator" / "plugin"  # declares an entry point that
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """Return environment variables with which processes have the device."""
+    """Return the environment variables that make the device available in processes."""
     reason = missing_requirement()
     if reason is not None:
         pytest.skip(reason)

@@ -25,7 +25,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def evaluate(folder: Path, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return losses of fit, validation, test and prediction."""
+    """Return the losses of a fit, a validation, a test and a prediction."""
     found: dict[str, Any] = {}
     for accelerator in ("cpu", DEVICE):
         module = Language(WIDTH)
@@ -71,7 +71,7 @@ class Gathering(Language):
 
 
 def train_on_gathered_batches(folder: Path) -> tuple[float, list[str]]:
-    """Return the difference to the CPU, and the races."""
+    """Return the difference from the CPU, and the races."""
     found = {}
     for accelerator in ("cpu", DEVICE):
         module = Gathering()
@@ -103,11 +103,11 @@ def test_callbacks_read_the_memory_of_the_device(on_simulated: SimulatedRanks, t
     assert merged["memory/measured_bytes"] == pytest.approx(merged["memory/forecast_bytes"], rel=0.01)
     allocated = [row[ALLOCATED] for row in rows if ALLOCATED in row]
     assert len(allocated) == NUM_STEPS
-    assert 0 < max(allocated) < merged["memory/measured_bytes"]  # between steps, no activations exist
+    assert 0 < max(allocated) < merged["memory/measured_bytes"]  # between steps, there are no activations
 
 
 def plan_and_fit(folder: Path) -> tuple[int, float, int, list[str]]:
-    """Return the number of micro-batches of the plan, the difference to the CPU, the peak and the races."""
+    """Return the number of micro-batches in the plan, the difference from the CPU, the peak and the races."""
     module, on_cpu = Language(WIDTH), Language(WIDTH)
     trainer = trainer_of(folder, DEVICE, enable_checkpointing=False, strategy="auto")
     trainer.fit(module, loader(batch_size=16))

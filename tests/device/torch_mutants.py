@@ -1,4 +1,4 @@
-"""Synchronizations of torch 2.13 in the strategies of roomier: FSDP2, DDP, and the collectives that roomier calls."""
+"""Synchronizations of torch 2.13 that roomier's strategies use: FSDP2, DDP, and the collectives that roomier calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.device import mutant_programs as programs
 from tests.device.mutant_scenario import Scenario
 from tests.device.synchronizations import synchronizations
 
-VERSION = "2.13"  # the names of the functions depend on it
+VERSION = "2.13"  # the names of the functions depend on this version
 
 _FSDP = "torch.distributed.fsdp._fully_shard."
 _COLLECTIVES = _FSDP + "_fsdp_collectives:"
@@ -202,7 +202,8 @@ OF_THE_HOST = {_C10D + "barrier | work.wait()"}
 
 
 def of_torch() -> Iterator[str]:
-    """Yield the synchronizations of ``MODULES``, in ``distributed_c10d`` only of functions that roomier calls."""
+    """Yield the synchronizations of ``MODULES``. In ``distributed_c10d``, only functions that roomier calls are
+    included."""
     called = _called_collectives()
     for module in MODULES:
         for each in synchronizations(module):

@@ -5,7 +5,7 @@ import torch
 
 
 def have_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str | None, *, index: int = 0, count: int = 1) -> None:
-    """Let ``torch.accelerator`` report ``count`` devices of ``kind``; None reports no accelerator."""
+    """Make ``torch.accelerator`` report ``count`` devices of ``kind``. None reports no accelerator."""
     found = None if kind is None else torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)

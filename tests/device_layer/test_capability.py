@@ -22,7 +22,7 @@ NONE = Capabilities(False, False, False, False, frozenset(), frozenset())
 
 
 def with_capabilities(monkeypatch, has):
-    """Let code treat the CPU as a device with the capabilities ``has``."""
+    """Make code treat the CPU as a device with the capabilities ``has``."""
     monkeypatch.setattr(capability, "_ON_CPU", has)
 
 

@@ -1,4 +1,4 @@
-"""Models for the tests of materialization, and comparisons of their tensors."""
+"""Models for tests of materialization, and comparisons of their tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def differences(found: nn.Module, expected: nn.Module) -> list[str]:
-    """Return the names of tensors that differ in any bit, or that should be tied but are not."""
+    """Return the names of the tensors that differ in any bit, and of the tensors that should be tied but are not
+    tied."""
     ours, theirs = whole_tensors(found), whole_tensors(expected)
     names = [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
     untied = {name for name, _ in found.named_parameters()} ^ {name for name, _ in expected.named_parameters()}
@@ -72,7 +73,7 @@ def make_tied_gpt() -> nn.Module:
 
 
 class Temperature(nn.Module):
-    """Module with one parameter without dimensions."""
+    """Module with a single parameter, which has no dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Layers(nn.Module):
 
 
 class CustomStart(nn.Module):
-    """Constructors that initialize weights in all ways that are in use."""
+    """Module whose constructors initialize weights in all common ways."""
 
     def __init__(self) -> None:
         super().__init__()

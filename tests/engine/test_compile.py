@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph per kind of block, the results of an uncompiled run, and restored forwards.
+"""Compiled blocks: one graph per kind of block, equal results as without compilation, and restored forwards.
 
 Most tests use a backend that only traces, which takes a second. One test uses the real compiler.
 """
@@ -28,7 +28,7 @@ BATCH = {"input_ids": TOKENS, "targets": TOKENS}
 
 Make = Callable[..., Trainer]
 
-# Warnings of the compiler, which would stop if they were errors.
+# Warnings of the compiler. As errors, these warnings would stop the compiler.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
@@ -174,7 +174,7 @@ def test_blocks_run_uncompiled_after_the_run(make_trainer: Make) -> None:
 
 @pytest.mark.usefixtures("only_traced")
 def test_a_copy_computes_with_its_own_weights() -> None:
-    """Callbacks that average weights create such a copy."""
+    """Callbacks that average weights create such copies."""
     network = make_gpt(1)
     compile_blocks(network.blocks, CPU)
     hidden = torch.randn(2, 4, 16)

@@ -1,4 +1,4 @@
-"""Compiled blocks on several ranks train like uncompiled ones. Unsharding runs outside of the compiled code."""
+"""On several ranks, compiled blocks train like uncompiled blocks. Unsharding runs outside of the compiled code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETUP = Setup(accumulate=2, clip=0.5, num_steps=2, terms="none on one")
 
 
 def apart(setup: Setup, levers: list[dict[str, Any]], backend: str) -> list[tuple[float, float, int]]:
-    """Return the differences of losses and weights to an uncompiled run, and the number of graphs, for each lever."""
+    """For each lever, return the differences of losses and weights from an uncompiled run, and the number of graphs."""
     from roomier.core import torch_private
 
     warnings.simplefilter("ignore")  # warnings of the compiler

@@ -117,7 +117,8 @@ KINDS = (TokenMean, Classifier, Regression, Summed, OwnCount, ClassWeighted)
 def gradient_of(kind, batches):
     torch.manual_seed(0)
     module = kind()
-    plan = plan_from_flags(accelerator="cpu", precision="64-true")  # to test the property without the rounding of fp32
+    # so that the test is not affected by the rounding of fp32
+    plan = plan_from_flags(accelerator="cpu", precision="64-true")
     engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), plan=plan)
     loss = engine.forward_backward(module.training_step, batches)
     return loss, [parameter.grad.clone() for parameter in module.parameters()]
@@ -147,7 +148,7 @@ def check_gradient(kind, sizes, seed):
     generator = torch.Generator().manual_seed(seed)
     batches = [kind.make(size, generator) for size in sizes]
     if kind is TokenMean:
-        batches[0]["labels"][0] = 1  # a step without loss terms would raise
+        batches[0]["labels"][0] = 1  # a step without loss terms would raise an error
         if len(batches) == 1 or not (batches[0]["labels"] != -100).any():
             return
     loss, parts = gradient_of(kind, batches)
@@ -158,7 +159,7 @@ def check_gradient(kind, sizes, seed):
 
 @pytest.mark.parametrize("kind", [TokenMean, Classifier, Regression, OwnCount, ClassWeighted])
 def test_a_mean_of_means_has_a_different_gradient(kind):
-    """Equal weights for all micro-batches compute a different gradient."""
+    """Equal weights for all micro-batches would result in a different gradient."""
     generator = torch.Generator().manual_seed(3)
     batches = [kind.make(size, generator) for size in (1, 9)]
     if kind is TokenMean:
@@ -169,7 +170,7 @@ def test_a_mean_of_means_has_a_different_gradient(kind):
 
 
 def test_a_micro_batch_without_terms_does_not_contribute():
-    """Its loss is 0/0, and the step is computed from the other micro-batches."""
+    """The loss of such a micro-batch is 0/0, and the step is computed from the other micro-batches."""
     generator = torch.Generator().manual_seed(0)
     full, empty = TokenMean.make(6, generator), TokenMean.make(6, generator)
     full["labels"][0] = 1

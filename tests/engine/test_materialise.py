@@ -1,4 +1,4 @@
-"""A model that is materialized in shards has the weights of a single process, bit for bit."""
+"""A model that is materialized in shards has bit for bit the same weights as in a single process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def seed(number: int) -> None:
 
 
 def as_one_process(make: Make) -> tuple[nn.Module, Tensor]:
-    """Return the model and the next random numbers."""
+    """Return the model, and the random numbers that are drawn next."""
     seed(7)
     return make(), torch.rand(3)
 
@@ -161,7 +161,7 @@ def test_models_of_hugging_face_initialize_their_weights(on_ranks: RankPool) -> 
 
 
 class Scale(nn.Module):
-    """Its constructor sets the weight to ones, which no reset_parameters() repeats."""
+    """The constructor sets the weight to ones, but no reset_parameters() does the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,8 @@ def test_lost_initialization_of_a_constructor_is_reported(capsys: pytest.Capture
     for network in networks:
         built(network, plan_for("single", 1), Ranks())
         reported.append(capsys.readouterr().err)
-    assert reported[:2] == ["", ""]  # torch's constructors do not initialize more, and GPT has a reset_parameters
+    # torch's constructors initialize no other values, and GPT has a method reset_parameters
+    assert reported[:2] == ["", ""]
     assert "Layers was built on the meta device" in reported[2]
     assert "build Layers in configure_model" in reported[2]
 
@@ -363,7 +364,7 @@ class OnMeta(Learner):
 
 
 def resumed(folder: Path, num_ranks: int) -> bool:
-    """Return whether two steps, a checkpoint and two more steps are equal to four steps."""
+    """Return True if two steps, a checkpoint and two more steps equal four steps."""
     seed(3)
     straight = OnMeta()
     fit(straight, folder, num_ranks, max_steps=4)

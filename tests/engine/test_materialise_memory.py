@@ -1,4 +1,5 @@
-"""No rank holds a full sharded model: resident memory while the model is built, in MiB."""
+"""No rank holds a full copy of a sharded model. The tests measure the resident memory in MiB while the model is
+built."""
 
 from __future__ import annotations
 

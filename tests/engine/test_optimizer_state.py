@@ -7,7 +7,8 @@ from roomier.engine.optimizer_state import load_optimizer, optimizer_state, para
 
 
 def test_a_nested_state_is_on_the_device_of_its_parameter():
-    """LBFGS stores lists of tensors. The meta device represents a device other than the checkpoint's."""
+    """LBFGS stores lists of tensors. The meta device represents a device that differs from the device of the
+    checkpoint."""
     net = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
 

@@ -85,10 +85,10 @@ def test_clip_returns_the_norm_before_clipping():
     model = nn.Linear(3, 1)
     engine = roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan_from_flags(**ON_CPU))
     engine.forward_backward(lambda x: model(x).sum(), [torch.tensor([[3.0, 4.0, 0.0]])])
-    assert float(engine.clip(1.0)) == pytest.approx(26**0.5)  # 3, 4, 0 and 1 for the bias
+    assert float(engine.clip(1.0)) == pytest.approx(26**0.5)  # the gradients are 3, 4 and 0, and 1 for the bias
     squares = sum(float(p.grad.pow(2).sum()) for p in model.parameters())
     assert squares == pytest.approx(1.0, rel=1e-4)
-    assert engine.clip() is None  # the plan has no limit
+    assert engine.clip() is None  # the plan has no limit for gradients
     assert engine.clip(0.01, "value") is None
     assert max(float(p.grad.abs().max()) for p in model.parameters()) == pytest.approx(0.01)
 
@@ -212,7 +212,7 @@ def test_several_optimizers():
 
 
 def test_another_engine_loads_the_state():
-    """The next step of both engines is equal."""
+    """Both engines then take equal steps."""
     model, data = Net().eval(), batches(4)
     plan = plan_from_flags(**ON_CPU)
     engine = roomier.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), plan=plan)

@@ -1,4 +1,4 @@
-"""Optimizers that step during backward compute the same weights as after backward, bit for bit."""
+"""Optimizers that step during backward compute bit for bit the same weights as optimizers that step after backward."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_one_step_counts_as_one() -> None:
         num_calls += 1
 
     optimizer.register_step_post_hook(count)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # warns if it steps before the optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # the scheduler warns if it steps before the optimizer
     train(network, engine, 3)
     scheduler.step()
     assert num_calls == 3
@@ -245,7 +245,7 @@ def test_lbfgs_is_rejected() -> None:
 
 
 class CountsInItsGroup(torch.optim.Optimizer):
-    """Optimizer that counts its calls, as in some other packages."""
+    """Optimizer that counts its calls, like the optimizers of some other packages."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3, "step": 0})
@@ -324,7 +324,7 @@ ON_RANKS = {
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "hsdp"])
 def test_sharded_weights(on_ranks: RankPool, strategy: str, every_pair: bool) -> None:
-    """Every second case has a tied output layer, or each case is tested with and without it."""
+    """Either every second case has a tied output layer, or each case is tested with and without a tied output layer."""
     cases = {
         (name, make_task): replace(setup, levers={"step_in_backward": True}, num_steps=4)
         for index, (name, setup) in enumerate(ON_RANKS.items())

@@ -1,4 +1,4 @@
-"""Bytes of gradients if optimizers step during backward: measured, by formula, and their limit."""
+"""Bytes of gradients if optimizers step during backward: measured values, values by formula, and the limit."""
 
 from __future__ import annotations
 

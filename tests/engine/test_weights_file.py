@@ -39,7 +39,7 @@ def with_weights(make: Make) -> nn.Module:
 
 
 def write(network: nn.Module, path: Path) -> Path:
-    """Write a file like Hugging Face, with one name for tied weights."""
+    """Write a file as Hugging Face does, with one name for tied weights."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():

@@ -1,4 +1,4 @@
-"""The demo script in a separate process: with a small model and a part of its data, and unchanged (slow)."""
+"""The demo script in a separate process, with a small model and a part of its data, or unchanged (slow)."""
 
 import json
 import re

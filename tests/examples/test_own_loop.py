@@ -1,4 +1,4 @@
-"""The example of a custom loop is short, and its loss falls."""
+"""The example of a custom loop is short, and its loss decreases."""
 
 import re
 import runpy

@@ -11,7 +11,7 @@ from tests.ranks.pool import RankPool
 FOLDER = Path(__file__).parents[2] / "examples" / "snippets"
 SNIPPETS = sorted(path.stem for path in FOLDER.glob("*.py"))
 REQUIRES_RANKS = ("sharded",)
-SLOW = ("billions",)  # its planning takes twenty seconds
+SLOW = ("billions",)  # planning this model takes twenty seconds
 
 
 def test_each_is_under_forty_lines() -> None:

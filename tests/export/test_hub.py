@@ -26,12 +26,12 @@ TOKEN = "hf_for_this_test"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Server with the requests of the hub that create a repository and commit files.
+    """Server that implements the requests of the hub that create a repository and commit files.
 
     Attributes:
         repositories: requests that created a repository.
         committed: content of each committed file, by path.
-        tokens: values of the header with the access token.
+        tokens: values of the header that contains the access token.
         status: HTTP status of commits.
     """
 

@@ -1,4 +1,4 @@
-"""Stored measurements are used by later processes under equal conditions only."""
+"""Later processes use stored measurements only under equal conditions."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def a_measurement(num_ranks=1, **changed):
 
 
 def a_quick_look(monkeypatch):
-    """Replace the next quick measurement by this value."""
+    """Replace the next quick measurement with this value."""
     quick = a_measurement(is_quick=True, flops_per_s={"fp32": 7e9}, disk_read=None, disk_write=None)
     monkeypatch.setattr(
         this_machine,

@@ -17,7 +17,7 @@ def test_measurements_use_a_quarter_of_the_available_memory(available, expected,
 
 
 def test_a_product_that_does_not_fit_ends_the_measurement(monkeypatch):
-    """The rate of smaller products is the result. Without any product, the rate is unknown."""
+    """The result is the rate of smaller matrix products. If no matrix product fits, the rate is unknown."""
     full, sizes = torch.full, []
 
     def limited(shape, *args, **options):

@@ -1,4 +1,4 @@
-"""Measurements on this machine have a plausible order of magnitude. Their accuracy is not tested."""
+"""Measurements on this machine have a plausible order of magnitude. The tests do not check their accuracy."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The current machine with a GPU. The functions of torch that describe the GPU are patched."""
+"""The current machine with a GPU. The tests patch the functions of torch that describe the GPU."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,5 @@
-"""Each argument of the Trainer is described in full in one place, and each description is of an existing argument."""
+"""Each argument of the Trainer is described in full in one place, and each description belongs to an existing
+argument."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Rules for the layout of the sources that no linter checks."""
+"""Rules for the layout of the sources, which no linter checks."""
 
 import ast
 import importlib.metadata
@@ -79,14 +79,14 @@ torch._foreach_norm([]); F._pad(1); dist.fsdp._x; torch.__version__; self._mine
 
 
 def private_torch_names(tree: ast.Module) -> set[str]:
-    """Return dotted names below ``torch`` with a component that starts with an underscore, imported or accessed."""
+    """Return the imported or accessed dotted names below ``torch`` that have a component with a leading underscore."""
     imported, bound = names_from_torch(tree)
     looked_up = {name for node in ast.walk(tree) if (name := dotted(node, bound)) is not None}
     return {shortest_private(name) for name in imported | looked_up if is_private(name)}
 
 
 def names_from_torch(tree: ast.Module) -> tuple[set[str], dict[str, str]]:
-    """Return the dotted names imported from torch, and the name that each local name refers to."""
+    """Return the dotted names that are imported from torch, and for each local name the name to which it refers."""
     imported: set[str] = set()
     bound: dict[str, str] = {}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The text of the project: rates of habits that make English hard to read, and docstrings that exist."""
+"""The text of the project: rates of habits that make English hard to read, and required docstrings."""
 
 import ast
 import doctest
@@ -20,7 +20,8 @@ CODE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|:\w+:|https?://\S+", re.DOTALL)
 SENTENCE_END = re.compile(r"(?<=[.:!?]) +")
 
 # Each row: a habit, the largest rate per 1,000 words, and the pattern. The limits are several times the rates in the
-# sources of PyTorch and Lightning. The check is a thermometer: rewrite a sentence for its meaning.
+# sources of PyTorch and Lightning. The check only indicates problems. If it fails, rewrite the meaning of a sentence,
+# not only its words.
 HABITS: list[tuple[str, float, str]] = [
     ("what", 1.5, r"\bwhat(ever)?\b"),
     ("a sentence that opens with a question word or Of", 1.5, r"^(what|of|whether|where|how|from)\b"),
@@ -84,7 +85,7 @@ def test_habits_are_rare(group: str) -> None:
     for habit, limit, pattern in HABITS:
         found = [(path, each) for path, each in sentences if re.search(pattern, each, re.IGNORECASE)]
         rate = 1000 * len(found) / num_words
-        # A group of few words may contain one such sentence.
+        # A group with few words may contain one such sentence.
         if rate > limit and len(found) > 1:
             examples = [f"{path.relative_to(ROOT)}: {each[:90]}" for path, each in found[:5]]
             over.append(f"{habit}: {rate:.2f} per 1,000 words, limit {limit}, for example {examples}")

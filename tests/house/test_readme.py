@@ -18,7 +18,7 @@ def test_example_trains_and_resumes(tmp_path: Path) -> None:
     (run,) = (tmp_path / "runs").iterdir()
     assert {"plan.yaml", "metrics.jsonl", "metrics.csv", "checkpoints"} <= {path.name for path in run.iterdir()}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["loss"] < 0.5  # it starts at 4: the mean of (3x + 1) squared
+    assert rows[-1]["loss"] < 0.5  # the first loss is 4, which is the mean of (3x + 1) squared
 
 
 def test_every_linked_file_exists() -> None:

@@ -47,7 +47,7 @@ def is_trainer(node: ast.expr) -> bool:
 
 
 def trainer_attributes_set(tree: ast.Module) -> Iterator[str]:
-    """Yield the name of each attribute of a Trainer that ``tree`` assigns, also in an item or with ``setattr``."""
+    """Yield the name of each attribute of a Trainer that ``tree`` assigns, including items and calls of ``setattr``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and is_trainer(node.args[0]):
             yield ast.unparse(node.args[1]).strip("'")
@@ -83,7 +83,7 @@ def calls_of(function: str, tree: ast.Module) -> Iterator[int]:
 
 
 def has_reason(place: str) -> bool:
-    """Return True if the file of ``file: number`` gives a reason for its late imports. One comment is sufficient."""
+    """Return True if the file in ``file: number`` states a reason for its late imports. One comment is sufficient."""
     return "# late: " in (PACKAGE / place.split(": ")[0]).read_text()
 
 
@@ -121,7 +121,7 @@ def test_code_below_the_trainer_does_not_assign_its_attributes() -> None:
 
 
 def test_imports_of_our_modules_are_at_the_top_of_the_file() -> None:
-    """Other imports are late because the imported module is slow to load, and a comment states it."""
+    """Other imports are late because the imported module is slow to load, and a comment states this reason."""
     late = found(imports_inside_functions, TREES)
     assert [each for each in late if not has_reason(each)] == []
     assert len(late) <= 57
@@ -141,7 +141,7 @@ def test_build_file_contains_only_build() -> None:
 
 
 def test_blocks_are_searched_in_few_places() -> None:
-    """The engine searches them for all techniques, and the planner for each shape copy."""
+    """The engine searches the blocks for all techniques, and the planner searches the blocks of each shape copy."""
     calls = {name: sum(1 for _ in calls_of("find_blocks", tree)) for name, tree in TREES.items()}
     assert {name: number for name, number in calls.items() if number} == {
         "bench/strategy_ranks.py": 1,
@@ -159,7 +159,8 @@ def test_a_fit_searches_the_blocks_of_a_network_one_time(on_ranks: RankPool, tmp
 
 
 def searches_of_a_fit(root: str) -> Counter[str]:
-    """Return how many times a fit with adapters, sharding and recomputation searches blocks, by the class searched."""
+    """Return how many times a fit with adapters, sharding and recomputation searches blocks, by the class of the
+    searched module."""
     found = Counter[str]()
 
     def count(frame: FrameType, event: str, _: object) -> None:

@@ -22,9 +22,9 @@ class Kind:
     """A model and its training batches.
 
     Attributes:
-        make_model: creates the model, with or without dropout.
+        make_model: function that creates the model, with or without dropout.
         make_batch: (number of samples, generator) -> a batch whose samples count unequal numbers of targets.
-        count: returns the number of terms over which the model's loss of a batch averages.
+        count: function that returns the number of terms in the mean that is the model's loss for a batch.
     """
 
     make_model: Callable[[bool], Any]
@@ -131,7 +131,7 @@ def _sounds(num_samples: int, generator: torch.Generator) -> Batch:
 
 def _pairs(num_samples: int, generator: torch.Generator) -> Batch:
     tokens = _tokens(num_samples, generator)
-    tokens[:, -1] = _TOKENS["eos_token_id"]  # the position from which CLIP reads the features of a text
+    tokens[:, -1] = _TOKENS["eos_token_id"]  # CLIP reads the features of a text from this position
     return {
         "input_ids": tokens,
         "pixel_values": torch.randn(num_samples, 3, 8, 8, generator=generator),

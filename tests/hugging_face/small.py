@@ -35,7 +35,7 @@ _RATES = {
     "t5": ("dropout_rate",),
     "vit": _ENCODER_RATES,
 }
-_NAMES = {  # names of the settings that differ from the other models
+_NAMES = {  # names of settings that differ from the names in the other models
     "gpt2": {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",

@@ -9,7 +9,8 @@ from torch import nn
 from roomier.optim.by_name import make_optimizer
 from tests.hugging_face.models import KINDS, transformers
 
-# The two differ here: in roomier, parameters with fewer than two dimensions never decay, as in CLIP's own training.
+# The two libraries differ here. In roomier, parameters with fewer than two dimensions never decay, as in CLIP's
+# training.
 NO_WEIGHTS = {"clip": {"logit_scale", "vision_model.embeddings.class_embedding"}}
 
 

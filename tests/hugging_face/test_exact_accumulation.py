@@ -18,7 +18,7 @@ from tests.hugging_face.models import KINDS, Batch, transformers
 from tests.ranks.pool import RankPool
 
 LR = 0.5
-SIZES = (3, 1, 2)  # samples of the micro-batches of each step
+SIZES = (3, 1, 2)  # number of samples in each micro-batch of a step
 # One batch of all samples has the same gradients, except if samples of a batch affect each other.
 SEPARABLE = [name for name in KINDS if name not in ("clip", "mixtral")]
 
@@ -43,7 +43,8 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 def bare_loop(model: Any, steps: list[list[Batch]], losses: Callable[[Any, list[Batch]], list[Tensor]]) -> list[Tensor]:
-    """Return the parameters after one step of plain SGD for each window. Its loss is the sum of ``losses``."""
+    """Return the parameters after one step of plain SGD for each window. The loss of a window is the sum of
+    ``losses``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for window in steps:
         optimizer.zero_grad()
@@ -89,7 +90,7 @@ def test_accumulated_gradients_equal_one_batch(make_trainer: Callable[..., Train
     steps = micro_batches(name)
     ours = trained(make_trainer, model_of(name), steps)
     assert apart(ours, bare_loop(model_of(name), steps, of_one_batch)) < 1e-6
-    if name in ("gpt2", "llama"):  # the others do not accept it, or do not use it
+    if name in ("gpt2", "llama"):  # the other models do not accept the number, or do not use it
         theirs = bare_loop(model_of(name), steps, divided_by_num_items(KINDS[name].count))
         assert apart(ours, theirs) < 1e-6
     means = bare_loop(model_of(name), steps, lambda model, window: [model(**batch).loss / 3 for batch in window])
@@ -97,7 +98,8 @@ def test_accumulated_gradients_equal_one_batch(make_trainer: Callable[..., Train
 
 
 def test_router_loss_keeps_its_weight(make_trainer: Callable[..., Trainer]) -> None:
-    """It depends on all tokens of a micro-batch, so it differs from the loss of the full batch. It counts once."""
+    """The router loss depends on all tokens of a micro-batch, so it differs from the loss of the full batch. It counts
+    once."""
     steps = micro_batches("mixtral")
     ours = trained(make_trainer, model_of("mixtral"), steps)
     assert apart(ours, bare_loop(model_of("mixtral"), steps, weighted(KINDS["mixtral"].count))) < 1e-6
@@ -165,7 +167,7 @@ def test_ranks_with_different_numbers_of_tokens_equal_one_process(
 def test_sharded_model_with_a_scalar_parameter_equals_one_process(
     on_ranks: RankPool, make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    """CLIP's temperature, which is not sharded."""
+    """Return CLIP's temperature, which is not sharded."""
     check_on_ranks(on_ranks, make_trainer, tmp_path, ["clip"], "zero3")
 
 
@@ -239,7 +241,7 @@ def speech(reduction: str) -> Any:
 def test_ctc_counts_samples(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, reduction: str
 ) -> None:
-    """CTC sums or averages over samples, regardless of their lengths."""
+    """The CTC loss is a sum or a mean over samples, regardless of their lengths."""
     monkeypatch.setattr(f"{__name__}.LR", 0.01)
     generator = torch.Generator().manual_seed(0)
     steps: list[list[Batch]] = [[]]

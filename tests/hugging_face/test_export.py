@@ -51,7 +51,7 @@ def test_fused_experts_are_written_to_several_tensors(make_trainer: MakeTrainer,
 
 
 def test_model_keeps_its_dtype_and_generation_config(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """The configuration contains the original dtype, but training may have converted the model."""
+    """The configuration contains the original dtype, although training may have converted the model."""
     model = KINDS["llama"].model()
     model.generation_config.top_k = 7
     model.generation_config.do_sample = True

@@ -1,5 +1,5 @@
-"""Training with batches of similar length, padded and packed: the weights are equal, because both have the same target
-tokens."""
+"""Training with padded and with packed batches of similar length: the weights are equal, because both have the same
+target tokens."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def of_mean_losses(model: Any) -> list[Tensor]:
-    """Train in plain PyTorch with equal weights of the two micro-batches of a step, which differs."""
+    """Train in plain PyTorch with equal weights for the two micro-batches of a step, which yields different results."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
     loader = loader_of(padded)
     for epoch in range(2):
@@ -114,7 +114,7 @@ def test_two_ranks_equal_one_rank_that_accumulates(on_ranks: RankPool, strategy:
 
 
 class Blocks(Module):
-    """A language model of its own, whose attention is limited to a sample by the cumulative lengths."""
+    """Custom language model, in which the cumulative lengths limit attention to one sample."""
 
     def __init__(self) -> None:
         super().__init__()

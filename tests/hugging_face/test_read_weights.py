@@ -1,4 +1,5 @@
-"""A layer whose weight another module reads without calling the layer is unsharded when the weight is read."""
+"""If another module reads a layer's weight without calling the layer, the layer is unsharded when the weight is
+read."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_run_starts_with_the_weights_of_a_folder(make_trainer: MakeTrainer, tmp_
 
 
 class Inside(roomier.Module):
-    """Built on the meta device, so each value was read or computed."""
+    """Module that is built on the meta device, so that each of its values must be read or computed."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of tokenizers, options of the models, and hooks that call them, as in scripts of users."""
+"""Batches of tokenizers, options of models, and hooks that call the models, as in scripts of users."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_batch_without_labels_is_rejected(make_trainer: MakeTrainer) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "t5", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_recomputation_of_the_model_and_of_the_trainer(make_trainer: MakeTrainer, name: str) -> None:
-    """Separately and together: bit-identical weights to a run without a cache, including dropout."""
+    """Used separately and together, both yield weights that are bit-identical to a run without a cache, including
+    dropout."""
     found = []
     for by_model, by_trainer in ((False, None), (True, None), (False, "full"), (True, "full")):
         model = KINDS[name].model()
@@ -182,7 +183,8 @@ def test_generate_and_predict_on_ranks(on_ranks: RankPool, tmp_path: Path, name:
 def test_mode_is_kept_and_reported(
     make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``from_pretrained`` returns a model without dropout, and bare loops train it so unless ``train()`` is called."""
+    """``from_pretrained`` returns a model with disabled dropout. Bare loops train without dropout unless they call
+    ``train()``."""
     KINDS["vit"].model().save_pretrained(tmp_path / "folder")
     opened = transformers.ViTForImageClassification.from_pretrained(tmp_path / "folder")
     trainer = make_trainer(optimizer=ADAMW, max_steps=1)

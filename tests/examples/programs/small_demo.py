@@ -1,4 +1,4 @@
-"""Run ``examples/demo.py`` with the arguments of this script, a small GPT and a part of the standard library."""
+"""Run ``examples/demo.py`` with this script's arguments, a small GPT, and a part of the standard library as data."""
 
 import runpy
 import shutil
