@@ -1,10 +1,11 @@
 """Run the numerical tests with the CPU kernels of other processors: ``make test-kernels``.
 
-MKL, ATen and oneDNN choose kernels by processor, and kernels round differently. Each setting below makes one of them
-choose other kernels on the same processor, so a bound that only holds for the rounding of one machine fails here.
+MKL, ATen and oneDNN choose kernels by processor, and kernels round differently. Each setting below makes one of these
+libraries choose other kernels on the same processor. A bound that holds only for the rounding of one machine fails
+here.
 
 The numerical tests are the folders whose tests compare the numbers of two computations, such as runs with and without a
-technique, on one rank and on several ranks, or before and after a resume. Tests marked ``slow`` are left out.
+technique, on one rank and on several ranks, or before and after a resume. Tests marked ``slow`` are skipped.
 
     python tests/kernels/each_setting.py                             all settings, all folders
     python tests/kernels/each_setting.py tests/optim -k lion         arguments go to pytest; a path replaces the folders

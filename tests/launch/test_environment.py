@@ -120,7 +120,7 @@ def test_inconsistent_variables_are_rejected(environ: dict[str, str], field: str
 def test_a_launch_is_exported_in_the_names_of_torchrun() -> None:
     launch = launch_of(SLURM)
     assert launch is not None
-    environ: dict[str, str] = {"MASTER_PORT": "999"}  # a value of the user is kept
+    environ: dict[str, str] = {"MASTER_PORT": "999"}  # a value that the user set is kept
     export(launch, environ)
     again = launch_of(environ)
     assert again is not None

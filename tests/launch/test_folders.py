@@ -1,4 +1,4 @@
-"""The folder in which the other ranks start, so that relative paths have the same meaning on all ranks."""
+"""The other ranks start in a folder in which relative paths have the same meaning as on rank 0."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The global batch stays the same on any number of ranks that divides it."""
+"""The global batch stays the same for any number of ranks that divides the batch."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from roomier.run.global_batch import GlobalBatch
         (GlobalBatch(8, 1, 2), 4, 8, GlobalBatch(4, 1, 4)),  # more ranks than micro-batches, so smaller micro-batches
         (GlobalBatch(8, 1, 4), 3, 8, None),
         (GlobalBatch(6, 1, 4), 3, 6, GlobalBatch(4, 2, 3)),
-        (GlobalBatch(8, 1, 4), 2, 16, GlobalBatch(16, 1, 2)),  # a script that divides the batch
+        (GlobalBatch(8, 1, 4), 2, 16, GlobalBatch(16, 1, 2)),  # a script that divides the batch among the ranks
         (GlobalBatch(None, 2, 2), 4, None, GlobalBatch(None, 1, 4)),
         (GlobalBatch(None, 1, 2), 4, None, None),
     ],

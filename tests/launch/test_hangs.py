@@ -1,4 +1,4 @@
-"""Processes of which one rank hangs: the report, the end of the run, and the cases that must not be reported."""
+"""Runs in which one rank hangs: the report, the end of the run, and cases that must not be reported."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Outcome:
 
     Attributes:
         seconds: time from the hang to the end.
-        left: ids of its processes that were still alive.
+        left: ids of processes of the run that were still alive.
     """
 
     code: int
@@ -151,7 +151,7 @@ def test_a_rank_that_makes_progress_again_does_not_end_the_run(more_outcomes: di
 
 @pytest.mark.slow
 def test_ranks_that_are_stopped_and_continued_together_are_not_reported(tmp_path: Path) -> None:
-    """Ctrl-Z in a terminal does this; here for longer than the bound."""
+    """Ctrl-Z in a terminal stops a process in this way. Here, the process is stopped for longer than the bound."""
 
     def stop_for_a_while() -> None:
         wrong = tmp_path / "run" / "gone-wrong"
@@ -198,7 +198,7 @@ class Counted(roomier.Module):
 
 
 def calls_per_step(hang_timeout: Any) -> tuple[float, bool]:
-    """Return the number of calls of the library in the training thread, and whether a heartbeat ran."""
+    """Return the number of calls per step of the library in the training thread, and True if a heartbeat ran."""
     calls = CallCount((folder_of(roomier),), 2, 12)
     trainer = roomier.Trainer(
         strategy="ddp",
@@ -222,7 +222,7 @@ def test_a_step_makes_the_same_calls_with_and_without_a_heartbeat(on_ranks: Rank
 
 
 def operations() -> list[dict[str, int]]:
-    """Return the number of operations of each group, before and after three operations."""
+    """Return the number of operations in each group, before and after three operations."""
     group = torch.distributed.new_group([0, 1], backend="gloo")
     torch.distributed.new_group([0, 1], backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
     counts = [torch_private.num_calls_by_group()]

@@ -1,4 +1,5 @@
-"""The threads of the heartbeat, with ranks that are objects of one process and a store that can stop answering."""
+"""The threads of the heartbeat, tested with ranks that are objects in one process, and with a store that can stop
+answering."""
 
 import json
 import threading
@@ -21,7 +22,7 @@ END_S = 1.2
 
 
 class Line:
-    """Connection to ``store`` that blocks while ``answers`` is not set."""
+    """Connection to ``store`` that blocks until ``answers`` is set."""
 
     def __init__(self, store: HashStore) -> None:
         self._store = store
@@ -92,7 +93,7 @@ def test_the_other_ranks_report_a_silent_rank_and_end(
 ) -> None:
     ranks = start(3)
     wait_until(lambda: ranks.store.check([f"heartbeat/{rank}" for rank in range(3)]))
-    ranks.lines[2].answers.clear()  # its second thread still runs and judges rank 0
+    ranks.lines[2].answers.clear()  # the second thread of rank 2 still runs and judges rank 0
     wait_until(lambda: {0, 1} <= ranks.exit_codes.keys())
     assert ranks.exit_codes[0] == ranks.exit_codes[1] == 1
     printed = capsys.readouterr().err
@@ -125,5 +126,5 @@ def test_rank_0_leaves_after_the_ranks_that_use_its_store(start: Callable[..., R
     wait_until(lambda: ranks.store.check(["heartbeat/1"]))
     zero.close()
     assert ranks.has_left(0)
-    assert ranks.has_left(1)  # after it read that rank 0 leaves
+    assert ranks.has_left(1)  # rank 1 has left after it read that rank 0 leaves
     assert not any(thread.is_alive() for thread in (*zero._threads, one._threads[0]))

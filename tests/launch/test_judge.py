@@ -11,7 +11,7 @@ from roomier.launch.records import Activity, Late, Position, Record, Verdict
 
 LIMITS = Limits(600.0)
 TICK_S = LIMITS.tick_s
-HANG_S = 100.0  # when a scripted rank hangs
+HANG_S = 100.0  # time at which a scripted rank hangs
 STEP_S = 2.0
 Script = Callable[[float], Record | None]
 
@@ -42,13 +42,13 @@ def hangs(activity: Activity = Activity.STEP) -> Script:
 
 
 def is_silent(script: Script) -> Script:
-    """The same rank, but it publishes no record after ``HANG_S``."""
+    """The same rank, but without a record after ``HANG_S``."""
     return lambda t: script(min(t, HANG_S))
 
 
 @dataclass
 class Found:
-    """First time at which each rank was noted, was reported, and ended the run."""
+    """First time at which each rank was noted, was reported, and caused the end of the run."""
 
     noted: dict[int, float]
     reported: dict[int, float]
@@ -84,7 +84,7 @@ def leaves_at(t_end: float) -> Script:
 
 
 def in_shards(shard: str, replica: str, ahead: tuple[int, int]) -> Script:
-    """A rank in two groups that has begun ``ahead`` more operations in them than the rank that hangs."""
+    """A rank in two groups. In each group, the rank has begun ``ahead`` more operations than the rank that hangs."""
 
     def script(t: float) -> Record:
         step = int(min(t, HANG_S) / STEP_S)
@@ -181,7 +181,7 @@ def test_the_slowest_step_is_added_to_the_bound() -> None:
 
 
 def test_a_step_with_a_validation_is_not_the_slowest_step() -> None:
-    def validates(t: float) -> Record:  # for 500 s in the step at 50 s
+    def validates(t: float) -> Record:  # validates for 500 s in the step at 50 s
         if t < 50.0 or t >= 550.0:
             return moves(t if t < 50.0 else t - 500.0)
         return replace(moves(50.0), beat=int(t), position=Position(Activity.LONG, "validation", 25, 25))

@@ -64,7 +64,7 @@ def test_all_ranks_can_exit_with_code_0_in_the_same_step(on_ranks: RankPool, tmp
 
 
 def hang_while_the_ranks_connect(root: Path, rank: int) -> str:
-    """Let ``rank`` hang after the rendezvous."""
+    """Make ``rank`` hang after the rendezvous."""
     connect = group._connect
 
     def connect_or_hang(world: Any, device_type: str, store: Any, news: Any, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from tests.ranks.pool import RankPool
 
 @dataclass(frozen=True)
 class Socket:
-    """Local end of a TCP or UDP socket of a process."""
+    """Local end of a TCP or UDP socket in a process."""
 
     process: str
     address: str
@@ -90,7 +90,8 @@ def train_with_each_strategy(root: Path) -> list[Socket]:
 def test_every_socket_of_a_run_is_on_the_loopback(on_ranks: RankPool, tmp_path: Path) -> None:
     by_rank = on_ranks(4, train_with_each_strategy, tmp_path, joins=False)
     assert [each for sockets in by_rank for each in sockets if not each.is_on_loopback] == []
-    # Each rank listens for the default group and for the groups of the strategies and of the background save.
+    # Each rank listens for the default group, for the groups of the strategies, and for the group of the background
+    # save.
     assert all(sum(each.listens for each in sockets) >= 2 for sockets in by_rank)
 
 

@@ -80,7 +80,7 @@ def test_ranks_of_two_machines_train_together(machines: Machines, tmp_path: Path
     for rank, (code, stdout, stderr) in enumerate(ends(processes)):
         assert code == 0, stderr
         assert f"ranks [{rank}, 2, 0, 1, {rank}, 4]" in stdout
-    for rank, address in enumerate(ADDRESSES):  # no socket is bound to another interface
+    for rank, address in enumerate(ADDRESSES):  # check that no socket is bound to another interface
         sockets = json.loads((tmp_path / f"sockets-{rank}.json").read_text())
         assert {each.removeprefix("::ffff:") for each, _, _ in sockets} == {address}
 

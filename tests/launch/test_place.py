@@ -1,4 +1,4 @@
-"""Ranks that a Trainer finds, the ranks that it would start, and the cases in which it cannot start ranks."""
+"""Ranks that a Trainer finds, ranks that it would start, and cases in which it cannot start ranks."""
 
 import os
 import sys

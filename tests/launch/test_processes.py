@@ -1,7 +1,7 @@
-"""Processes that a script or a launcher starts as ranks, and how they end if one of them fails.
+"""Processes that a script or a launcher starts as ranks, and the way in which they end if one process fails.
 
 The fixtures ``outcomes`` and ``more_outcomes`` run the programs, several at a time. ``test_meet.py`` and
-``test_place.py`` test parts of this without processes.
+``test_place.py`` test parts of this behavior without processes.
 """
 
 import json
@@ -33,7 +33,7 @@ class Outcome:
 
     Attributes:
         seconds: time from the failure to the end.
-        left: ids of its processes that were still alive.
+        left: ids of processes of the run that were still alive.
         sockets: address, port and status of each socket of each rank in the second step.
     """
 
@@ -147,7 +147,7 @@ def test_a_script_starts_the_requested_ranks(outcomes: dict[str, Outcome]) -> No
 def test_a_run_on_one_machine_uses_the_loopback_only(outcomes: dict[str, Outcome]) -> None:
     zero, one = outcomes["well"].sockets
     listening = [sum(status == "LISTEN" for _, _, status in sockets) for sockets in (zero, one)]
-    assert listening == [2, 1]  # gloo of each rank, and the store of rank 0
+    assert listening == [2, 1]  # each rank listens for gloo, and rank 0 also for the store
     assert {address.removeprefix("::ffff:") for address, _, _ in zero + one} == {"127.0.0.1"}
 
 
@@ -237,7 +237,7 @@ def test_the_run_has_the_nonzero_exit_code_of_a_rank(more_outcomes: dict[str, Ou
 
 @pytest.fixture
 def control_group() -> Iterator[Path]:
-    """Create a control group with a limit of 512 MiB. Skip the test if that is not possible."""
+    """Create a control group with a limit of 512 MiB. Skip the test if a control group cannot be created."""
     root = Path("/sys/fs/cgroup")
     parent, limit = (root, "memory.max") if (root / "cgroup.controllers").exists() else (root / "memory", LIMIT_OF_V1)
     group = parent / f"roomier-test-{os.getpid()}"

@@ -1,4 +1,5 @@
-"""A job that restarts with the same number of ranks, fewer or more: the samples of each step, and the weights."""
+"""A job that restarts with the same, a smaller or a larger number of ranks: the samples of each step, and the
+weights."""
 
 import json
 import os

@@ -51,7 +51,7 @@ def trainer_of(root: Path, *callbacks: roomier.Callback, **keywords: Any) -> roo
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system that can be remounted. Skip the test if that is not possible."""
+    """Mount a file system that can be remounted. Skip the test if the file system cannot be mounted."""
     mount = tmp_path / "disk"
     mount.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(mount)], capture_output=True, text=True)

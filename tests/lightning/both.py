@@ -1,4 +1,4 @@
-"""Runs the same module with Lightning's Trainer and with roomier's, and records both runs."""
+"""Runs of the same module with Lightning's Trainer and with roomier's Trainer, and records of both runs."""
 
 from __future__ import annotations
 

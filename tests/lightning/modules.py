@@ -1,4 +1,4 @@
-"""LightningModules of different kinds, as users write them. They do not use roomier."""
+"""Different kinds of LightningModules, as users write them. They do not use roomier."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Adversaries(pl.LightningModule):
 
 
 class TwoOptimizers(Regression):
-    """One optimizer per layer, and a scheduler for each that the module steps itself."""
+    """One optimizer per layer, and for each optimizer a scheduler that the module steps itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,8 @@ class TwoOptimizers(Regression):
 
 
 class SeveralSchedulers(Regression):
-    """One scheduler steps at each step, one at each epoch, and one if the validation loss does not improve."""
+    """One scheduler steps in each step, one steps in each epoch, and one steps if the validation loss does not
+    improve."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -227,7 +228,7 @@ class StepsEverySecond(Regression):
             optimizer_closure()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:  # gradients of two batches are summed
+        if batch_idx % 2 == 0:  # the gradients of two batches are summed
             optimizer.zero_grad()
 
 

@@ -1,4 +1,4 @@
-"""A logger that records rows, and rows of both Trainers in one form."""
+"""A logger that records rows, and functions that convert rows of both Trainers to one form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of ModelCheckpoint: counters as metrics, missing metrics in names, and weights after an error."""
+"""Options of ModelCheckpoint: counters that serve as metrics, missing metrics in names, and weights after an error."""
 
 from __future__ import annotations
 

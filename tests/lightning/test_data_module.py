@@ -181,7 +181,7 @@ def test_from_datasets(tmp_path, kind):
     datamodule = kind.from_datasets(samples(), samples(4), samples(4), batch_size=2)
     trainer = make_trainer(roomier.Trainer, tmp_path, max_epochs=1)
     module = Net()
-    with quiet_lightning():  # it requests pinned memory, which warns without a GPU
+    with quiet_lightning():  # the DataModule requests pinned memory, which causes a warning without a GPU
         trainer.fit(module, datamodule=datamodule)
         assert trainer.global_step == 4
         assert set(trainer.test(module, datamodule=datamodule, verbose=False)[0]) == {"test"}

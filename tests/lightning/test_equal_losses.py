@@ -97,7 +97,7 @@ def test_losses_metrics_and_weights_are_equal(tmp_path, name):
         for kind in (pl.Trainer, Trainer)
     ]
     assert len(runs[0].losses) >= NUM_STEPS
-    assert len(set(runs[0].losses)) > NUM_STEPS / 2  # it learns, so equal values are not trivial
+    assert len(set(runs[0].losses)) > NUM_STEPS / 2  # the model learns, so equal values are not trivial
     assert_equal(runs[1], runs[0])
 
 
@@ -148,7 +148,7 @@ class SometimesNoneByClosure(modules.SometimesNone):
 
 @pytest.mark.parametrize("kind", [modules.SometimesNone, SometimesNoneByClosure])
 def test_steps_without_a_loss_with_a_loss_scale(tmp_path, kind):
-    """There are no gradients that the scaler could unscale."""
+    """There are no gradients for the scaler to unscale."""
     seen = run_under(Trainer, kind, lambda: (in_order(), None), tmp_path, precision="16-mixed")
     assert seen.global_steps == list(range(1, NUM_STEPS + 1))
     assert all(bool(each.isfinite().all()) for each in seen.weights)

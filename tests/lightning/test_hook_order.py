@@ -123,7 +123,7 @@ class Data(pl.LightningDataModule):
 
 
 def shown(name: str, value: Any) -> str:
-    """Return the part of an argument that is compared: the value if it is plain, and the type otherwise."""
+    """Return the part of an argument that is compared: the value if the value is plain, otherwise the type."""
     if name == "stage":
         return str(getattr(value, "value", value))
     if name == "gradient_clip_algorithm":  # roomier passes the default instead of None
@@ -236,7 +236,7 @@ def test_hooks_of_an_evaluation(tmp_path, capsys, verb, data):
 
 
 def test_hooks_of_a_skipped_epoch(tmp_path):
-    """-1 from ``on_train_batch_start`` ends an epoch."""
+    """If ``on_train_batch_start`` returns -1, the epoch ends."""
 
     class LeavesOut(Plain):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
@@ -265,7 +265,8 @@ def test_hooks_after_an_error(tmp_path):
         of_both.append(seen)
     of_lightning, of_roomier = of_both
     assert of_lightning[-1] == "callback.on_exception(Trainer, Fails, KeyError)"
-    assert of_roomier == [*of_lightning, "callback.teardown(Trainer, Fails, fit)"]  # to release resources of setup
+    # the teardown hook releases resources of setup
+    assert of_roomier == [*of_lightning, "callback.teardown(Trainer, Fails, fit)"]
 
 
 def test_callbacks_with_a_monitor_run_last_at_the_end_of_an_epoch(tmp_path):

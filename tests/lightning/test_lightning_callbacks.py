@@ -1,4 +1,4 @@
-"""Lightning's callbacks with roomier's Trainer: used directly, replaced with a notice, or rejected."""
+"""Lightning's callbacks with roomier's Trainer: callbacks are used directly, replaced with a notice, or rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = [name for name in pl.callbacks.__all__ if name not in ("Callback", "Chec
 
 
 class Net(pl.LightningModule):
-    """A validation loss that is best after the second epoch."""
+    """Module whose validation loss is best after the second epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_model_checkpoint_resumes_with_its_ledger(tmp_path: Path) -> None:
         pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2),
         max_epochs=2,
     )
-    for kind in (pl, own):  # roomier's reads the ledger of Lightning's, which roomier replaced
+    for kind in (pl, own):  # roomier's callback reads the ledger of Lightning's callback, which roomier replaced
         again = (kind.callbacks if kind is pl else kind).ModelCheckpoint(monitor="val_loss", save_top_k=2)
         trainer = trainer_of(roomier.Trainer, tmp_path / "parts", again, max_epochs=4)
         trainer.fit(Net(), loader(), loader(4), ckpt_path="last")

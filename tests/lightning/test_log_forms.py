@@ -1,5 +1,5 @@
-"""``self.log`` in all its forms: ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` equal
-Lightning's at each point."""
+"""``self.log`` in all its forms: at each point, ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``
+equal Lightning's values."""
 
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def test_hooks(tmp_path):
 
 
 class Metrics(Net):
-    """torchmetrics objects, separately, in lists and in collections, per step and per epoch."""
+    """Module that logs torchmetrics objects separately, in lists and in collections, per step and per epoch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Manual optimization with roomier's Trainer and with Lightning's: the same steps, hooks, rates and weights."""
+"""Manual optimization has the same steps, hooks, learning rates and weights with roomier's Trainer and with
+Lightning's."""
 
 import copy
 import pickle
@@ -42,7 +43,8 @@ class Noted(pl.LightningModule):
 
 
 class Gan(Noted):
-    """Two optimizers, toggled in each of the three forms, with clipping; two schedulers, one per epoch."""
+    """Two optimizers, which are toggled in each of the three forms, with clipping. One of two schedulers steps only
+    at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""LightningModules beyond their steps: hyperparameters, checkpoints, copies, devices, names."""
+"""Members of LightningModules other than steps: hyperparameters, checkpoints, copies, devices, names."""
 
 import argparse
 import copy
@@ -180,7 +180,7 @@ def test_checkpoint_hooks_find_the_entries_of_lightning(tmp_path):
 
 
 class Teaches(Line):
-    """Its teacher is not saved. Its head is replaced if the checkpoint has a different one."""
+    """Module whose teacher is not saved, and whose head is replaced if the checkpoint has a different head."""
 
     def __init__(self, num_heads: int = 1) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def copies(module: nn.Module) -> list[Any]:
 
 
 class Portable(Line):
-    """Can be pickled, because it contains no function of a test."""
+    """Module that can be pickled, because it contains no function of a test."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""LightningModules are planned like Modules of roomier: their steps log and use the trainer in a dry run."""
+"""LightningModules are planned like roomier Modules. In a dry run, their steps can log and use the Trainer."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ GLOBAL_BATCH = 8
 
 
 class Automatic(pl.LightningModule):
-    """Two blocks and clipping. Logs per step and epoch, uses collectives, has state in checkpoints."""
+    """Two blocks and clipping. Module that logs per step and per epoch, uses collectives, and stores state in
+    checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ def test_run_of_one_process_resumes_sharded(on_ranks, tmp_path, kind):
 
 
 class SendsBack(pl.LightningModule):
-    """Its loss depends on values of the other rank."""
+    """Module whose loss depends on values of the other rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +194,8 @@ def gathered_gradient(folder: Path) -> torch.Tensor:
 
 
 def test_gradients_propagate_through_all_gather(on_ranks, tmp_path):
-    """Mean over ranks of the gradient of a product of two values, each of which depends on the batch of one rank."""
+    """Return the mean over ranks of the gradient of a product of two values, each of which depends on the batch of one
+    rank."""
     torch.manual_seed(0)
     weight = nn.Linear(4, 1, bias=False).weight
     data = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""A shuffled DataLoader has the order of torch on one process, and the same order on several ranks."""
+"""A shuffled DataLoader has the order of torch in one process, and the same order on several ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class Reads(pl.LightningModule):
 
 
 def read(kind: Any, folder: Path, size: int, *, saves: bool = False, validates: bool = False, **options: Any) -> Any:
-    """Return the samples that this process read, by epoch. If ``saves``, save a final checkpoint in ``folder``."""
+    """Return the samples that this process read, by epoch. If ``saves`` is True, save a final checkpoint in
+    ``folder``."""
     torch.manual_seed(3)
     module = Reads()
     loader = DataLoader(range(NUM_SAMPLES), GLOBAL_BATCH // size, shuffle=True)  # type: ignore[arg-type]
@@ -68,7 +69,8 @@ def test_ranks_read_the_order_of_one_process(on_ranks, tmp_path, validates):
     of_ranks = joined(on_ranks(2, read, roomier.Trainer, tmp_path, 2, **options))
     assert of_ranks[0] == expected[0]
     assert sorted(of_ranks[1]) == list(range(NUM_SAMPLES))
-    assert validates or of_ranks == expected  # a validation on ranks consumes other random numbers than on one process
+    # on several ranks, a validation consumes other random numbers than in one process
+    assert validates or of_ranks == expected
 
 
 def test_epoch_resumes_on_other_ranks(on_ranks, tmp_path):

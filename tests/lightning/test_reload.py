@@ -15,7 +15,7 @@ from tests.lightning.rows import run_with
 
 
 class Grows(Regression):
-    """The number of batches grows with the epoch."""
+    """Module whose number of batches increases with the epoch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A LightningModule that is stopped and resumed equals, bit for bit, an uninterrupted run."""
+"""A run of a LightningModule that is stopped and resumed equals an uninterrupted run bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ SAVED_AT = 7  # within an epoch of 5 batches
 
 
 class Automatic(pl.LightningModule):
-    """Dropout, schedulers per step and per epoch, a torchmetrics object, additional state in checkpoints."""
+    """Module with dropout, schedulers per step and per epoch, a torchmetrics object, and additional state in
+    checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,14 +41,14 @@ HOOKS = [
     *(f"on_{stage}_{moment}" for stage in STAGES for moment in MOMENTS),
 ]
 
-# Attributes that differ, and the reasons. Known earlier or longer: Lightning sets them later or clears them earlier.
+# Attributes that differ, and the reasons. KNOWN_EARLIER: Lightning sets these attributes later, or clears them earlier.
 KNOWN_EARLIER = {"num_val_batches", "num_sanity_val_batches", "val_dataloaders", "train_dataloader", "test_dataloaders"}
 KNOWN_LATER = {"enable_validation"}  # after the loaders are created
 ANYWAY = {"log_dir"}  # in roomier the run folder, with and without a logger
 
 
 def plain(value: Any) -> Any:
-    """Return type and value, without parts that differ between objects."""
+    """Return the type and the value, without parts that differ between objects."""
     if isinstance(value, Tensor):
         return str(value.dtype), round(float(value), 5)
     if isinstance(value, dict):
@@ -163,7 +163,7 @@ def test_attributes_equal_lightning_in_every_hook(tmp_path: Path) -> None:
 KEYWORDS = set(inspect.signature(roomier.Trainer.__init__).parameters)
 THEIRS = inspect.signature(pl.Trainer.__init__).parameters
 OTHER_DEFAULT = {  # with reasons
-    "strategy": None,  # in Lightning "auto" depends on the number of devices; in roomier it is the fastest plan
+    "strategy": None,  # in Lightning, "auto" depends on the number of devices; in roomier, "auto" is the fastest plan
     "num_nodes": "auto",  # the number that a launcher started
     "precision": "32-true",  # the meaning of None
     # None is the default

@@ -56,7 +56,7 @@ class WithoutHooks(Regression):
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimization. Requires a closure, which it calls twice."""
+    """Sharpness-aware minimization, which requires a closure and calls it twice."""
 
     def __init__(self, parameters: Any, lr: float = 0.05) -> None:
         super().__init__(parameters, {"lr": lr})

@@ -1,4 +1,4 @@
-"""The package comet_ml in offline mode. Results are read from the archives that it would upload."""
+"""The logger for comet_ml, in offline mode. Results are read from the archives that comet_ml would upload."""
 
 import json
 import zipfile

@@ -1,4 +1,4 @@
-"""Runs the example of a custom logger in docs/design/callbacks.md."""
+"""The example of a custom logger in docs/design/callbacks.md runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lightning's logger objects write the same files with roomier's Trainer as with Lightning's."""
+"""Lightning's loggers write the same files with roomier's Trainer as with Lightning's Trainer."""
 
 import csv
 from pathlib import Path

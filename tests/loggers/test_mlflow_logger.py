@@ -1,4 +1,4 @@
-"""The package mlflow with a file store. Results are read with its client."""
+"""The logger for mlflow, with a file store. Results are read with mlflow's client."""
 
 from pathlib import Path
 from typing import Any

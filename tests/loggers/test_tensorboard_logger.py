@@ -122,7 +122,7 @@ def test_log_graph(tmp_path: Path) -> None:
 
 def test_experiment_has_no_effect_on_other_ranks(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "1")
-    logger = TensorBoardLogger(tmp_path)  # never started on other ranks
+    logger = TensorBoardLogger(tmp_path)  # this logger is never started on other ranks
     logger.experiment.add_scalar("loss", 1.0, 1)
     logger.experiment.get_logdir().strip()
     logger.log_metrics({"loss": 1.0}, 1)

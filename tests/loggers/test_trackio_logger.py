@@ -1,4 +1,4 @@
-"""trackio, simulated with the signatures of version 0.43, because the package requires gradio."""
+"""The logger for trackio. The tests simulate the signatures of trackio 0.43, because the package requires gradio."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The package wandb in offline mode. Results are read from the files that it would upload."""
+"""The logger for wandb, in offline mode. Results are read from the files that wandb would upload."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def log_entries(log: bytes) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", log, position)
         parts += log[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # a complete record, or its last part
+        if kind in (1, 4):  # a complete record, or the last part of a record
             yield parts
             parts = b""
 

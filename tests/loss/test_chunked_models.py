@@ -48,7 +48,7 @@ def make(name: str) -> nn.Module:
 
 
 def a_batch(seed: int = 0) -> dict[str, Tensor]:
-    """Language batches in which more consecutive labels than a chunk are ignored."""
+    """Batches for a language model, in which more consecutive labels are ignored than a chunk has."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
     labels = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
@@ -73,7 +73,7 @@ def test_loss_and_gradients_are_equal(name: str, capsys: pytest.CaptureFixture[s
     plain, batch = make(name), a_batch()
     chunked = copy.deepcopy(plain)
     apply_chunked_loss(chunked, find_blocks(chunked), CHUNK)
-    # The number of terms in the window, which Hugging Face's training loop passes.
+    # Hugging Face's training loop passes the number of terms in the window.
     for options in ({}, {"num_items_in_batch": 40}) if name in CAUSAL else ({},):
         expected, _ = loss_and_logits(plain, batch, **options)
         loss, logits = loss_and_logits(chunked, batch, **options)

@@ -1,4 +1,4 @@
-"""A sharded model with a chunked loss trains like a bare loop without it."""
+"""A sharded model with a chunked loss trains like a bare loop without a chunked loss."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -69,7 +69,8 @@ class Evaluated(Language):
 
 
 def run_trainer(num_ranks: int, strategy: str, chunked_loss: int | bool) -> tuple[dict[str, float], Tensor, Any]:
-    """Return metrics, predictions and weights of a fit with validation, a prediction, and a fit without chunks."""
+    """Return the metrics, predictions and weights of a fit with validation, of a prediction, and of a fit without
+    chunks."""
     options: dict[str, Any] = {
         "strategy": strategy,
         "devices": num_ranks,

@@ -178,7 +178,7 @@ def test_each_operation_is_reported_one_time_and_few_rows_never(
 def test_reading_lazy_logits_after_an_update_raises(head: nn.Linear, hidden: Tensor) -> None:
     lazy = lazily(head)(hidden)
     F.cross_entropy(lazy.flatten(0, 1), TARGETS.flatten()).backward()
-    assert lazy.argmax(-1).shape == (2, 5)  # computed before the update, so it remains available
+    assert lazy.argmax(-1).shape == (2, 5)  # computed before the update, so the value remains available
     late = head(hidden)
     torch.optim.SGD(head.parameters(), lr=0.1).step()
     assert lazy.argmax(-1).shape == (2, 5)

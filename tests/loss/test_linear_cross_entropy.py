@@ -22,7 +22,7 @@ def inputs(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> list[Ten
 
 
 def targets() -> Tensor:
-    """Return targets of which one chunk of 5 tokens has none."""
+    """Return targets. One chunk of 5 tokens has no targets."""
     made = torch.randint(CLASSES, (TOKENS,), generator=torch.Generator().manual_seed(1))
     made[5:10] = -100
     made[20] = -100
@@ -108,7 +108,7 @@ def test_a_target_that_is_not_a_class_raises() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_the_error_is_as_small_as_in_torch(dtype: torch.dtype) -> None:
-    """As under autocast: matmuls in 16 bits, the loss in float32."""
+    """As under autocast, matmuls run in 16 bits and the loss in float32."""
     how = LossOfLinear((dtype, torch.float32), 5)
     exact, ours, theirs = inputs(torch.float64), inputs(), inputs()
     truth = gradients(plain(exact, targets(), how), exact)

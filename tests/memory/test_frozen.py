@@ -28,7 +28,7 @@ TOKENS = 16
 
 
 class Model(Adaptable):
-    """Model with 101 rows, a prime, whose embeddings and first ``num_frozen_blocks`` blocks are frozen."""
+    """Model with 101 rows, a prime number. The embeddings and the first ``num_frozen_blocks`` blocks are frozen."""
 
     def __init__(self, num_frozen_blocks: int = 0) -> None:
         super().__init__()

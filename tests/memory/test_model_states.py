@@ -37,7 +37,7 @@ CASES = [
 
 
 class Model(Module):
-    """Model with 101 tokens, a prime, so that rows are not divisible."""
+    """Model with a vocabulary of 101 tokens, a prime number, so that no number of ranks divides its rows."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def tracked_step(engine: EagerEngine, module: Module, num_micro_batches: int) ->
 
 
 def measured_and_formula(strategy: str, cases: list[Any]) -> list[dict[str, Any]]:
-    """Return the bytes by kind on this rank for each case, between steps and at the peak of model states."""
+    """For each case, return this rank's bytes by kind, between steps and at the peak of model states."""
     found = []
     for precision, tied, num_micro_batches, optimizer in cases:
         ranks, module = ranks_here(), Model(tied)
@@ -236,7 +236,7 @@ def test_report_contains_all_ranks_and_the_worst_rank(on_ranks: RankPool) -> Non
     assert by_rank[0] == by_rank[1]
     found = by_rank[0]
     assert [each["rank"] for each in found["ranks"]] == [0, 1]
-    assert found["worst_rank"] == 0  # of 101 rows, the last rank owns fewer
+    assert found["worst_rank"] == 0  # the last rank owns fewer of the 101 rows
     first = found["ranks"][0]
     for kind in MODEL_STATES:
         assert first["measured"][kind] == pytest.approx(first["formula"][kind], rel=TOLERANCE)

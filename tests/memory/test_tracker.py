@@ -57,7 +57,7 @@ def test_existing_storage_counts_from_the_start() -> None:
         freed = kibibytes(2)
         del freed
         after = before[:4] + 1
-    assert tracker.peak().total() == 6 * KIB  # although it was first used at the end
+    assert tracker.peak().total() == 6 * KIB  # although the memory was first used at the end
     assert after.numel() == 4
 
 

@@ -22,11 +22,11 @@ class Spelling:
 
     Attributes:
         keywords: arguments of the Trainer. A value that is a function without arguments creates an object.
-        plan: fields of the Plan that result, all others have their defaults. Empty for the default Plan.
-        ignored: names of the settings that are reported to have no effect. All others must have an effect.
+        plan: resulting fields of the Plan. All other fields must have their defaults. Empty for the default Plan.
+        ignored: names of the settings that are reported to have no effect. All other settings must have an effect.
         remarks: fragments of other notices.
-        error: fragment of the error. Empty if the arguments are accepted.
-        options: settings of the loops that result, such as ``hang_timeout_s``.
+        error: fragment of the error message. Empty if the arguments are accepted.
+        options: resulting settings of the loops, such as ``hang_timeout_s``.
     """
 
     keywords: Mapping[str, Any]

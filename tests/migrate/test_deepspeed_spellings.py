@@ -1,4 +1,4 @@
-"""DeepSpeed configurations become Plans, and each key of a configuration has an answer that is printed."""
+"""DeepSpeed configurations are converted to Plans, and an answer is printed for each key of a configuration."""
 
 import inspect
 import json
@@ -630,7 +630,7 @@ def test_each_field_of_deepspeed_has_an_answer() -> None:
 
 @pytest.mark.parametrize("value", ["x", 3, -1, [1], {"x": 1}, None, True, 0.5], ids=str)
 def test_a_value_of_a_wrong_type_is_an_error_or_in_the_table(value: Any) -> None:
-    """No value of a key raises an error of Python, and no value is dropped."""
+    """No value of a key raises a Python error, and no value is dropped."""
     lines = (Path(__file__).parent / "deepspeed_fields.txt").read_text().splitlines()
     keys = {line.split(" = ")[0] for line in lines if not line.startswith("#")}
     keys |= {key.rpartition(".")[0] for key in keys if "." in key}
@@ -774,7 +774,7 @@ ON_LIGHTNINGS_ATTRIBUTE = {
     "process_group_backend": "_process_group_backend",
     "timeout": "_timeout",
 }
-NEEDS = {  # Lightning's other parameters that make a parameter take effect
+NEEDS = {  # other parameters of Lightning that a parameter requires to take effect
     "offload_params_device": {"stage": 3, "offload_parameters": True},
     "offload_optimizer_device": {"offload_optimizer": True},
     "nvme_path": {"offload_optimizer": True, "offload_optimizer_device": "nvme"},

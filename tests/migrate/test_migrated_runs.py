@@ -1,4 +1,4 @@
-"""Runs whose settings come from another library train as runs with the arguments of roomier."""
+"""Runs whose settings come from another library train like runs with roomier's arguments."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def weights(keywords: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Return all elements of a tensor that can be sharded."""
+    """Return all elements of a tensor, which may be sharded."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 

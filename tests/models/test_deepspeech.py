@@ -24,10 +24,10 @@ def sounds() -> Tensor:
 def test_number_of_parameters_of_the_default_model() -> None:
     with torch.device("meta"):
         model = DeepSpeech(DeepSpeechConfig())
-    num_bands, H = 41, 1024  # 161 bands, halved by each convolution
+    num_bands, H = 41, 1024  # 161 bands, which each convolution halves
     convolutions = 32 * 41 * 11 + 32 * 32 * 21 * 11 + 2 * 2 * 32
     layers = sum(2 * 4 * H * (width_in + H + 2) for width_in in (32 * num_bands, H, H, H, H))
-    norms = 2 * H * 5  # of four recurrent layers and the output
+    norms = 2 * H * 5  # norms of four recurrent layers and the output
     assert sum(each.numel() for each in model.parameters()) == convolutions + layers + norms + H * 29
 
 

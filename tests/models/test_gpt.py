@@ -59,7 +59,7 @@ def test_outputs_equal_the_reference() -> None:
 
 
 def plain_gpt(model: GPT, idx_BT: Tensor) -> Tensor:
-    """Compute GPT-2 from its parameters, with a loop over heads, and with softmax and mask written out."""
+    """Compute GPT-2 from its parameters, with a loop over heads and an explicit softmax and mask."""
     p = dict(model.named_parameters())
     D, H = model.config.width, model.config.num_heads
     T = idx_BT.shape[1]
@@ -225,7 +225,7 @@ def test_loss_in_half_precision_equals_torch_cross_entropy() -> None:
 
 
 def test_trains_on_a_token_file(tmp_path: Path) -> None:
-    """The keys of the dataset's items equal the names of forward's arguments, so no adapter is needed."""
+    """The keys of the dataset's items are the names of forward's arguments, so no adapter is needed."""
     path = tmp_path / "text.tokens"
     write_tokens(path, [list(range(97)) * 20], vocab_size=97, end_of_document=None)
     torch.manual_seed(0)

@@ -63,7 +63,7 @@ def test_model_memorizes_images() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    # Without its first pixel, which is not predictable, each image is known.
+    # Except for its first pixel, which is not predictable, each image is known.
     assert loss.item() < 2 * math.log(2) / 16 + 0.05
     assert torch.equal(logits_BTV.argmax(-1)[:, 1:], images().flatten(1)[:, 1:])
 

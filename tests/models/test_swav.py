@@ -115,7 +115,7 @@ def test_loss_equals_the_swapped_prediction() -> None:
 
 
 def test_model_learns_patterns_without_labels() -> None:
-    """Images of one pattern differ in brightness and noise. Afterwards, the nearest image has the same pattern."""
+    """Images of one pattern differ in brightness and noise. After training, the nearest image has the same pattern."""
     generator = torch.Generator().manual_seed(0)
     wave = torch.arange(32.0)
     rows, columns = (wave * 0.8).sin()[:, None].expand(32, 32), (wave * 0.4).cos()[None].expand(32, 32)

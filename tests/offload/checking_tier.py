@@ -1,4 +1,4 @@
-"""A tier for tests, which overwrites buffers as soon as they are returned."""
+"""Tier for tests, which overwrites buffers as soon as they are returned."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_bytes_and_traffic_of_one_process(name: str) -> None:
     forecast = forecast_of(plan_of(**CASES[name]))
     disk_bytes, _, traffic = use_of_a_step(CASES[name])
     assert (forecast.disk_bytes, forecast.traffic) == (disk_bytes, traffic)
-    assert forecast.host_bytes == 0  # the buffers are memory of the device
+    assert forecast.host_bytes == 0  # the buffers are in the memory of the device
     assert traffic.disk_written_bytes > 0
 
 
@@ -158,7 +158,7 @@ def test_buffers_and_host_memory_of_an_accelerator() -> None:
         found = forecast_of(plan_from_flags(accelerator="cuda", optimizer="adamw", offload=offload), kind="cuda")
         assert found.tensor_bytes < resident.tensor_bytes
         assert found.host_bytes == found.pinned_bytes > 0
-        assert found.traffic.to_device_bytes <= found.traffic.to_host_bytes  # records have room at their ends
+        assert found.traffic.to_device_bytes <= found.traffic.to_host_bytes  # records have unused space at their ends
         assert (found.disk_bytes > 0) == (tier == "disk")
 
 
@@ -175,7 +175,8 @@ def test_bytes_and_traffic_of_parameters(settings: dict[str, Any], tmp_path: Pat
     read, written = train_steps(engine, network, tier, plan.batch.accumulate_grad_batches)
     forecast = forecast_of(plan)
     assert (forecast.disk_bytes, forecast.traffic.disk_written_bytes) == (tier.disk_bytes, written)
-    assert read / 1.3 < forecast.traffic.disk_read_bytes < 1.3 * read  # the read of an expected region can be discarded
+    # the data that was read for an expected region can be discarded
+    assert read / 1.3 < forecast.traffic.disk_read_bytes < 1.3 * read
     engine.close()
 
 

@@ -45,7 +45,8 @@ def train(accelerator: str, keywords: dict[str, Any], *, saves: Path | None = No
 
 
 def resume(accelerator: str, keywords: dict[str, Any], folder: Path) -> list[str]:
-    """Return the differences of a resumed run from the run that saved, and how its states were loaded."""
+    """Return the differences between a resumed run and the run that saved, and the way in which the states were
+    loaded."""
     expected = train(accelerator, keywords, saves=folder / "saved")
     saved = min((folder / "saved").iterdir(), key=lambda each: each.stat().st_mtime)
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Offloaded optimizer states: every mode computes the bits of the same plan without offload."""
+"""Offloaded optimizer states: every mode computes the same bits as the same plan without offloading."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_speculative_updates_are_accepted_or_repeated(tmp_path: Path, monkeypatc
     engine = offloaded(network, "speculative", tmp_path, **CLIPS["never"])
     train(network, engine, 6)
     num_units = len(engine._updates._units)
-    assert counts == {"accept": 5 * num_units, "reject": 0}  # the first step creates the states
+    assert counts == {"accept": 5 * num_units, "reject": 0}  # the first of six steps creates the states
     network = make_network()
     train(network, offloaded(network, "speculative", tmp_path, **CLIPS["always"]), 10)
     assert counts == {"accept": 5 * num_units, "reject": 4 * num_units}

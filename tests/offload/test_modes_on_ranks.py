@@ -1,4 +1,4 @@
-"""Offloaded optimizer states under every strategy: the bits of the same plan without offload."""
+"""Offloaded optimizer states under every strategy: the same bits as the same plan without offloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits with parameters on disk compute the bits of fits with parameters on the device."""
+"""Fits with parameters on disk compute the same bits as fits with parameters on the device."""
 
 from __future__ import annotations
 

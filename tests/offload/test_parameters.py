@@ -1,4 +1,4 @@
-"""Training with parameters in a tier computes the bits of the same training with parameters on the device."""
+"""Training with parameters in a tier computes the same bits as training with parameters on the device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Case:
     Attributes:
         make: function that returns a network and its loss.
         recompute: policy of recomputation.
-        activations: place of the saved activations.
+        activations: location of the saved activations.
         dtype: dtype of autocast.
         num_micro_batches: number of micro-batches per step.
-        evaluates: whether an evaluation runs after each step.
-        max_norm: limit of the norm of the gradients.
+        evaluates: True if an evaluation runs after each step.
+        max_norm: upper limit for the norm of the gradients.
     """
 
     make: Callable[[], tuple[nn.Module, Loss]] = make_gpt
@@ -204,7 +204,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks between two layers. Subclasses change one property."""
+    """Network with three blocks between two layers. Subclasses change one property."""
 
     def __init__(self, block: type[nn.Module] = Block) -> None:
         super().__init__()
@@ -224,14 +224,14 @@ class Net(nn.Module):
 
 
 class RunsTwice(Net):
-    """The first block runs three times, two of them after another block."""
+    """Network whose first block runs three times, twice after another block."""
 
     def order(self) -> list[nn.Module]:
         return [self.blocks[0], self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[2]]
 
 
 class Tied(Net):
-    """Two blocks and two outer layers share weights."""
+    """Network in which two blocks and two outer layers share weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Tied(Net):
 
 
 class Frozen(Net):
-    """One block is frozen, and one block is frozen in part."""
+    """Network in which one block is frozen, and one block is partly frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Parametrized(Block):
 
 
 class Sometimes(Net):
-    """One block is skipped in two of three steps, and the order of the blocks changes."""
+    """Network in which one block is skipped in two of three steps, and the order of the blocks changes."""
 
     num_calls = 0
 

@@ -37,7 +37,7 @@ def test_same_bits_without_races_and_host_waits(
 
 
 def memory_in_step(num_blocks: int) -> tuple[int, int]:
-    """Return the largest memory of the device in a step, beyond the memory before it, and the size of a block."""
+    """Return the peak memory of the device in a step, minus the memory before the step, and the size of a block."""
     network = GPT(width=64, num_blocks=num_blocks).to(simulated.DEVICE)
     blocks = find_blocks(network)
     regions = regions_of(network, blocks, 1, lambda module: False)

@@ -1,4 +1,4 @@
-"""Training with sharded parameters in a tier computes the bits of the same training with shards on the device."""
+"""Training with sharded parameters in a tier computes the same bits as training with shards on the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Result:
 
 def train(offloads: bool, dtype: torch.dtype | None, recompute: str, num_shards: int, num_ranks: int) -> Result:
     torch.manual_seed(0)
-    # Widths that ranks cannot divide, so that shards have padding.
+    # The number of ranks does not divide these widths, so shards have padding.
     network = GPT(GPTConfig(vocab_size=23, context=12, num_layers=4, num_heads=3, width=15, dropout=0.1))
     blocks = find_blocks(network)
     apply_recompute(blocks, ActivationPlan(policy=recompute), OffloadPlan(), CPU, ALONE)

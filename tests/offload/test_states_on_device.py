@@ -1,4 +1,5 @@
-"""Offloaded optimizer states on the simulated accelerator: bits of the resident run, no races, less memory."""
+"""Offloaded optimizer states on the simulated accelerator: the same bits as with states on the device, no races, and
+less memory."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OTHERS_FIRST = list(zip(STRATEGIES, 3 * ["OTHERS_FIRST", "LATE"], strict=True))
 
 
 def compare(keywords: dict[str, Any], tiers: dict[str, Any]) -> tuple[list[str], Any, int]:
-    """Return problems, waits per step, and the difference of the peaks in bytes."""
+    """Return problems, waits per step, and the difference between the peaks in bytes."""
     resident = fit(simulated.DEVICE, keywords, num_blocks=4, forecasts=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OffloadedUpdates, "_be_plain", not_supported)
@@ -57,8 +58,8 @@ def calls_of(strategy: str, folder: Path) -> list[tuple[dict[str, Any], dict[str
 def unexpected_waits(strategy: str, tier: str, mode: str, clip: float | None, waits: Any) -> dict[int, dict[str, int]]:
     """Return the waits of the host that the design does not include.
 
-    The writer thread of a disk tier waits for copies. A speculative update reads the factor of clipping. DDP arranges
-    its buckets in the third step.
+    The writer thread of a disk tier waits for copies. A speculative update reads the clipping factor. DDP arranges its
+    buckets in the third step.
     """
     allowed = {"event.synchronize"} if tier == "disk" else set()
     allowed |= {"item"} if mode == "speculative" and clip is not None else set()

@@ -32,7 +32,7 @@ class Language(roomier.Module):
 
     Args:
         hooks: names of hooks that record a sum over all parameters.
-        reads: whether the training step reads the parameters of a block.
+        reads: True if the training step reads the parameters of a block.
     """
 
     def __init__(self, hooks: tuple[str, ...] = (), reads: bool = False) -> None:

@@ -71,7 +71,7 @@ def train_shards(kind: str | None, dtype: torch.dtype | None = None, *, updates_
     Args:
         kind: tier of the parameters; None if they stay on the device.
         dtype: dtype of autocast.
-        updates_late: whether parameters are also updated immediately before they are used.
+        updates_late: True if parameters are also updated immediately before they are used.
     """
     num_ranks = torch.distributed.get_world_size()
     torch.manual_seed(0)

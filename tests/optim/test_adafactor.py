@@ -50,7 +50,8 @@ def test_steps_equal_torchs(options: dict[str, Any]) -> None:
 
 
 class Layers(nn.Module):
-    """Parameters with 0 to 4 dimensions, a matrix with one row, and rows that are not divisible by 2 or 4."""
+    """Parameters with 0 to 4 dimensions, including a matrix with one row, and numbers of rows that 2 and 4 do not
+    divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ def test_states_can_leave_the_device_and_updates_can_run_in_backward(
     common = {"micro_batch": 4, "optimizer": "adafactor", "clip": 0.5, "num_steps": 4, "precision": "64-true"}
     setups = [Setup(strategy, 2, levers=levers, **common) for levers in ({}, LEVERS[lever])]  # type: ignore[arg-type]
     plain, moved = on_ranks.each(2, train_on_ranks, [(Classes, setup) for setup in setups])
-    # Sums over the ranks can be joined in messages of different sizes, which gloo adds in a different order.
+    # Sums over ranks can be combined in messages of different sizes, in which gloo adds values in a different order.
     assert distance(plain[0], moved[0]).weights < 1e-12
 
 
@@ -136,7 +137,7 @@ class Classifier(Module):
 
 
 def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: str | None = None) -> dict[str, Any]:
-    """Return the states of the optimizer at the start and the end, and the last checkpoint."""
+    """Return the states of the optimizer at the start and at the end, and the last checkpoint."""
     seed_everything(0)
     batch = Classes().make_batch(64, torch.Generator().manual_seed(0))
     states, saver = States(), ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)

@@ -361,7 +361,7 @@ def test_the_compiled_update_equals_eager_and_compiles_once(bits: int) -> None:
     num_before = torch_private.num_compiled_graphs()
     give_gradients(0, ours, theirs)
     with torch_private.intercept(lambda function, types, args, kwargs: function(*args, **kwargs)):
-        one.step()  # as under a memory tracker, which disables torch.compile permanently
+        one.step()  # as with a memory tracker, which disables torch.compile permanently
     other.step()
     num_graphs = torch_private.num_compiled_graphs()
     assert num_graphs > num_before
@@ -371,7 +371,7 @@ def test_the_compiled_update_equals_eager_and_compiles_once(bits: int) -> None:
         other.step()
     assert torch_private.num_compiled_graphs() == num_graphs
     for mine, twin in zip(ours, theirs, strict=True):
-        # A sum that differs in its last bit can be rounded to the adjacent code: one code in one step.
+        # A sum that differs in its last bit can be rounded to the adjacent code. This affects one code in one step.
         assert ((mine - twin).abs() > 1e-6).float().mean() < 1e-3
         assert (mine - twin).abs().max() < 1e-3
         for name, value in one.state[mine].items():

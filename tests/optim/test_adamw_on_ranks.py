@@ -26,7 +26,8 @@ NUM_STEPS, STOPS_AT, GLOBAL_BATCH = 6, 3, 8
 
 
 class Layers(nn.Module):
-    """Coded matrices: one whose rows no number of ranks divides, and one of 3 rows, so one of 4 ranks owns none."""
+    """Module whose optimizer states are quantized. No number of ranks divides the rows of some matrices, and one matrix
+    has 3 rows, so one of 4 ranks owns no row."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""bf16-true with an optimizer string equals float32 masters, and restores checkpoints bit for bit."""
+"""bf16-true with a named optimizer equals training with float32 master weights, and restores checkpoints bit for
+bit."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def data() -> DataLoader[Any]:
 
 
 def train_with_masters(module: Net, data: DataLoader[Any]) -> list[Tensor]:
-    """Train float32 masters with AdamW in plain PyTorch; a bfloat16 copy computes. Ties are rounded away from zero."""
+    """Train float32 master weights with AdamW in plain PyTorch. A bfloat16 copy computes the gradients. Ties are
+    rounded away from zero."""
     low = copy.deepcopy(module).bfloat16()
     masters = [nn.Parameter(each.detach().float()) for each in low.parameters()]
     groups = [
@@ -94,7 +96,8 @@ def ends_of(make_trainer: Any, data: Any, precision: str, rounding: str | None =
 
 
 def test_small_updates_are_kept_unless_rounding_is_nearest(make_trainer: Any, data: Any) -> None:
-    """60 steps of 2e-5 move a weight by up to 0.0012, less than half the distance of two bfloat16 values near 0.4."""
+    """60 steps of 2e-5 move a weight by up to 0.0012, which is less than half the distance between two bfloat16 values
+    near 0.4."""
     begin = torch.cat([each.detach().flatten() for each in Net().bfloat16().float().parameters()])
     wanted = (
         ends_of(make_trainer, data, "32-true") - torch.cat([each.flatten() for each in Net().parameters()]).detach()

@@ -52,7 +52,7 @@ class Block:
 
 
 def moments(num_rows: int = 3, size: int = 128) -> tuple[Tensor, Tensor]:
-    """Return roots over eight decades and ratios of both signs."""
+    """Return roots that span eight decades, and ratios of both signs."""
     generator = torch.Generator().manual_seed(0)
     root = 10 ** (8 * torch.rand(num_rows, size, generator=generator) - 9)
     return root, torch.randn(num_rows, size, generator=generator)
@@ -71,7 +71,7 @@ def test_codes_equal_their_definition(bits: int) -> None:
             shift = (7 * 0.6180339887498949 + column * 0.7548776662466927) % 1 * 31 / 32 + 1 / 64
             place = math.sqrt(root[row, column].item() / top) * levels - 1
             assert roots[row, column] == max(0, math.floor(place + shift))
-            # Both use one sequence, from opposite ends.
+            # Both use the same random sequence, from opposite ends.
             assert ratios[row, column] == math.floor(ratio[row, column].item() / widest * largest + 1 - shift)
             expected = top * ((roots[row, column].item() + 1) / levels) ** 2
             assert held_root[row, column].item() == pytest.approx(expected, rel=1e-6)

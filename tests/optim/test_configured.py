@@ -1,4 +1,4 @@
-"""Every documented return value of ``configure_optimizers``, and invalid ones."""
+"""Every documented return value of ``configure_optimizers``, and invalid return values."""
 
 import pytest
 import torch

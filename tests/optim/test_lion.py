@@ -77,7 +77,7 @@ def test_split_weights_equal_float32_weights_bit_for_bit() -> None:
 
 
 def test_small_steps_are_lost_by_nearest_and_kept_by_stochastic_rounding() -> None:
-    """100 steps of 1e-4 from 1, where the next bfloat16 value is 1/128 away."""
+    """A weight starts at 1 and takes 100 steps of 1e-4. The next bfloat16 value is 1/128 away."""
     ends = {}
     for rounding in ("nearest", "stochastic", "split"):
         weight = nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))

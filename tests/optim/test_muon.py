@@ -1,4 +1,4 @@
-"""Muon with AdamW for the rest equals torch's two optimizers."""
+"""Muon, with AdamW for the other parameters, equals torch's two optimizers."""
 
 from __future__ import annotations
 

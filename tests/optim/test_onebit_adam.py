@@ -1,4 +1,4 @@
-"""1-bit Adam equals its formulas, implemented again for one process that simulates all ranks."""
+"""1-bit Adam equals its formulas, which the tests implement again in one process that simulates all ranks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def test_steps_equal_algorithm_1(on_ranks: RankPool, num_ranks: int, rounds: boo
 
 
 def test_float32_differs_by_rounding_only(on_ranks: RankPool) -> None:
-    # Few steps: rounding can change the sign of an element near zero, and then its values differ for a while.
+    # Only a few steps run, because rounding can change the sign of an element near zero, and its values then differ for
+    # several steps.
     expected = reference(2, 11, 8)
     weights, _ = on_ranks(2, train, 11, torch.float32, freeze_step=8)[0]
     for weight, reference_weight in zip(weights, expected, strict=True):
@@ -154,14 +155,14 @@ def test_bytes_sent_against_ddp(on_ranks: RankPool, num_ranks: int) -> None:
     ddp = all_reduce_bytes(4 * (256 * 300 + 300), num_ranks)
     for sent in on_ranks(num_ranks, bytes_of_steps, 6, 3):
         assert sent[:3] == [pytest.approx(ddp, rel=0.01)] * 3
-        assert ddp < sent[3] < 2.1 * ddp  # both moments are gathered, once
+        assert ddp < sent[3] < 2.1 * ddp  # both moments are gathered one time
         assert sent[4] == sent[5]
         assert ddp / sent[5] > 20
         assert ddp / sent[5] == pytest.approx(32 / 1.25, rel=0.05)
 
 
 def resumed(num_steps: int, at: int, freeze_step: int, rounds_variance: bool) -> bool:
-    """Return whether a new optimizer with the states of step ``at`` continues with the same bits."""
+    """Return True if a new optimizer with the states of step ``at`` continues with the same bits."""
     keywords: dict[str, Any] = {"freeze_step": freeze_step, "rounds_variance": rounds_variance}
     expected, _ = train(num_steps, torch.float32, **keywords)
     parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
@@ -223,7 +224,7 @@ def test_states_load_on_another_number_of_ranks(on_ranks: RankPool, numbers: tup
             assert torch.equal(after["denominator"], before["denominator"])
             # The accumulated error of the average is unchanged.
             torch.testing.assert_close(after["worker_error"].mean(0), before["worker_error"].mean(0))
-            # The momentum has other blocks now. Its rounding error is in the error state and is added later.
+            # The momentum now has different blocks. Its rounding error is in the error state and is added later.
             torch.testing.assert_close(
                 BETAS[0] * after["exp_avg"] + after["server_error"],
                 BETAS[0] * before["exp_avg"] + before["server_error"],
@@ -231,7 +232,8 @@ def test_states_load_on_another_number_of_ranks(on_ranks: RankPool, numbers: tup
 
 
 def steps_of_odd_parameters() -> list[bool]:
-    """Update parameters that are bfloat16, not contiguous, without a gradient on some ranks, empty, or frozen."""
+    """Update parameters that are bfloat16, are not contiguous, have no gradient on some ranks, are empty, or are
+    frozen."""
     torch.manual_seed(0)
     halved = nn.Parameter(torch.randn(40, 10).bfloat16())
     last = nn.Parameter(torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))

@@ -41,7 +41,7 @@ def successors() -> Tensor:
 
 
 def sentences(num: int, seed: int) -> Tensor:
-    """Return ``[num, CONTEXT + 1]`` tokens. Each is one of four successors of the last token, or random."""
+    """Return ``[num, CONTEXT + 1]`` tokens. Each token is one of four successors of the previous token, or random."""
     draws, followers = torch.Generator().manual_seed(seed), successors()
     frequency = 1 / torch.arange(1, VOCABULARY + 1)
     tokens = [torch.multinomial(frequency, num, replacement=True, generator=draws)]
@@ -106,7 +106,7 @@ def test_a_gpt_learns_as_with_adamw(on_ranks: RankPool, strategy: str, precision
     plain = ("ddp", {"name": "adamw"}, 100, 32, precision)
     frozen = (strategy, {"name": "onebit_adam", "freeze_step": 40}, 100, 32, precision)
     [adamw, *_], [onebit, *_] = on_ranks.each(2, learn, [plain, frozen])
-    # Up to the freeze they are equal. bf16 amplifies the order of sums.
+    # Until the second moment is frozen, both optimizers are equal. bf16 amplifies differences in the order of sums.
     assert onebit[:40] == pytest.approx(adamw[:40], rel=1e-4 if precision == "32-true" else 0.02)
     assert onebit[41:] != pytest.approx(adamw[41:], rel=1e-6)
     assert last(adamw) < 0.8 * adamw[0]
@@ -157,7 +157,7 @@ def test_the_averaged_gradient_equals_the_gradient_of_the_global_batch(
 
 
 def begin_apart() -> list[float]:
-    """Train ranks with different initial weights; return the first loss and the running mean of each."""
+    """Train ranks with different initial weights. Return the first loss and the running mean of each rank."""
     module = Normed(dist.get_rank())
     plan = plan_from_flags(strategy="ddp", accelerator="cpu", devices=2, optimizer="onebit_adam")
     engine, _, ranks = engine_of(module, plan, 20)

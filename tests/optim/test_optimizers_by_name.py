@@ -1,4 +1,4 @@
-"""Optimizers selected by a string: classes, groups and options."""
+"""Optimizers that are selected by name: classes, parameter groups and options."""
 
 import pytest
 import torch

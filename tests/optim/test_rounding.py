@@ -48,11 +48,11 @@ def test_split_rounds_to_the_nearest_and_ties_away_from_zero() -> None:
     assert torch.equal(split(value)[0], value.bfloat16())
     ties = of_bits(0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000)
     assert [each >> 16 for each in bits_of(split(ties)[0].float())] == [0x3F81, 0x3F82, 0xBF81, 0xBF82]
-    assert split(of_bits(0x7F7FFFFF))[0].item() == float("inf")  # equal to a cast; the number is restored
+    assert split(of_bits(0x7F7FFFFF))[0].item() == float("inf")  # equal to a cast, and the number can be restored
 
 
 def test_nan_stays_nan() -> None:
-    """The NaN of CUDA has all bits set, and a carry would turn it into -0."""
+    """In CUDA's NaN, all bits are set, and a carry would turn the NaN into -0."""
     codes = of_bits(0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001)
     weight, low_bits = split(codes)
     assert weight.isnan().all()
@@ -81,7 +81,7 @@ def test_small_updates_accumulate() -> None:
 
 
 def test_parts_of_a_tensor_are_written_in_place() -> None:
-    """An optimizer writes chunk by chunk."""
+    """An optimizer writes a tensor chunk by chunk."""
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     weight = torch.zeros(1000, dtype=torch.bfloat16)
     low_bits = empty_low_bits(weight)

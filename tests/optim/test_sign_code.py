@@ -1,4 +1,4 @@
-"""Tensors coded as signs and scales."""
+"""Tensors that are stored as signs and scales."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Optimizer states, predicted and measured after a step."""
+"""Bytes of optimizer states, predicted and measured after a step."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_optimizer_that_cannot_step_on_a_small_parameter_is_rejected() -> None:
 
 
 def by_name_on_ranks(strategy: str) -> list[dict[str, Any]]:
-    """Return the states of each named optimizer on this rank, measured and by both formulas."""
+    """Return the bytes of the states of each named optimizer on this rank, measured and by both formulas."""
     from roomier.memory.predict import predict, predict_built
 
     found = []

@@ -1,4 +1,4 @@
-"""Trains a model on several ranks and in a plain PyTorch loop, and measures the distance between the results."""
+"""Training of a model on several ranks and in a plain PyTorch loop, and the distance between the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 
 class Task(Module):
-    """A network and its training batches, whose first dimension is the samples."""
+    """A network and its training batches. The first dimension of a batch is the sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Setup:
         )
 
 
-# Adam divides by the magnitude of a gradient, which amplifies rounding errors of gradients that are exactly zero
-# otherwise (the key bias of attention). An eps far above these errors keeps equal runs comparable.
+# Adam divides by the magnitude of a gradient. This amplifies rounding errors in gradients that would otherwise be
+# exactly zero, such as the gradient of attention's key bias. An eps far above these errors keeps equal runs comparable.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 3e-3, "eps": 1e-3},
     "sgd": {"name": "sgd", "lr": 0.003, "momentum": 0.9},
@@ -137,7 +137,7 @@ def train_bare(make_task: Callable[[], Task], setup: Setup, *, in_parts: bool = 
     """Train in a plain PyTorch loop, in one process and with one batch per step.
 
     Args:
-        in_parts: accumulate gradients over the micro-batches of all ranks instead.
+        in_parts: True to accumulate gradients over the micro-batches of all ranks instead.
     """
     task = make_task()
     bare = copy.deepcopy(task)

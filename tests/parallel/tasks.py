@@ -52,7 +52,7 @@ class TiedLanguage(Language):
 
 
 class WideLanguage(Language):
-    """A GPT whose norms are a small enough fraction of each block to belong to the root unit."""
+    """A GPT whose norms are such a small fraction of each block that they belong to the root unit."""
 
     width = 192
 

@@ -10,7 +10,7 @@ from tests.ranks.pool import RankFailed, RankPool
 
 
 class Branching(Regression):
-    """Three blocks, of which some steps skip the second."""
+    """Network with three blocks. Some steps skip the second block."""
 
     def make_network(self) -> nn.Module:
         return nn.Sequential(Residual(), Residual(), Residual(), Mean(), nn.Linear(WIDTH, 1))

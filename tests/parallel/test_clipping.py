@@ -14,7 +14,7 @@ from tests.ranks.pool import RankPool
 
 
 class Uneven(nn.Module):
-    """Sizes for which some ranks have empty shards."""
+    """Network with sizes for which some ranks have empty shards."""
 
     def __init__(self) -> None:
         super().__init__()

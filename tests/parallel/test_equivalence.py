@@ -1,14 +1,15 @@
 """Tests that a global batch gives the losses and weights of a plain loop in one process, on any number of ranks.
 
-The relative tolerances after 20 steps, which the fast tests with 8 steps use as well, are:
+The relative tolerances after 20 steps, which the fast tests with 8 steps also use, are:
 
-- ``64-true``: 1e-10, which is about ten thousand roundings. An error in the weights of the ranks exceeds it.
+- ``64-true``: 1e-10, which is about ten thousand roundings. An error in the weights of the ranks exceeds this
+  tolerance.
 - ``32-true``: 1e-5. Two plain loops, one of which accumulates micro-batches, differ by up to 2e-6.
 - ``bf16-mixed``: a plain loop over micro-batches rounds as the ranks do, so most runs are within 1e-6 of it. A sum in a
   different order sometimes rounds to an adjacent bf16 number, up to 2 ** -8 away, and later steps amplify the
   difference. The same applies to two plain loops, one over micro-batches and one over full batches. The distance of a
-  run from either loop may be twice the distance between the loops, plus 2 ** -8. The tolerance of a first step, which
-  amplifies nothing, is 1e-5.
+  run from either loop may be twice the distance between the loops, plus 2 ** -8. The tolerance of a first step, in
+  which no earlier difference is amplified, is 1e-5.
 """
 
 from dataclasses import replace
@@ -47,7 +48,7 @@ TASKS = st.sampled_from([Language, TiedLanguage, SummedLanguage])
 
 
 def each_example(count: int) -> settings:
-    # The same examples in every run. Slow examples do not fail, because the suite measures its total time.
+    # Every run uses the same examples. Slow examples do not fail, because the suite measures its total time.
     return settings(
         max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -67,7 +68,7 @@ def test_any_layout_matches_one_process_many_examples(on_ranks: RankPool, task: 
     check(on_ranks, task, replace(setup, num_steps=20))
 
 
-# One layout per strategy, independent of the examples above.
+# One layout per strategy, regardless of the examples above.
 COVERING = [
     ("single", 1, None),
     ("ddp", 2, None),

@@ -32,7 +32,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 PAIRS = [
     (one, other)
     for one, other in combinations(LEVERS, 2)
-    if not LEVERS[one].keys() & LEVERS[other].keys()  # both set the policy of the blocks
+    if not LEVERS[one].keys() & LEVERS[other].keys()  # both techniques set the policy of the blocks
     and (one, other) not in REJECTED_PAIRS
 ]
 
@@ -75,7 +75,7 @@ def test_every_technique_under_a_strategy_is_exact_or_rejected(on_ranks: RankPoo
 
 
 def test_techniques_in_mixed_precision_are_as_accurate_as_none(on_ranks: RankPool) -> None:
-    """Norms and weights of matrix products are all-gathered in two dtypes, also if a block is recomputed."""
+    """Norms and weights of matrix products are all-gathered in two dtypes, even if a block is recomputed."""
     plain = Setup("zero3", precision="bf16-mixed", num_steps=NUM_STEPS)
     setups = [plain, *(replace(plain, levers=levers) for levers in LEVERS.values())]
     without, *results = on_ranks.each(2, compared, [(setup,) for setup in setups])

@@ -24,7 +24,7 @@ def two_fits() -> list[dict[str, Tensor]]:
             strategy={"name": "hsdp", "shard_size": 2},
             devices=4,
             accelerator="cpu",
-            optimizer={"name": "muon", "lr": 1e-3},  # gathers each matrix with operators on DTensors
+            optimizer={"name": "muon", "lr": 1e-3},  # Muon gathers each matrix with operators on DTensors
             max_steps=2,
             logger=False,
             enable_checkpointing=False,

@@ -1,4 +1,4 @@
-"""Tests of micro-batches without loss terms whose loss is 0/0 and whose gradient is 0 times 1/0."""
+"""Tests of micro-batches without loss terms. Their loss is 0/0, and their gradient is 0 times 1/0."""
 
 from typing import Any
 

@@ -93,7 +93,8 @@ def test_higher_rank_reduces_the_error(on_ranks: RankPool) -> None:
 def test_powersgd_with_accumulation(on_ranks: RankPool) -> None:
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 5}
     once, twice = (by_rank[0][0] for by_rank in on_ranks.each(2, learn_with, [(30, 1, settings), (30, 2, settings)]))
-    # With accumulation, a rank has different samples. The factors differ, and the losses are only approximately equal.
+    # With accumulation, a rank has different samples. Therefore, the factors differ, and the losses are only
+    # approximately equal.
     assert twice[:5] == pytest.approx(once[:5], rel=1e-4)
     assert twice == pytest.approx(once, rel=0.05)
 
@@ -112,7 +113,7 @@ def learn_in_several_buckets(num_steps: int) -> list[Tensor]:
 
 
 class Wide(roomier.Module):
-    """6.6 MB in layers of many sizes, for which DDP creates several buckets, the first of 1 MB."""
+    """Model with 6.6 MB in layers of many sizes, for which DDP creates several buckets. The first bucket has 1 MB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ def test_gradients_in_bfloat16_change_the_result_little(on_ranks: RankPool, name
     [(exact, weights), _], [(rounded, near), _] = on_ranks.each(
         2, learn_with, [(20, accumulate, each) for each in options]
     )
-    # Rounding changes a gradient by at most 2^-9, and the steps of Adam depend mostly on its sign.
+    # Rounding changes a gradient by at most 2^-9, and the steps of Adam depend mostly on the sign of the gradient.
     assert rounded == pytest.approx(exact, rel=0.01)
     apart = [(near[each] - weight).norm() / weight.norm() for each, weight in weights.items()]
     assert 0 < max(apart) < 0.02

@@ -1,4 +1,5 @@
-"""Tests that unsupported models are rejected on every rank with an action, without a hang."""
+"""Tests that unsupported models are rejected on every rank, with an error that contains an action and without a
+hang."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Tests that parameters without a dimension train under every strategy as in one process."""
+"""Tests that under every strategy, parameters without a dimension are trained as in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Scale(nn.Module):
 
 
 class Scalars(Regression):
-    """Scalars in each block, in a separate layer, in the root module, and a frozen scalar."""
+    """Module with scalars in each block, in a separate layer and in the root module, and with a frozen scalar."""
 
     def make_network(self) -> nn.Module:
         network = nn.Sequential(ReZero(), ReZero(), Mean(), Scale(), nn.Linear(WIDTH, 1))

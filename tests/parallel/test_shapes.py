@@ -1,4 +1,4 @@
-"""Tests that models of many structures train under every strategy as in one process, without changes."""
+"""Tests that under every strategy, unchanged models of many structures train as in one process."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ class FrozenBlock(Language):
 
 
 class Uneven(Regression):
-    """Parameters with first dimensions of 1, 3 and 5."""
+    """Module with parameters whose first dimensions are 1, 3 and 5."""
 
     def make_network(self) -> nn.Module:
         mlp = [nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)]
@@ -123,7 +123,7 @@ class Unused(Regression):
 
 
 class Bare(Regression):
-    """Parameters of the root module, one with a single element, and a buffer that the forward uses."""
+    """Root module with parameters, one of which has a single element, and with a buffer that the forward uses."""
 
     def make_network(self) -> nn.Module:
         network = nn.Sequential(Residual(), Residual(), Mean(), nn.Linear(WIDTH, 1))
@@ -138,7 +138,7 @@ class Bare(Regression):
 
 
 class Attention(Regression):
-    """The attention of torch, which reads weights of submodules without calling them."""
+    """The attention of torch, which reads the weights of submodules without calling the submodules."""
 
     def make_network(self) -> nn.Module:
         layers = [
@@ -240,7 +240,7 @@ class AloneInRoot(Regression):
 
 
 class ChannelsLast(Regression):
-    """Weights in channels_last and transposed memory formats."""
+    """Module with weights in channels_last and transposed memory formats."""
 
     def make_network(self) -> nn.Module:
         layers = [nn.Unflatten(2, (WIDTH, 1)), nn.Conv2d(self.num_tokens, 5, kernel_size=(3, 1)), nn.Flatten(1)]
@@ -300,18 +300,20 @@ def test_every_structure_matches_one_process(on_ranks: RankPool, strategy: str, 
     check_structures(on_ranks, TASKS, strategy, num_ranks)
 
 
-# Attention as a unit receives three separate inputs, so one matrix product in bf16 becomes three, each rounded.
+# As a unit, attention receives three separate inputs. One matrix product in bf16 becomes three, each of which is
+# rounded.
 BF16_TOLERANCES = {Attention: 2**-8, Recurrent: 1e-5, Convolutions: 1e-5, UsedTwice: 1e-5}
 
 
 def test_structures_in_bf16_match_one_process(on_ranks: RankPool) -> None:
-    """Uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
+    """The test uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
     setup = Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=1)
     results = on_ranks.each(2, train_on_ranks, [(task, setup) for task in BF16_TOLERANCES])
     for (task, tolerance), [trained, *_] in zip(BF16_TOLERANCES.items(), results, strict=True):
         with pytest.MonkeyPatch.context() as patched:
             if task is Recurrent and not onednn_has_lstm(torch.bfloat16):
-                patched.setattr(torch.backends.mkldnn, "enabled", False)  # otherwise torch raises in the bare loop
+                # otherwise torch raises an error in the bare loop
+                patched.setattr(torch.backends.mkldnn, "enabled", False)
             apart = distance(trained, train_bare(task, setup, in_parts=True))
         assert apart.losses < 1e-5, (task.__name__, apart)
         assert apart.weights < tolerance, (task.__name__, apart)
@@ -358,7 +360,7 @@ def train_and_show_buffers(task: type[Task], setup: Setup) -> tuple[Trained, dic
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_batch_norm_uses_the_micro_batch_of_each_rank(on_ranks: RankPool, strategy: str) -> None:
-    """Matches a plain loop over the same micro-batches. Running statistics differ between ranks."""
+    """The results match a plain loop over the same micro-batches. Running statistics differ between ranks."""
     setup = Setup(strategy, 2, micro_batch=4, num_steps=4)
     results = on_ranks(2, train_and_show_buffers, BatchNormed, setup)
     apart = distance(results[0][0], train_bare(BatchNormed, setup, in_parts=True))

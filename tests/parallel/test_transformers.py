@@ -103,9 +103,9 @@ def test_every_model_matches_one_process(on_ranks: RankPool, strategy: str) -> N
 
 
 def test_models_in_bf16_match_one_process(on_ranks: RankPool) -> None:
-    """Uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
+    """The test uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
     setup = Setup("zero3", 2, precision="bf16-mixed", num_steps=1)
-    # The embeddings of ViT are a unit with direct parameters, which are all-gathered in bf16.
+    # The embeddings of ViT are a unit that directly contains parameters, which are all-gathered in bf16.
     tolerances = {GPT2: 1e-5, Llama: 1e-5, ViT: 1e-3}
     results = on_ranks.each(2, train_on_ranks, [(task, setup) for task in tolerances])
     for (task, tolerance), [trained, *_] in zip(tolerances.items(), results, strict=True):

@@ -95,12 +95,12 @@ def _full_copy(tensor: Tensor) -> Tensor:
 
 
 def train_all(all_keywords: Sequence[Mapping[str, Any]], num_ranks: int, dropout: float) -> list[Run]:
-    """:func:`train` with each of ``all_keywords``."""
+    """Call :func:`train` with each of ``all_keywords``."""
     return [train(keywords, num_ranks, dropout) for keywords in all_keywords]
 
 
 def train(keywords: Mapping[str, Any], num_ranks: int = 1, dropout: float = 0.0) -> Run:
-    """Train with ``Trainer(**keywords)``; call it on each of ``num_ranks`` ranks."""
+    """Train with ``Trainer(**keywords)``. Call this function on each of ``num_ranks`` ranks."""
     accumulate = keywords.get("accumulate_grad_batches", 1)
     look = Look()
     seed_everything(0)
@@ -277,7 +277,7 @@ def add_lora(network: nn.Module) -> None:
 
 
 def differing(run: Run, reference: Run) -> list[str]:
-    """Return the names of the tensors whose bits differ, and of those that only one of the runs has."""
+    """Return the names of the tensors whose bits differ, and of the tensors that only one of the runs has."""
     found = [] if torch.equal(run.losses, reference.losses) else ["losses"]
     for ours, theirs in ((run.weights, reference.weights), (run.states, reference.states)):
         found += sorted(ours.keys() ^ theirs.keys())
@@ -286,9 +286,9 @@ def differing(run: Run, reference: Run) -> list[str]:
 
 
 def distance(run: Run, reference: Run) -> float:
-    """Return the largest relative difference: of the losses, of the change of all weights, of a kind of state.
+    """Return the largest relative difference among the losses, the change of all weights, and each kind of state.
 
-    Tensors that only one of the runs has, or has in another shape, do not count.
+    Tensors that only one of the runs has, or that have different shapes, do not count.
     """
     found = [((run.losses - reference.losses).abs() / reference.losses).max().item()]
     found.append(_relative(run.weights, reference.weights, reference.start))

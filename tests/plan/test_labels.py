@@ -43,16 +43,16 @@ from tests.ranks.pool import RankPool
 
 @dataclass(frozen=True)
 class Compared:
-    """A choice, and the training it is compared with.
+    """A choice, and the training run with which it is compared.
 
     Attributes:
-        option: the keywords of the Trainer that make the choice.
-        without: the keywords of the plan without it.
-        plain: the recipe of a plain PyTorch loop that trains the same, in the place of ``without``.
+        option: the keywords of the Trainer that select the choice.
+        without: the keywords of the plan without the choice.
+        plain: the recipe of a plain PyTorch loop with equal training, which is used in place of ``without``.
         rounds_to: dtype to which the choice rounds intermediate results.
-        strategy: strategy with which an exact choice is compared on 2 ranks too.
+        strategy: strategy with which an exact choice is also compared on 2 ranks.
         num_ranks: number of ranks of the plan with the choice.
-        alone: if true, the plan without the choice runs on one rank, with the same global batch.
+        alone: True if the plan without the choice runs on one rank, with the same global batch.
     """
 
     option: Mapping[str, Any]
@@ -199,7 +199,7 @@ TABLE: dict[str, Compared] = {
 MARKS = {
     "compile.enabled": [
         pytest.mark.slow,
-        # Warnings of the compiler, which would stop if they were errors.
+        # Warnings of the compiler. As errors, these warnings would stop the compiler.
         pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
         pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
     ]
@@ -220,7 +220,7 @@ SETTINGS = {
 
 
 def labels() -> dict[str, Kind]:
-    """The label of each choice, by field and word."""
+    """The label of each choice, by the field and the value."""
     words = {f"{field}={word}": choice.kind for field, choices in CHOICES.items() for word, choice in choices.items()}
     switches = {field: choice.kind for field, choice in SWITCHES.items()}
     return {name: kind for name, kind in (words | switches).items() if kind is not None}
@@ -266,10 +266,10 @@ NUM_ROUNDINGS = 2 * (6 * NUM_LAYERS + 1)
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Return the largest relative difference of two runs of the same mathematics.
+    """Return the largest expected relative difference between two runs that compute the same formulas.
 
-    Errors of n roundings add up to sqrt(n) * eps / 2 in the norm of a gradient, and both runs round. If eps of Adam is
-    large, updates are proportional to gradients and do not amplify the difference. The second moment of Adam is the
+    The errors of n roundings add up to sqrt(n) * eps / 2 in the norm of a gradient, and both runs round. If eps of Adam
+    is large, updates are proportional to gradients and do not amplify the difference. The second moment of Adam is the
     square of the gradient, which doubles the relative difference.
     """
     found = math.sqrt(NUM_ADDITIONS) * torch.finfo(torch.float32).eps
@@ -282,7 +282,7 @@ def bound(dtype: torch.dtype) -> float:
 
 
 def keywords_of(asked: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    """Return ``asked`` with AdamW, unless it names an optimizer. Runs of exact choices have the default eps."""
+    """Return ``asked`` with AdamW, unless it names an optimizer. Runs of exact choices use the default eps."""
     given = asked.get("optimizer", {})
     if given is None:
         return dict(asked)
@@ -291,7 +291,7 @@ def keywords_of(asked: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
 
 
 def judge(kind: Kind, run: Run, reference: Run, dtype: torch.dtype = torch.float32) -> str:
-    """Return how the difference of two runs contradicts the label; empty if it does not."""
+    """Return how the difference between two runs contradicts the label; empty if there is no contradiction."""
     if kind is Kind.EXACT:
         found = differing(run, reference)
         return f"the bits of {len(found)} tensors differ, such as {found[0]}" if found else ""
@@ -359,7 +359,7 @@ def contradictions(
 
 
 def is_supported(name: str, **common: Any) -> bool:
-    """Return whether a plan with the keywords ``common`` supports the choice ``name``."""
+    """Return True if a plan with the keywords ``common`` supports the choice ``name``."""
     try:
         plan_from_flags(**keywords_of({**common, **TABLE[name].option}, LABELS[name]))
     except PlanError:
@@ -421,6 +421,6 @@ def test_choices_for_several_ranks(on_ranks: RankPool, num_ranks: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)])
 def test_the_bounds_reject_wrong_updates(dtype: torch.dtype, error: float) -> None:
-    """Updates that are all too large by ``error``, as after a wrong weight of the loss, are not near."""
+    """If all updates are too large by ``error``, as after a wrong weight of the loss, the run is not near."""
     wrong = keywords_of({"optimizer": {"lr": (1 + error) * LR}}, Kind.NEAR)
     assert judge(Kind.NEAR, train(wrong), train(keywords_of({}, Kind.NEAR)), dtype) != ""

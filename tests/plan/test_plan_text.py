@@ -55,7 +55,7 @@ def offloads(draw: st.DrawFn) -> OffloadPlan:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     optimizer = draw(optimizers())
-    is_onebit = optimizer.name == "onebit_adam"  # incompatible with more options than other optimizers
+    is_onebit = optimizer.name == "onebit_adam"  # incompatible with more options than the other optimizers are
     bound = None if is_onebit else draw(st.none() | positive)
     algorithm = draw(words("batch.gradient_clip_algorithm")) if bound is not None else "norm"
     mode = draw(words("precision.mode").filter(lambda word: not is_onebit or word != "16-mixed"))

@@ -1,4 +1,4 @@
-"""Layout of a page in a real browser: headless Chromium."""
+"""Layout of a page in a real browser, which is headless Chromium."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def forecast(plan: Plan, micro_batch: int, peak_bytes: int, step_s: float, metho
 
 
 class FixedPrices:
-    """Prices from a function of the test."""
+    """Prices that a function of the test determines."""
 
     def __init__(self, price: Any, method: str = "dry run") -> None:
         self.price = price
@@ -80,7 +80,7 @@ class FixedPrices:
 
 
 def ends_after(num_looks: int) -> Deadline:
-    """Return a deadline that passes after ``num_looks`` checks, independent of the clock."""
+    """Return a deadline that passes after ``num_looks`` checks, regardless of the clock."""
     looks = itertools.count(1)
     return Deadline(num_looks, 0.0, clock=lambda: next(looks))
 
@@ -99,7 +99,7 @@ def by_strategy(plan: Plan, micro_batch: int) -> tuple[int, float]:
 
 
 def made_up(monkeypatch: pytest.MonkeyPatch, price: Any) -> FixedPrices:
-    """Return prices by ``price``, which also apply to the alternatives in :mod:`nearest`."""
+    """Return prices that ``price`` determines. These prices also apply to the alternatives in :mod:`nearest`."""
 
     def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
         return forecast(plan, workload.batch_size, *price(plan, workload.batch_size))

@@ -1,4 +1,4 @@
-"""Many kinds of model, each with one micro-batch: the models of ``roomier bench planner``."""
+"""Many kinds of models, each with one micro-batch. ``roomier bench planner`` uses these models."""
 
 from roomier.bench.planner_models import DEPTH, LENGTH, MODELS, NUM_IMAGES, NUM_SEQUENCES, VOCABULARY
 

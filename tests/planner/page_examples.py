@@ -26,7 +26,7 @@ def machine(name: str = "a100-40gb") -> Machine:
 
 
 def timeline(states: float, kept: float, *, gathered: float = 0.0, gradient: float = 1.0) -> tuple[Interval, ...]:
-    """Return a step whose activations grow and shrink block by block. Sizes are in GiB."""
+    """Return a step in which the bytes of activations increase and decrease block by block. Sizes are in GiB."""
     found: list[Interval] = []
 
     def held(activation: float, gradients: float, temporary: float = 0.0) -> dict[Kind, int]:

@@ -141,7 +141,7 @@ def test_the_minimum_in_the_error_is_sufficient(like: str) -> None:
 
 
 def test_the_memory_of_the_update_counts_on_a_gpu() -> None:
-    """The allocator of a GPU reports the temporaries of the update, which are the peak of this step."""
+    """The allocator of a GPU counts the temporary tensors of the update, in which this step has its peak."""
     workload = workload_of(lambda: Language(width=64, num_layers=2), (tokens(1)[0][:, :5],))
     found = dry_run(workload, plan_of(0.5, "lion"), like="cuda")
     assert found.peak.phase == "update"

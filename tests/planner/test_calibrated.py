@@ -1,4 +1,4 @@
-"""Calibration with a measured run: activations of the model, and device memory in addition to tensors."""
+"""Calibration with a measured run: activations of the model, and device memory outside of tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ PLAN = plan_from_flags(optimizer="adamw", accelerator="cpu")
 
 
 class Routed(roomier.Module):
-    """A model whose number of samples in the wide layers depends on their values, which a forecast cannot know."""
+    """A model in which the values of the samples determine how many samples enter the wide layers. A forecast does not
+    have these values."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()

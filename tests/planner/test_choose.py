@@ -318,7 +318,8 @@ def test_if_no_plan_fits_only_verified_alternatives_are_suggested(monkeypatch: p
     monkeypatch.setattr(nearest, "confirm", confirm)
     error = error_for(regression(1), auto(), 2 * KIB, this_machine(), prices=FixedPrices(price))
     assert "'allow': ['adamw4bit']}, which needs 1.0 KiB" in str(error)
-    assert dry_runs[0].optimizer.name == "adamw4bit"  # neither bfloat16 nor the 8-bit states, which come before it
+    # neither bfloat16 nor the 8-bit states, which come earlier in the order
+    assert dry_runs[0].optimizer.name == "adamw4bit"
 
 
 def test_if_no_plan_fits_the_error_names_the_required_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_errors_of_all_combinations_are_bounded(name: str, kind: str) -> None:
 
 
 def type_of(name: str) -> str:
-    """Return "transformer" if the model has blocks that can be recomputed."""
+    """Return ``"transformer"`` if the model has blocks that can be recomputed."""
     return "others" if name in ("lstm", "lstm_padded", "recommender", "resnet", "unet") else "transformer"
 
 
@@ -225,4 +225,4 @@ def test_80_layers_on_1024_ranks_are_estimated_in_milliseconds() -> None:
         begin_s = time.process_time()
         asked.memory(plan, 2)
         spent_s.append(time.process_time() - begin_s)
-    assert min(spent_s) < 0.1  # 5 ms on an idle machine
+    assert min(spent_s) < 0.1  # about 5 ms on an idle machine

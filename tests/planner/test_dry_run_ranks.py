@@ -23,7 +23,7 @@ FEW = [
 
 
 def rows_of(cases: list[Case]) -> list[dict[str, Any]]:
-    """Run dry runs on ranks, whose process group and meshes must not change."""
+    """Run dry runs on ranks. The process group and the meshes of the ranks must not change."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return run(cases, Ranks(World(rank, size, rank, 0, size)))
 

@@ -1,4 +1,4 @@
-"""Values that a fake environment provides, and no side effects of a dry run."""
+"""Values that a fake environment provides. A dry run has no side effects."""
 
 import copy
 import random
@@ -80,7 +80,7 @@ def test_experts_are_assumed_to_have_equal_load() -> None:
     Eager.num_tokens.clear()
     dry_run(Workload.of(Eager(), torch.ones(16, 32)), plan_of({}))
     assert set(Eager.num_tokens) == {8}
-    assert len(Eager.num_tokens) == 8  # of four experts in two steps
+    assert len(Eager.num_tokens) == 8  # four experts in each of two steps
 
 
 class Reads(roomier.Module):

@@ -1,4 +1,4 @@
-"""GPU memory in addition to tensors: by formula, and calibrated by a run. No GPU is required."""
+"""GPU memory outside of tensors: by formula, and calibrated with a run. No GPU is required."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Number of micro-batches on the device at a time: in loops and engines, and in forecasts."""
+"""Number of micro-batches that are on the device at the same time, in loops and engines, and in forecasts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Moves(roomier.Module):
 
 
 class Widens(roomier.Module):
-    """Computation that needs more memory than its batch, as in almost all models."""
+    """Computation that requires more memory than its batch, as in almost all models."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Configurations that transformers writes in forms other than plain numbers and labeled batches."""
+"""Configurations of transformers whose settings or batches have unusual forms."""
 
 from __future__ import annotations
 

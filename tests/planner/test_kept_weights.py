@@ -57,10 +57,11 @@ def test_a_copy_is_counted_by_dry_run_and_closed_form_in_its_sharded_size(
         strategy=strategy, devices=devices, precision=precision, optimizer="adamw", accelerator="cpu"
     )
     copied, machine = replace(WORKLOAD, copies=(KeptWeights(with_buffers=True),)), this_machine(devices, 1, "cpu")
-    trained = [(129, 64), (129, 1), (129, 1), (64, 129), (64, 1)]  # dimension 0, which is sharded, and the rest
+    # sizes of dimension 0, which is sharded, and of the other dimensions
+    trained = [(129, 64), (129, 1), (129, 1), (64, 129), (64, 1)]
     num_shards = devices if strategy.startswith("zero") else 1
     own = sum(-(-first // num_shards) * rest for first, rest in trained)
-    expected = 4 * (own + STATISTICS)  # in float32 for any dtype of the weights
+    expected = 4 * (own + STATISTICS)  # copies are in float32 for any dtype of the weights
     assert dry_run(copied, plan).peak_bytes - dry_run(WORKLOAD, plan).peak_bytes == expected
     before, after = (Estimator(each, machine).estimate(plan, 4).bytes_by_kind for each in (WORKLOAD, copied))
     assert after[Kind.PARAMETER] - before[Kind.PARAMETER] == expected

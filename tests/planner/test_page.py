@@ -1,4 +1,4 @@
-"""The planner's page: its content, that it is safe and self-contained, and its layout in a real browser."""
+"""The planner's page: its content, its safety, its independence of other files, and its layout in a real browser."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class ByNumber(roomier.Module):
-    """A model that indexes its blocks, so a copy with fewer blocks fails."""
+    """A model that indexes its blocks, so that a copy with fewer blocks fails."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Published measurements: sizes that fit also fit by forecast, others do not, and docs/seeds.md contains the result."""
+"""Published measurements: sizes that fit also fit by forecast, other sizes do not fit, and docs/seeds.md contains the
+result."""
 
 from functools import cache
 from pathlib import Path

@@ -208,7 +208,8 @@ def test_a_model_that_indexes_its_blocks_is_traced_in_full() -> None:
 
 
 def test_layers_that_are_large_in_the_copy_are_compared_with_the_full_model() -> None:
-    """An embedding with 1/60 of the model is gathered with the root, although it is 1/10 of the copy."""
+    """An embedding with 1/60 of the model's parameters is gathered with the root, although it has 1/10 of the copy's
+    parameters."""
     with torch.device("meta"):
         network = GPT(GPTConfig(vocab_size=96, context=16, num_layers=24, num_heads=2, width=32))
     module = as_module(network)

@@ -27,7 +27,7 @@ WEIGHT_BYTES = WIDTH * WIDTH * 4
 
 
 class Blocks(Module):
-    """Equal layers only, each of which is a separate unit."""
+    """Model that consists only of equal layers, each of which is a separate unit."""
 
     def __init__(self, width: int = WIDTH, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def time_of(plan: Plan, machine: Machine, work: Mapping[Part, Work], **sizes: in
 
 
 def test_a_linear_layer_takes_its_operations_divided_by_the_rate() -> None:
-    flops = 6 * 8 * WIDTH * WIDTH  # forward, and both matrix products of the backward
+    flops = 6 * 8 * WIDTH * WIDTH  # the matrix product of forward, and both matrix products of backward
     work = {
         ("forward", "blocks.0"): Work({torch.float32: flops / 3}),
         ("backward", "blocks.0"): Work({torch.float32: flops * 2 / 3}),

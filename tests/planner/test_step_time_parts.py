@@ -1,4 +1,4 @@
-"""Parts of step_time: collectives, volumes of each strategy, and the update."""
+"""Parts of step_time: collectives, the volume that each strategy sends, and the update."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_communicated_bytes_depend_on_the_dtype() -> None:
     _, whole = gpt_units(vocab_size=16)  # embeddings are sent in float32
     _, mixed = gpt_units(torch.bfloat16, vocab_size=16)
     precision = {"precision": {"mode": "bf16-mixed"}}
-    # Gathered in 16 bits. Reduced in 32 bits by NCCL, and in 16 bits by the pairwise collectives.
+    # Gathered in 16 bits. NCCL reduces in 32 bits, and the pairwise collectives reduce in 16 bits.
     assert sent(plan_of("zero2", 2, **precision), mixed) == pytest.approx(
         3 / 4 * sent(plan_of("zero2", 2), whole), rel=0.05
     )

@@ -1,4 +1,5 @@
-"""Plans with model states in lower tiers: time of a step, space in the tiers, and the choice of such plans."""
+"""Plans with model states in lower tiers: the time of a step, the space in the tiers, and the selection of such
+plans."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def machine(kind: str = "cpu", devices: int = 1, **more: Any) -> Machine:
 
 
 def away(mode: str, gib: int, tier: str = "disk", **more: Any) -> Offloaded:
-    """Return states of 64 units with ``gib`` in total."""
+    """Return the states of 64 units, which have ``gib`` GiB in total."""
     size = gib * GIB // 64
     unit = MovedUnit("block", size, size, size, 0)
     return Offloaded((unit,) * 64, state_tier=tier, mode=mode, **more)

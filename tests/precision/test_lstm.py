@@ -66,7 +66,8 @@ def test_an_lstm_trains_as_in_a_bare_loop(
     assert err.count(f"oneDNN has no LSTM kernel in {str(dtype)[6:]} for this processor") == (not has_kernel)
     assert torch.backends.mkldnn.enabled, "restored after each forward"
     assert not any(isinstance(each.forward, WrappedForward) for each in module.modules()), "restored after the run"
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", has_kernel)  # if it has none, the bare loop would raise
+    # without the kernel, the bare loop would raise an error
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", has_kernel)
     optimizer, scaler = bare.configure_optimizers(), torch.amp.GradScaler("cpu", enabled=mode == "16-mixed")
     torch.manual_seed(1)
     for batch in batches:

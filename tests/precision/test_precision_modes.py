@@ -135,7 +135,7 @@ def test_steps_with_infinite_gradients_are_skipped_counted_and_logged(make_train
 
 
 def test_a_skipped_first_step_causes_no_warning_about_the_schedule(make_trainer, module, data):
-    """torch warns if a scheduler steps before the optimizer, which happens here because of the loss scale."""
+    """torch warns if a scheduler steps before the optimizer. This happens here because of the loss scale."""
 
     class Scheduled(Classifier):
         def configure_optimizers(self):
@@ -246,7 +246,7 @@ def test_an_optimizer_that_waits_for_the_device_is_reported(make_trainer, module
 
 
 def test_accumulation_under_a_loss_scale(make_trainer, module, data):
-    """The gradients of all micro-batches have the same scale and are unscaled once."""
+    """The gradients of all micro-batches have the same scale, and are unscaled once."""
     bare = copy.deepcopy(module)
     optimizer = bare.configure_optimizers()
     scaler = torch.amp.GradScaler("cpu")

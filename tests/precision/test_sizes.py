@@ -26,7 +26,7 @@ def gpt2() -> GPT:
 
 def test_the_vocabulary_of_gpt2_is_reported_with_the_next_size(gpt2: GPT) -> None:
     (line,) = unliked_sizes(gpt2, BF16)
-    # 50257 x 768 of 85 M + 38.6 M weights of matmuls
+    # 50257 x 768 of the 85 M + 38.6 M weights of matmuls
     assert line == (
         "size 50257 (output of head; 31 % of the multiplications) is not a multiple of 8, "
         "which is inefficient in bfloat16: "

@@ -1,4 +1,4 @@
-"""Scripts for Accelerate as texts. In a script for roomier, two lines are replaced."""
+"""Scripts for Accelerate, as texts. A script for roomier differs in two lines."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_the_end_of_each_of_two_nested_loaders() -> None:
             with prepare.accumulate():
                 found.append((number, prepare.sync_gradients))
         for _ in inner:
-            break  # a loader that is not read to its end
+            break  # the loader is not read to its end
     at_end = [(0, False), (1, True)]
     assert found[:3] == [False, *at_end]
     assert found[6] is True
@@ -154,7 +154,7 @@ def test_a_loader_that_is_only_skipped_is_not_in_the_checkpoint() -> None:
 
 
 def shuffled(num_epochs: int) -> list[list[int]]:
-    torch.manual_seed(torch.distributed.get_rank())  # ranks agree on the order, even with different seeds
+    torch.manual_seed(torch.distributed.get_rank())  # all ranks have the same order, even with different seeds
     prepare = accelerator()
     loader = prepare.prepare(DataLoader(range(7), batch_size=2, shuffle=True))
     return [prepare.gather_for_metrics(batch).tolist() for _ in range(num_epochs) for batch in loader]

@@ -48,7 +48,8 @@ def test_types_and_attributes() -> None:
     assert list(model.state_dict()) == list(network().state_dict())
     assert model.training
     assert not accelerator.unwrap_model(model.eval()).training
-    later = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # created with a prepared optimizer
+    # a scheduler that is created with a prepared optimizer
+    later = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     assert isinstance(accelerator.prepare(later), torch.optim.lr_scheduler.LambdaLR)
     model.load_state_dict({name: torch.ones_like(each) for name, each in model.state_dict().items()})
     assert all(bool((each == 1).all()) for each in model.parameters())
@@ -68,7 +69,7 @@ def test_prepare_returns_the_objects_of_an_accelerator() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    assert scheduler.get_last_lr() == [0.1 * 0.5**2]  # two micro-batches, and the last one
+    assert scheduler.get_last_lr() == [0.1 * 0.5**2]  # steps after two micro-batches, and after the last micro-batch
     with pytest.raises(roomier.PlanError, match="max_steps=3"):
         roomier.prepare(model, loader, plan=plan, max_steps=3)
     with pytest.raises(roomier.PlanError, match="Pass each optimizer as a separate argument"):

@@ -1,4 +1,4 @@
-"""Every member and keyword of Accelerate's Accelerator is provided, or has an error that states the equivalent."""
+"""Every member and keyword of Accelerate's Accelerator is provided, or causes an error that states the equivalent."""
 
 from __future__ import annotations
 

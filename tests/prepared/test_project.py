@@ -50,7 +50,7 @@ def test_the_last_checkpoint_is_loaded_and_the_numbers_continue(
     accelerator, model = begun()
     with pytest.raises(roomier.RoomierError, match=r"contains no checkpoint.*save_state"):
         accelerator.load_state()
-    for number in range(11):  # the order is that of the numbers, not of the names
+    for number in range(11):  # checkpoints are ordered by number, not by name
         nn.init.constant_(model.module.weight, number)
         accelerator.save_state(tmp_path / "given" if number == 1 else None)
     assert f"checkpoint_1 is written instead of {tmp_path / 'given'}" in capsys.readouterr().err

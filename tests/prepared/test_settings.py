@@ -1,4 +1,4 @@
-"""Custom loops compute the weights of a loop in plain torch under each setting of the Plan that they accept."""
+"""Under each setting of the Plan that they accept, custom loops compute the same weights as a loop in plain torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ LOOPS = {"Accelerator": with_accelerator, "prepare": with_engine}
 
 
 def difference(loop: str, setting: dict[str, Any], strategy: str, num_ranks: int) -> float:
-    """Return the difference to plain torch, relative to the largest weight."""
+    """Return the difference from plain torch, relative to the largest weight."""
     warnings.simplefilter("ignore")  # warnings of the compiler
     found = LOOPS[loop](plan_of(setting, strategy, num_ranks))
     dtype = torch.bfloat16 if "precision" in setting else torch.float32

@@ -2,8 +2,8 @@
 
 [Note: forked ranks]
 Ranks are forked from a server process that has only imported torch, roomier and the file of the test (``server.py``). A
-call takes about 50 ms. It has no seed, environment, process group or cache from earlier calls, and a rank that dies
-does not affect later calls. The server has no threads, because threads would make forking unsafe.
+call takes about 50 ms. A call inherits no seed, environment, process group or cache from earlier calls, and a rank that
+dies does not affect later calls. The server has no threads, because threads would make forking unsafe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 def reference(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return module, file and name, with which the server finds a function at the top level of a file."""
+    """Return the module, the file and the name with which the server finds a function at the top level of a file."""
     if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
         raise TypeError(f"{function.__qualname__} is not a function of the top level of a file")
     return function.__module__, str(Path(inspect.getfile(function)).resolve()), function.__qualname__
@@ -91,7 +91,7 @@ class RankPool:
         Args:
             function: function at the top level of a file. Arguments and results are pickled.
             timeout_s: time after which all ranks are killed and the stack of each rank is reported.
-            joins: initialize the default process group before the call.
+            joins: True to initialize the default process group before the call.
             settings: arguments of ``prepare``.
 
         Returns:
@@ -151,7 +151,7 @@ class RankPool:
         try:
             reply = self._ask(request, timeout_s)
         except BaseException:
-            self.close()  # otherwise a late answer would become the answer to the next call
+            self.close()  # otherwise, a late answer would be read as the answer to the next call
             raise
         for rank, text in enumerate(reply["printed"]):
             for line in text.splitlines():
@@ -165,7 +165,8 @@ class RankPool:
             self._start()
         assert self._connection is not None
         self._connection.send(request)
-        # The server applies the time limit. Before, it can import the file of the test, and later it kills ranks.
+        # The server applies the time limit. Additional time is allowed, because the server imports the file of the test
+        # before the call and kills ranks after the call.
         end = time.monotonic() + timeout_s + _START_TIMEOUT_S
         if not self._connection.poll(end - time.monotonic()):
             raise TimeoutError("the server of the ranks does not answer")

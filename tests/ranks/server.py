@@ -26,7 +26,7 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 import torch
-import torch._dynamo  # lazily imported modules: imported here once instead of by each rank of each call
+import torch._dynamo  # imported here once, so that the ranks of each call do not import these modules lazily
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -42,7 +42,7 @@ from roomier.core.loopback import keep_on_loopback
 GROUP_TIMEOUT_S = 120.0
 MAX_REPORT_CHARS = 20_000  # the output of a process that aborts ends with its stacks and all its libraries
 GRACE_S = 3.0  # time in which the other ranks can end after a failure
-# Errors of a rank that lost its peer, which are never the first cause.
+# Errors of a rank that lost the connection to another rank. Such an error is never the first cause.
 _SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout")
 
 
@@ -151,7 +151,7 @@ def start(rank: int, request: dict[str, Any], requests: Connection) -> Rank:
         run_rank(rank, request, of_rank, printed)
     of_rank.close()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(pid, pid)  # the rank makes the same call, and the order is not known
+        os.setpgid(pid, pid)  # the rank makes the same call, and either call can come first
     return Rank(pid, of_server, printed)
 
 
@@ -205,7 +205,7 @@ def give_up(waiting: list[Rank], *, has_failure: bool) -> None:
 
 def end(rank: Rank) -> None:
     with contextlib.suppress(OSError):
-        rank.connection.send("leave")  # a rank that is done waits for this message
+        rank.connection.send("leave")  # a rank whose call has ended waits for this message
     rank.connection.close()
     if rank.result is not None:
         with contextlib.suppress(ChildProcessError):
@@ -286,7 +286,7 @@ def call(rank: int, request: dict[str, Any]) -> list[Any]:
         OMP_NUM_THREADS="1",
     )
     # torch replaces its pool of threads at the first use after a fork. The threads of a backward pass, one for each
-    # device, would do this at the same time, and one of them could find no pool and abort.
+    # device, would do this at the same time, and one of the threads could find no pool and abort.
     torch.set_num_threads(1)
     warnings.resetwarnings()
     warnings.simplefilter("error")

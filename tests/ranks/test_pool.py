@@ -1,4 +1,4 @@
-"""The pool of ranks, which the tests of several ranks use."""
+"""The pool of ranks, which tests with several ranks use."""
 
 import os
 import random
@@ -52,7 +52,7 @@ def test_a_call_is_quick(on_ranks: RankPool) -> None:
         begin = time.perf_counter()
         on_ranks(2, all_sums, 1.0)
         times_s.append(time.perf_counter() - begin)
-    assert min(times_s) < 2  # about 0.02 on an idle core; starting a process for each call takes 5
+    assert min(times_s) < 2  # about 0.02 s on an idle core; starting a process for each call takes 5 s
 
 
 def tensors(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

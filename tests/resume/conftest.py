@@ -65,7 +65,7 @@ class Noisy(Dataset[Tensor]):
 
 
 def differing(a: Any, b: Any, where: str = "") -> Iterator[str]:
-    """Yield the places where two nested states are not bit-identical."""
+    """Yield the places in which two nested states are not bit-identical."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same_kind = a.dtype == b.dtype and a.shape == b.shape
         bits_a, bits_b = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
@@ -127,10 +127,10 @@ class Runs:
         return [{name: value for name, value in row.items() if name != "time"} for row in rows]
 
     def differences(self, a: str, b: str, *, with_ledger: bool = True) -> list[str]:
-        """Return the places where the newest checkpoints of two runs are not bit-identical.
+        """Return the places in which the newest checkpoints of two runs are not bit-identical.
 
         Args:
-            with_ledger: also compare the ledger of ModelCheckpoint. A stopped run has an additional checkpoint.
+            with_ledger: True to also compare the ledger of ModelCheckpoint. A stopped run has an additional checkpoint.
         """
         states = [self.last_state(folder) for folder in (a, b)]
         for callbacks in (state["callbacks"] for state in states):

@@ -19,7 +19,7 @@ STEP_S = 0.03
 
 
 class Noted(Curve):
-    """Callback that records each step, and slows the steps down so that a kill can hit them."""
+    """Callback that records each step, and slows down the steps so that a kill can occur during a step."""
 
     def __init__(self, path: Path, killed_rank: int, after_s: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run in two parts: each part can have another strategy and another number of ranks."""
+"""A run in two parts, which can have different strategies and different numbers of ranks."""
 
 from __future__ import annotations
 

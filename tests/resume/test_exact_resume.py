@@ -1,4 +1,5 @@
-"""A run that was stopped and resumed ends bit-identical to an uninterrupted run, for many configurations."""
+"""For many configurations, the result of a run that was stopped and resumed is bit-identical to an uninterrupted
+run."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -45,11 +46,13 @@ def warm_then_cosine(optimizer: Optimizer) -> SequentialLR:
 
 
 def explode_at_times(batch_idx: int) -> float:
-    return 1e36 if batch_idx % 4 == 2 else 1.0  # times the scale of 2^16: infinite gradients, a skipped step
+    # multiplied by the scale of 2^16, the gradients are infinite, so the step is skipped
+    return 1e36 if batch_idx % 4 == 2 else 1.0
 
 
 class Measured(Module):
-    """Module that logs torchmetrics objects per epoch: a mean, a collection with shared updates, a list of values."""
+    """Module that logs torchmetrics objects per epoch: a mean, a collection with shared updates, and a list of
+    values."""
 
     def __init__(self) -> None:
         super().__init__()

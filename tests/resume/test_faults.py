@@ -1,4 +1,5 @@
-"""A rank is killed at a random moment, and torchrun restarts the job, which has the losses of an undisturbed run."""
+"""A rank is killed at a random moment, and torchrun restarts the job. The losses equal the losses of an undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def run_job(folder: Path, strategy: str, num_ranks: int, killed_rank: int, after
 
 def check(folder: Path, undisturbed: dict[str, Any]) -> None:
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    # Steps that were repeated after the restart are equal to the first ones.
+    # Steps that were repeated after the restart equal the original steps.
     for step, loss, ids in steps:
         assert ids == undisturbed["ids"][step - 1]
         assert loss == pytest.approx(undisturbed["losses"][step - 1], rel=1e-5)

@@ -1,4 +1,5 @@
-"""``kill -9`` at random moments, also after each resume: no committed checkpoint is lost, and results are identical."""
+"""``kill -9`` at random moments, including moments after each resume: no committed checkpoint is lost, and results are
+identical."""
 
 import json
 import os
@@ -20,7 +21,7 @@ SCRIPT = Path(__file__).with_name("trained_and_killed.py")
     ],
 )
 def test_killed_runs_are_equal_to_undisturbed_runs(num_kills: int, update: str, tmp_path: Path) -> None:
-    """With optimizer states on disk, the undisturbed run is a run without offload."""
+    """With optimizer states on disk, the undisturbed run is a run without offloading."""
     seed = 20
     command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), str(seed), str(num_kills), update]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -31,5 +32,5 @@ def test_killed_runs_are_equal_to_undisturbed_runs(num_kills: int, update: str, 
     assert found["kills"] == num_kills
     assert found["kills_in_save"] > 0 or num_kills < 8
     assert found["num_read_meanwhile"] > 0
-    # On a busy machine, a few kills can all precede the next checkpoint.
+    # On a busy machine, several kills can precede the next checkpoint.
     assert len(set(found["resumed_at"])) > num_kills // 4 or num_kills < 8, "the runs resumed at several positions"

@@ -14,7 +14,7 @@ from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing
 from tests.resume.reshard import GLOBAL_BATCH, LAYOUTS, NUM_STEPS, STOPS_AT, Classifier, Samples, train
 
-# From one process to several and back, between strategies, and between numbers of ranks.
+# The cases change from one process to several ranks and back, between strategies, and between numbers of ranks.
 COVERING = [
     (("single", 1), ("zero3", 2)),
     (("zero3", 2), ("single", 1)),
@@ -36,7 +36,7 @@ def undisturbed(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return ``saved(layout)``, which trains the first part of the run with this layout once."""
+    """Return the function ``saved(layout)``, which trains the first part of the run once with each layout."""
     parts: dict[tuple[str, int], dict[str, Any]] = {}
 
     def first_part(layout: tuple[str, int]) -> dict[str, Any]:

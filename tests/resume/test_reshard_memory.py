@@ -1,4 +1,4 @@
-"""A resume needs no more memory than the training. No rank ever has the full model or all optimizer states."""
+"""A resume requires no more memory than training. No rank ever has the full model or all optimizer states."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 @pytest.mark.parametrize("of", ["single", "zero3"])
 def test_two_ranks_read_only_their_shards(of: str, saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path) -> None:
     for measured in on_ranks(2, train, tmp_path, "zero3", 2, 2, saved[of]):
-        # The weights are already allocated. In addition to the states, reading needs a small buffer.
+        # The weights are already allocated. In addition to the states, reading requires a small buffer.
         assert STATE_BYTES / 2 < measured["grown"] < STATE_BYTES / 2 + 12 * MIB < STATE_BYTES
         assert measured["restoring"] <= measured["training"]
 

@@ -1,4 +1,4 @@
-"""Resume within an epoch on another number of ranks: states of torchmetrics objects, and random states."""
+"""Resume within an epoch with a different number of ranks: states of torchmetrics objects, and random states."""
 
 from __future__ import annotations
 

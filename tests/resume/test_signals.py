@@ -52,7 +52,7 @@ class Moment:
 
     Attributes:
         where, step, nth: arguments of Sender.
-        saved_step: optimizer steps that are done when the process exits.
+        saved_step: number of optimizer steps that are complete when the process exits.
     """
 
     where: str

@@ -27,7 +27,7 @@ from roomier.callbacks import ModelCheckpoint
 NUM_STEPS = 125  # five epochs
 SAVE_EVERY = 5
 TIERS = {"optimizer_states": "disk"}
-WIDTH = 256  # some megabytes with the states of AdamW, so that a kill can hit a save
+WIDTH = 256  # with the states of AdamW, a checkpoint has several megabytes, so that a kill can occur during a save
 
 
 # The training -------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def train(root: Path, pipe: int, seed: int, update: str) -> None:
             report(pipe, "saving")
 
     sys.addaudithook(report_saving)
-    # Every part has another seed, so the random numbers of a resumed run must come from its checkpoint.
+    # Every part has a different seed, so the random numbers of a resumed run must come from its checkpoint.
     seed_everything(seed)
     samples = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
@@ -170,7 +170,8 @@ def step_of(path: Path | None) -> int:
 
 
 def read_meanwhile(root: Path) -> int:
-    """Verify all checkpoints under ``root``, which a child can replace meanwhile. Return how many were verified."""
+    """Verify all checkpoints under ``root``, while a child can replace them. Return the number of verified
+    checkpoints."""
     num_read = 0
     for folder in root.glob("version_*/checkpoints"):
         for path in checkpoint.list_complete(folder):
@@ -239,7 +240,8 @@ def assert_same(a: object, b: object, where: str) -> None:
 
 
 def watch(child: Child, kind: str, chance: random.Random) -> int:
-    """Wait for the time of the kill and verify the child's checkpoints meanwhile. Return how many were verified."""
+    """Wait until the time of the kill, and verify the child's checkpoints meanwhile. Return the number of verified
+    checkpoints."""
     num_read = 0
     if kind == "in a save":
         nth = chance.randint(1, 4)

@@ -44,16 +44,16 @@ _LIBRARIES = (
     f"-Wl,-rpath,{_TORCH / 'lib'}",
 )
 _NUM_PROCESSES = 2
-_SLOW = {"autocast", "collectives"}  # compiled first, so the processes end at about the same time
+_SLOW = {"autocast", "collectives"}  # compiled first, so that all processes end at about the same time
 
 
 def find_compiler() -> str | None:
-    """Return the path of the C++ compiler that ``torch.compile`` uses as well, or None."""
+    """Return the path of the C++ compiler that ``torch.compile`` also uses; None if there is no compiler."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def missing_requirement() -> str | None:
-    """Return why the simulated accelerator cannot be built here, or None."""
+    """Return the reason why the simulated accelerator cannot be built here; None if it can be built."""
     if find_compiler() is None:
         return "the simulated accelerator requires a C++ compiler: install g++ or set CXX"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():

@@ -98,7 +98,7 @@ class Stream(torch.Stream):
     """Stream of the current device, or of ``device``."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **keywords: Any) -> Stream:
-        if keywords:  # the identifiers of an existing stream
+        if keywords:  # the keywords are the identifiers of an existing stream
             return torch.Stream.__new__(cls, **keywords)  # type: ignore[return-value]
         return torch.Stream.__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)  # type: ignore[return-value]
 

@@ -89,10 +89,10 @@ def host_waits() -> dict[str, int]:
 
 @contextlib.contextmanager
 def forbidden_host_waits(*, explicit: bool = True) -> Iterator[None]:
-    """Raise a RuntimeError where the host waits for the device.
+    """Raise a RuntimeError if the host waits for the device within the context.
 
     Args:
-        explicit: also forbid the synchronization of a stream, an event or the device.
+        explicit: True to also forbid the synchronization of a stream, an event or the device.
     """
     _extension.set_forbidden(2 if explicit else 1)
     try:
@@ -103,7 +103,8 @@ def forbidden_host_waits(*, explicit: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def allowed_host_waits() -> Iterator[None]:
-    """Neither count nor forbid waits of the current thread, for waits that are documented."""
+    """Neither count nor forbid waits of the current thread within the context. Use this context for documented
+    waits."""
     _extension.exempt_this_thread(True)
     try:
         yield

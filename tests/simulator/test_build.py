@@ -1,4 +1,4 @@
-"""The build of the simulated accelerator: it is cached, and its failures have reasons."""
+"""The build of the simulated accelerator is cached, and its failures state reasons."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training on the simulated device computes the same bits as on the CPU, without waits of the host."""
+"""Training on the simulated device computes the same bits as training on the CPU, without waits of the host."""
 
 import contextlib
 import copy

@@ -57,7 +57,7 @@ class SimulatedRanks:
             without: capabilities to remove.
             num_devices: number of devices in each process. The default is the number of ranks.
             memory_limit: capacity of each device in bytes.
-            joins: initialize the default process group. The default is True for more than one rank.
+            joins: True to initialize the default process group. The default is True for more than one rank.
         """
         settings = self._settings(num_ranks, schedule, without, num_devices, memory_limit)
         joins = num_ranks > 1 if joins is None else joins
@@ -109,7 +109,7 @@ def prepare(schedule: str, without: Iterable[str], num_devices: int, memory_limi
 
 
 def simulated_ranks() -> SimulatedRanks:
-    """Return the ranks, or skip the test where the simulated accelerator cannot be built."""
+    """Return the ranks, or skip the test if the simulated accelerator cannot be built."""
     reason = missing_requirement()
     if reason is not None:
         pytest.skip(reason)

@@ -14,8 +14,8 @@ import torch
 from roomier import Trainer
 
 if importlib.util.find_spec("torchvision") is not None:
-    # torchvision of PyPI is built for CUDA. With a CPU build of torch, its operators are not available, and its import
-    # requires the declaration of two of them.
+    # torchvision from PyPI is built for CUDA. With a CPU build of torch, the operators of torchvision are not
+    # available, and its import requires the declaration of two operators.
     with contextlib.suppress(RuntimeError):
         VISION_OPERATORS = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):

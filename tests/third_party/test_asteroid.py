@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.third_party.side_by_side import SEPARATE, both, largest_difference
 
 pl = pytest.importorskip("pytorch_lightning")
-with pytest.MonkeyPatch.context() as patched:  # optional, and imports torchaudio, which PyPI provides for CUDA only
+# this optional module imports torchaudio, which PyPI provides only for CUDA
+with pytest.MonkeyPatch.context() as patched:
     patched.setitem(sys.modules, "torch_stoi", None)
     pytest.importorskip("asteroid", reason=SEPARATE.format(name="asteroid"))
 

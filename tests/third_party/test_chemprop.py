@@ -1,4 +1,4 @@
-"""chemprop's message-passing network for molecules: a LightningModule of others, untouched."""
+"""chemprop's message-passing network for molecules, an unmodified third-party LightningModule."""
 
 import warnings
 from collections.abc import Callable
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def weight_like(smiles: str) -> list[float]:
-    """Something a network can learn from the atoms."""
+    """Return a value that a network can learn from the atoms."""
     return [smiles.count("C") + 0.5 * smiles.count("O") + 2.0 * smiles.count("c")]
 
 

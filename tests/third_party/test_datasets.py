@@ -84,7 +84,7 @@ LOADERS: dict[str, tuple[type[Any], Callable[[], Any]]] = {
 
 
 def trained(make: Callable[[], Any], kind: type[Any], folder: Path, stops_at: int | None = None) -> Any:
-    """Train three epochs; with ``stops_at``, in two runs, of which the second resumes the first."""
+    """Train three epochs. With ``stops_at``, train in two runs, the second of which resumes the first."""
     quiet: dict[str, Any] = {
         **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
         "default_root_dir": folder,

@@ -28,7 +28,7 @@ def backbone() -> nn.Module:
 
 
 class SimCLR(pl.LightningModule):
-    """The module of lightly's documentation, with two views that noise creates."""
+    """The module from lightly's documentation, with two views that are created with noise."""
 
     def __init__(self) -> None:
         from lightly.loss import NTXentLoss

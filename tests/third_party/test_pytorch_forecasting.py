@@ -1,4 +1,4 @@
-"""pytorch-forecasting's Temporal Fusion Transformer: a LightningModule of others, untouched."""
+"""pytorch-forecasting's Temporal Fusion Transformer, an unmodified third-party LightningModule."""
 
 import math
 import warnings

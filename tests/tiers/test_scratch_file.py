@@ -31,7 +31,8 @@ NOT_A_FOLDER = {
 
 
 def threads_of_transfers() -> set[threading.Thread]:
-    """Return the threads of this and of earlier tests: an uncollected Trainer keeps the threads of its file."""
+    """Return the threads of this test and of earlier tests. A Trainer that has not been garbage-collected keeps the
+    threads of its file."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("roomier-")}
 
 
@@ -139,7 +140,7 @@ started.wait()
 
 
 def test_a_program_that_ends_without_close_completes_the_transfer_and_removes_the_file(tmp_path: Path) -> None:
-    """A thread that computes when the interpreter ends must not abort the process."""
+    """If a thread computes while the interpreter ends, the process must not abort."""
     run = subprocess.run([sys.executable, "-c", NOT_CLOSED, str(tmp_path)], capture_output=True, text=True)
     assert "ZeroDivisionError" in run.stderr
     assert (run.returncode, run.stdout) == (1, "complete\n"), run.stderr

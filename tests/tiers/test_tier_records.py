@@ -1,4 +1,4 @@
-"""Content of records: random sequences of calls give the same content as a dict, for each tier."""
+"""Content of records: for each tier, random sequences of calls yield the same content as a dict."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_pinned_allocations_are_powers_of_two_with_little_waste(sizes: list[int]
         assert starts[first + num_records] - starts[first] <= num_bytes
         first += num_records
     total = sum(num_bytes for num_bytes, _ in slabs)
-    assert total <= max(4096, 2 ** (starts[-1] - 1).bit_length())  # one allocation for all records
+    assert total <= max(4096, 2 ** (starts[-1] - 1).bit_length())  # all records have one allocation
 
 
 def test_pinned_allocations_of_many_equal_records() -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of the loop tests: a logger that stores its rows."""
+"""Fixture for the tests of the loop: a logger that stores its rows."""
 
 from collections.abc import Mapping
 

@@ -156,7 +156,7 @@ def test_reading_a_batch_does_not_change_the_dataset(make_trainer: Any) -> None:
 
 
 class Wide(Net):
-    """Weights, gradients and states use 4 MiB, and activations of one sample 64 KiB."""
+    """Weights, gradients and states use 4 MiB, and the activations of one sample use 64 KiB."""
 
     def __init__(self) -> None:
         roomier.Module.__init__(self)
@@ -306,7 +306,7 @@ def on_two(root: Path, strategy: Any, max_steps: int, ckpt_path: str | None, **m
         }
     )
     trainer.fit(module, DataLoader(Noisy(), batch_size=2, shuffle=True), ckpt_path=ckpt_path)
-    trainer.ranks.barrier()  # the group works after planning
+    trainer.ranks.barrier()  # the process group still works after planning
     stored = trainer.checkpoint_callback
     assert stored is not None
     total = trainer.ranks.sum(torch.stack(module.seen))
@@ -324,7 +324,7 @@ def test_all_ranks_use_one_plan_and_equal_a_run_with_it(on_ranks: Any, tmp_path:
 
 
 class WithData(Net):
-    """Its loader is created with a collective and with random numbers."""
+    """The loader is created with a collective and with random numbers."""
 
     def train_dataloader(self) -> Any:
         torch.distributed.barrier()

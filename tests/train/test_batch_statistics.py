@@ -1,4 +1,4 @@
-"""BatchNorm with accumulated gradients: statistics are per micro-batch, and a fit prints a notice."""
+"""BatchNorm with accumulated gradients: statistics are computed for each micro-batch, and a fit prints a notice."""
 
 import pytest
 import torch

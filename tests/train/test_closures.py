@@ -68,7 +68,7 @@ def test_closure_returns_the_loss_and_the_step_receives_the_last_index(make_trai
     expected = [float(module.training_step(batch, 0).detach()) / 2 for batch in data[:2]]
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(module, data[:2])
-    assert calls == [(0, 1, pytest.approx(expected[1]))]  # the share of its micro-batch, as in Lightning
+    assert calls == [(0, 1, pytest.approx(expected[1]))]  # the loss is the share of the micro-batch, as in Lightning
     assert trainer.global_step == 1
 
 

@@ -1,4 +1,4 @@
-"""DataModules beyond loaders: hyperparameters, transfer hooks, datasets."""
+"""Features of DataModules other than loaders: hyperparameters, transfer hooks, datasets."""
 
 import json
 

@@ -138,7 +138,7 @@ def test_extra_state_is_loaded(make_trainer, tmp_path):
 
 
 def test_best_checkpoint_is_loaded(make_trainer):
-    """The third epoch has the best metric, so the last checkpoint is different."""
+    """The third epoch has the best metric, so the best checkpoint differs from the last checkpoint."""
 
     class Falls(Line):
         def validation_step(self, batch, batch_idx):
@@ -273,7 +273,7 @@ def test_configure_model_builds_before_the_optimizer(make_trainer):
 
 
 def test_plain_module(make_trainer):
-    """Its forward returns the loss, which is logged with the name of the stage."""
+    """The forward of the model returns the loss, which is logged with the name of the stage."""
 
     class Loss(nn.Module):
         def __init__(self):

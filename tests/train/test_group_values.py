@@ -29,7 +29,8 @@ def data():
 
 @pytest.fixture
 def resumed(make_trainer, data, tmp_path, capsys):
-    """Two fits, of which the second resumes the first for as many epochs: ``(module, trainer, notices)``."""
+    """Return ``(module, trainer, notices)`` after two fits. The second fit resumes the first fit, for the same number
+    of epochs."""
 
     def fit(first, second, configure=(lambda net: None, lambda net: None)):
         for name, keywords, own in (("one", first, configure[0]), ("two", second, configure[1])):
@@ -144,7 +145,7 @@ def test_optimizer_of_the_module_cannot_become_an_optimizer_of_the_plan(resumed)
 
 @pytest.mark.parametrize(("before", "now"), [("adamw8bit", "adamw4bit"), ("adamw", "lion"), ("adamw4bit", "adamw")])
 def test_different_named_optimizer_is_rejected(resumed, before, now):
-    """Even if the states would fit: states in 8 bits must not resume with a Plan that requests 4 bits."""
+    """States in 8 bits must not resume with a Plan that requests 4 bits, even if their shapes match."""
     with pytest.raises(
         roomier.CheckpointError, match=rf"optimizer='{now}': .* states of '{before}'.*weights="
     ) as caught:

@@ -120,7 +120,8 @@ VALIDATION = evaluation("validation", ["M.validation_step"])
 
 
 def test_order_of_one_epoch(make_trainer, recorder, seen):
-    """Three micro-batches in windows of two, one validation batch. Lightning has no ``on_save_point``."""
+    """The fit has three micro-batches in windows of two, and one validation batch. Lightning has no
+    ``on_save_point``."""
     module, callback = recorder
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[callback], num_sanity_val_steps=1)
     trainer.fit(module, [torch.randn(2, 4)] * 3, [torch.randn(2, 4)])
@@ -181,7 +182,7 @@ def test_hook_of_an_instance_counts(make_trainer):
 
 
 def test_step_calls_no_hook_that_is_not_overridden(make_trainer, monkeypatch):
-    """Not even the empty methods of the base class are called."""
+    """The empty methods of the base class are not called."""
 
     def never(self, *args, **kwargs):
         raise AssertionError("an idle hook was called")

@@ -107,7 +107,7 @@ def test_callback_metrics_contain_every_name(make_trainer):
     ],
 )
 def test_defaults_of_each_hook(make_trainer, rows, hook, is_step):
-    """Per step in a training batch, per epoch elsewhere."""
+    """By default, values are logged per step in a training batch, and per epoch in all other hooks."""
     module = Logs(**{hook: lambda m, *_: m.log("x", 1.5)})
     trainer = make_trainer(max_epochs=1, logger=rows, log_every_n_steps=1)
     trainer.fit(module, [batch_of(0)] * 3, [batch_of(0)])
@@ -134,7 +134,7 @@ def test_reductions(make_trainer, reduce_fx, expected, as_tensor):
 
 
 def test_batch_size_can_be_passed(make_trainer):
-    """Mean over tokens of values that are means over tokens."""
+    """With the number of tokens as batch_size, the mean of token means is the mean over all tokens."""
     module = Logs(validation_step=lambda m, batch, i: m.log("x", batch[0, 0], batch_size=(9, 1)[i]))
     [metrics] = make_trainer().validate(module, [batch_of(1), batch_of(2)])
     assert metrics == {"x": pytest.approx(1.1)}
@@ -148,7 +148,7 @@ def test_weight_zero_does_not_count(make_trainer, weights):
 
 
 def test_mean_of_16_bit_values_has_higher_precision(make_trainer):
-    """1.0078125 is a bfloat16 number, 511 times this number is not."""
+    """1.0078125 is a bfloat16 number, but 511 times this number is not."""
     value = torch.tensor(1.0078125, dtype=torch.bfloat16)
     module = Logs(validation_step=lambda m, batch, i: m.log("x", value, batch_size=511))
     [metrics] = make_trainer().validate(module, [batch_of(0)])
@@ -207,7 +207,7 @@ def test_several_loaders_get_a_suffix(make_trainer):
 
 
 def test_metrics_are_available_at_the_end_of_the_epoch(make_trainer):
-    """For the hook of the module and, if the steps logged them, for callbacks."""
+    """The module's hook can read the metrics. Callbacks can read the metrics that steps logged."""
     seen = {}
 
     class Looks(roomier.Callback):
@@ -242,7 +242,7 @@ def test_metrics_are_available_at_the_end_of_the_epoch(make_trainer):
 
 
 def test_monitor_reads_values_of_the_module_at_the_end_of_the_training_epoch(make_trainer):
-    """EarlyStopping reads them after the hook of the module of the same epoch, as in Lightning."""
+    """EarlyStopping reads the metrics after the module's hook of the same epoch, as in Lightning."""
     stopping = roomier.callbacks.EarlyStopping(
         monitor="x", patience=1, mode="min", check_on_train_epoch_end=True, verbose=False
     )

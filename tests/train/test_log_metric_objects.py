@@ -35,7 +35,7 @@ class Measures(roomier.Module):
 
 
 def test_metric_computes_the_epoch(make_trainer, rows):
-    """Not the mean of the batch values, because the batch sizes are 1 and 3."""
+    """The value is not the mean of the batch values, because the batch sizes are 1 and 3."""
     module = Measures()
     train = [torch.full((1, 1), 2.0), torch.full((3, 1), 4.0)]
     val = [torch.full((1, 1), 1.0), torch.full((3, 1), 3.0)]

@@ -216,12 +216,12 @@ def test_closure_is_passed_to_the_optimizer(make_trainer, data):
 
 
 def test_scaled_gradients_are_clipped_by_their_true_norm(make_trainer, data):
-    """16-mixed: unscaled once before clipping, and not again by the step."""
+    """With 16-mixed, gradients are unscaled once before clipping, and are not unscaled again by the step."""
 
     def clipped(module, batch, batch_idx):
         optimizer = module.optimizers()
         optimizer.zero_grad()
-        module.manual_backward(module.loss(batch) / 100)  # at its first scale this does not overflow
+        module.manual_backward(module.loss(batch) / 100)  # with the first loss scale, this loss does not overflow
         module.clip_gradients(optimizer, 1e-3)
         optimizer.step()
 

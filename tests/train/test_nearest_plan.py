@@ -36,7 +36,7 @@ class Language(roomier.Module):
 
 
 class Plain(roomier.Module):
-    """No blocks. The last layer is not a plain linear layer."""
+    """No blocks. Module whose last layer is not a plain linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

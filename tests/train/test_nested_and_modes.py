@@ -124,7 +124,7 @@ def test_mode_hooks_replace_the_default(make_trainer):
 
 
 def test_optimizer_states_of_an_earlier_fit_are_freed(make_trainer):
-    """Without garbage collection, which would be too late on a full device."""
+    """The memory is freed without garbage collection, which would be too late on a full device."""
     module, data = Outer(), [torch.randn(4, 2) for _ in range(2)]
     trainer = make_trainer(max_epochs=1)
     gc.collect()

@@ -57,8 +57,8 @@ def reads(monkeypatch):
 
 
 class Clock(roomier.Callback):
-    """Callback that records the current step. It is the first callback, so reads in hooks of other callbacks have the
-    right step."""
+    """Callback that records the current step. It is the first callback, so that reads in hooks of other callbacks are
+    assigned to the correct step."""
 
     def __init__(self, clock):
         self.clock = clock

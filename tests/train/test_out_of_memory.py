@@ -101,7 +101,7 @@ def replace_input(seen: list[weakref.ref[torch.Tensor]], module: nn.Module, args
 
 
 class GreedyWithHook(Greedy):
-    """Module that runs out of memory in a module with a hook."""
+    """Module that runs out of memory in a submodule with a hook."""
 
     def __init__(self) -> None:
         super().__init__()

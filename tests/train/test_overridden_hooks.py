@@ -135,7 +135,7 @@ def test_optimizer_step_with_its_closure_is_the_default(make_trainer, data):
 
 
 def test_optimizer_step_may_warm_up_the_learning_rate(make_trainer, data):
-    """The example of Lightning's documentation."""
+    """The example from Lightning's documentation."""
     rates = []
 
     class WarmsUp(Regression):

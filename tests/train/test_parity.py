@@ -15,7 +15,7 @@ TOLERANCE = 1e-6
 
 
 class Tagger(roomier.Module):
-    """A label for each token; the loss is the mean over the labels that are not -100."""
+    """Module with a label for each token. The loss is the mean over the labels that are not -100."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -32,7 +32,7 @@ class Tagger(roomier.Module):
 
 
 class TrainedTagger(Tagger):
-    """With the optimizer and the schedule of the bare loop."""
+    """Module with the optimizer and the schedule of the bare loop."""
 
     def configure_optimizers(self):
         optimizer, scheduler = optimizer_and_scheduler(self)

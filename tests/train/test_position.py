@@ -1,4 +1,4 @@
-"""Position of the training thread, as its heartbeat reads it, at each place of a real run."""
+"""Position of the training thread, as the heartbeat reads it, at each place in a real run."""
 
 import bdb
 import sys
@@ -78,7 +78,7 @@ class Model(roomier.Module):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Position]:
-    """The position in the first visit of each place, read by another thread."""
+    """Return the position that another thread reads at the first visit of each place."""
     found: dict[str, Position] = {}
     thread: list[TrainingThread] = []
 

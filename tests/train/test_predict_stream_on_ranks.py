@@ -63,7 +63,7 @@ LEFT = (
 
 
 def left_by_one_rank() -> None:
-    # Before the first round, within it, after it, between two loaders, after the last.
+    # The rank leaves before the first round, within it, after it, between two loaders, or after the last round.
     for num_of_leaver, num_of_other in ((0, 0), (1, 2), (2, 2), (3, 3), (4, 4)):
         for leaver in (0, 1):
             result = taken((num_of_leaver, 9) if leaver == 0 else (9, num_of_leaver))

@@ -106,7 +106,7 @@ def test_detect_anomaly_names_the_operation(make_trainer, data):
 
 
 def test_detect_anomaly_trains_without_a_warning(make_trainer, data):
-    """pytest turns warnings into errors. A warning about a requested setting is not needed."""
+    """pytest turns warnings into errors. A warning about a setting that the user requested is unnecessary."""
     trainer = make_trainer(max_steps=2, detect_anomaly=True)
     trainer.fit(Looks(), data)
     assert trainer.global_step == 2
@@ -147,7 +147,7 @@ def test_invalid_profiler_is_rejected(make_trainer, data):
 
 
 def test_modes_of_submodules_are_restored_after_a_validation(make_trainer, data):
-    """A submodule in evaluation mode stays in it."""
+    """A submodule in evaluation mode stays in evaluation mode."""
 
     class Frozen(Looks):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""``profiler="simple"``, ``"advanced"`` and ``"pytorch"``, and profiler objects of Lightning."""
+"""``profiler="simple"``, ``"advanced"`` and ``"pytorch"``, and Lightning's profiler objects."""
 
 import copy
 
@@ -66,7 +66,7 @@ def test_simple_reports_actions(make_trainer, data, tmp_path, capsys):
     trainer, module = fitted(make_trainer, "simple", data, logger=True)
     counts = {name: len(all_s) for name, all_s in trainer.profiler.durations_s.items()}
     assert counts == {
-        "train_dataloader_next": STEPS + 1,  # the last call finds the end
+        "train_dataloader_next": STEPS + 1,  # the last call reaches the end of the loader
         "run_training_batch": STEPS,
         "training_step": STEPS,
         "own action": STEPS,

@@ -106,7 +106,7 @@ def test_epoch_resumes_on_other_ranks(on_ranks, tmp_path, kind: str, before: Any
     rest, logged = read_by(on_ranks, *after, kind, 2, tmp_path, -1, True)
     assert sorted(first[0] + rest[0]) == list(range(NUM_SAMPLES))
     assert sorted(rest[1]) == list(range(NUM_SAMPLES))
-    # The metrics of the epoch include the samples of the ranks before the resume.
+    # The metrics of the epoch include the samples that the ranks read before the resume.
     assert logged == {"mean": 23.5, "largest": 47.0, "total": float(sum(range(NUM_SAMPLES)))}
 
 

@@ -65,7 +65,7 @@ class Measures(roomier.Module):
     test_step = validation_step
 
     def on_validation_epoch_end(self):
-        with warnings.catch_warnings():  # of torchmetrics, on a rank without a batch
+        with warnings.catch_warnings():  # torchmetrics warns on a rank without a batch
             warnings.simplefilter("ignore")
             self.log("by hand", self.by_hand.compute())
         self.log("listed", sum(self.outputs) / max(len(self.outputs), 1), batch_size=len(self.outputs))
@@ -140,7 +140,7 @@ def test_several_loaders(on_ranks):
 
 
 def kept_attributes() -> dict[str, Any]:
-    """A rank without a batch runs one for the other ranks, and its module is unchanged afterwards."""
+    """A rank without a batch runs a batch for the other ranks, and the module of this rank is unchanged afterwards."""
 
     class Keeps(Measures):
         def __init__(self) -> None:
@@ -217,7 +217,7 @@ def test_all_ranks_evaluate_with_the_statistics_of_the_first(on_ranks, strategy:
 
 
 def outputs_of_first_batch(num_samples: int) -> list[float]:
-    """Run user code on the first batch of an evaluation. With zero3, all ranks must run it."""
+    """Run user code on the first batch of an evaluation. With zero3, all ranks must run this code."""
 
     class Shows(Measures):
         def validation_step(self, batch, batch_idx):
@@ -234,4 +234,4 @@ def outputs_of_first_batch(num_samples: int) -> list[float]:
 def test_every_rank_counts_its_batches_from_zero(on_ranks, num_samples: int):
     first, second = on_ranks(2, outputs_of_first_batch, num_samples)
     assert len(first) == 1
-    assert second == (first if num_samples > 4 else [])  # without a batch, the rank runs one without side effects
+    assert second == (first if num_samples > 4 else [])  # a rank without a batch runs a forward without side effects

@@ -37,7 +37,7 @@ class Rows(Logger):
 
 
 class Means(roomier.Module):
-    """The loss of a sample is the sample; the weight does not change."""
+    """Module in which the loss of a sample is the sample. The weight does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def reduce_rates(root: Any) -> float:
 
 
 def test_plateau_uses_values_of_all_ranks(on_ranks, tmp_path):
-    # The mean is 3, 3, 3.25: no improvement twice.
+    # The means are 3, 3 and 3.25, so the metric does not improve twice.
     assert on_ranks(2, reduce_rates, tmp_path) == [0.25, 0.25]
 
 
@@ -239,7 +239,7 @@ def stop_early(root: Any) -> int:
 
 
 def test_early_stopping_acts_immediately_on_all_ranks(on_ranks, tmp_path):
-    # The value grows on the second rank only. The mean falls, so the second epoch is the last one.
+    # The value increases only on the second rank. The mean decreases, so the second epoch is the last epoch.
     assert on_ranks(2, stop_early, tmp_path) == [2, 2]
 
 

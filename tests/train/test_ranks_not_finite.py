@@ -1,4 +1,5 @@
-"""A loss or gradient that is not finite on one of two ranks: both stop at the same step, or both skip it."""
+"""A loss or gradient is not finite on one of two ranks. Both ranks stop at the same step, or both ranks skip the
+step."""
 
 import math
 from typing import Any
@@ -17,7 +18,7 @@ BAD_STEP = 2
 
 
 class Spoiled(roomier.Module):
-    """Its loss, or the gradient of its first layer, is NaN on rank 1 in one step, or in all steps from then on."""
+    """Module whose loss, or the gradient of whose first layer, is NaN on rank 1 in one step or in all later steps."""
 
     def __init__(self, what: str, last_bad_batch: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""All ranks stop at the same save point, whichever rank receives the request, and no rank waits forever."""
+"""All ranks stop at the same save point, regardless of which rank receives the request, and no rank waits forever."""
 
 import os
 import signal
@@ -188,7 +188,7 @@ def test_epoch_ends_with_the_shortest_stream(on_ranks, tmp_path, accumulate: int
 
 
 def train_on_lists(root: Any) -> int:
-    # Probably not intended by the user, but no rank waits forever.
+    # The user probably does not intend this, but no rank waits forever.
     return fit(Plain(), root, [torch.ones(1)] * (6 + 2 * dist.get_rank()), max_epochs=1, max_steps=-1)[0]
 
 

@@ -1,4 +1,4 @@
-"""Loaders of different lengths on two ranks: no rank waits for batches that do not come."""
+"""Loaders of different lengths on two ranks: no rank waits for batches that do not exist."""
 
 from typing import Any
 
@@ -120,12 +120,12 @@ def test_training_uses_as_many_batches_as_the_shortest_loader(on_ranks, capfd, s
     assert taken.pop("one of several") == [
         [0, 2, 0, 2],
         [1, 3, 5, 1],
-    ]  # max_size_cycle: the longest counts on each rank
+    ]  # with max_size_cycle, the longest loader determines the length on each rank
     for kind, (of_first, of_second) in taken.items():
         own = kind.endswith("own data")
         assert (of_first, of_second) == (([0, 1, 2, 3],) * 2 if own else ([0, 2], [1, 3])), kind
     notice = "has 4 batches on rank 0, 7 batches on rank 1; each epoch has as many batches as the shortest loader"
-    assert capfd.readouterr().out.count(notice) == 5  # once for each loader with a length, by the first rank
+    assert capfd.readouterr().out.count(notice) == 5  # the first rank prints one notice for each loader with a length
 
 
 def pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Steps of schedulers, and the metrics that they watch."""
+"""Steps of schedulers, and the metrics that schedulers monitor."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_reduce_on_plateau_watches_its_metric(make_trainer, data):
 
 
 def test_reduce_on_plateau_each_step(make_trainer, data):
-    """It reads the value that this step logged."""
+    """The scheduler reads the value that this step logged."""
     module = Scheduled(lambda optimizer: {"scheduler": plateau(optimizer), "interval": "step", "monitor": "step_loss"})
     make_trainer(max_epochs=1).fit(module, data)
     assert module.rates == [1, 1, 0.5, 0.25]
@@ -101,7 +101,7 @@ def test_missing_metric_prints_a_notice_if_not_strict(make_trainer, data, capsys
 
 
 def test_named_schedule(make_trainer, data):
-    """Its length is the length of the run: two epochs of two steps."""
+    """The length of the schedule is the length of the run, which has two epochs of two steps."""
 
     module = Plain()
     trainer = make_trainer(

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 
 def send_to_itself(num_signals: int) -> None:
     for _ in range(num_signals):
-        time.sleep(0.5)  # the main thread is waiting by then
+        time.sleep(0.5)  # by this time, the main thread is waiting
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -39,7 +39,7 @@ def wait_for_rank_1(num_signals: int, is_in_vain: bool) -> signal.Signals | None
 
 
 def test_second_signal_ends_a_waiting_rank(on_ranks: RankPool) -> None:
-    # On a busy machine, the rank may not wait yet. The handler of the second signal ends it then.
+    # On a busy machine, the rank may not wait yet. In this case, the handler of the second signal ends the rank.
     with pytest.raises(RankFailed, match=r"exit status 143(?s:.*)exiting after a second signal|SystemExit: 143"):
         on_ranks(2, wait_for_rank_1, 2, True)
 

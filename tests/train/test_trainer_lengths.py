@@ -179,7 +179,8 @@ VALIDATED_AT = [
     ({"limit_val_batches": 0.0}, []),
     ({"limit_val_batches": 2}, [10, 10, 20, 20]),
     ({"max_steps": 12}, [10]),
-    ({"accumulate_grad_batches": 3, "val_check_interval": 5}, [6, 10, 16, 20]),  # at the step that crosses it
+    # validation runs at the step that reaches or exceeds the interval
+    ({"accumulate_grad_batches": 3, "val_check_interval": 5}, [6, 10, 16, 20]),
     ({"overfit_batches": 3}, [3, 3, 3, 6, 6, 6]),
 ]
 
@@ -305,7 +306,7 @@ def test_log_every_n_steps(make_trainer, rows, interval, expected):
 
 
 def test_validation_does_not_change_training(make_trainer):
-    """Neither does it change random numbers, so the frequency of validations has no effect on training."""
+    """A validation does not change random numbers, so the frequency of validations has no effect on training."""
 
     class Draws(Counts):
         def training_step(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""Copies of a Trainer, and of a Trainer that is sent to another process with its DataModule."""
+"""Copies of a Trainer, including a Trainer that is sent to another process with its DataModule."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""``trainer.strategy``: the ranks and the device under Lightning's names."""
+"""``trainer.strategy``: the ranks and the device, with Lightning's names."""
 
 from pathlib import Path
 from typing import Any

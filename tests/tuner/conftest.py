@@ -11,7 +11,7 @@ import roomier
 
 
 class Net(roomier.Module):
-    """Module that learns ``2 sin(x)``. Its loss falls fastest at rates around 0.1."""
+    """Module that learns ``2 sin(x)``. The loss decreases fastest at learning rates around 0.1."""
 
     def __init__(self, lr: float = 1e-3, width: int = 32) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(roomier.Module):
 
 
 class Named(Net):
-    """The optimizer is specified by the Trainer."""
+    """Module for a Trainer that specifies the optimizer."""
 
     def configure_optimizers(self) -> None:
         return None

@@ -12,7 +12,7 @@ from roomier.tuner import LearningRateCurve
 
 
 def falling_around(rate: float, mode: str = "exponential", noise: float = 0.0) -> LearningRateCurve:
-    """Return a loss that falls from 2 to 1 like a smooth step, most steeply at ``rate``."""
+    """Return the curve of a loss that decreases from 2 to 1 like a smooth step, most steeply at ``rate``."""
     rates = [10 ** (-6 + 6 * index / 99) for index in range(100)]
     if mode == "linear":
         rates = [0.01 * (index + 1) for index in range(100)]

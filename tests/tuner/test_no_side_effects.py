@@ -1,4 +1,5 @@
-"""A fit after a search equals a fit without it, bit for bit: weights, states, data order, random numbers, logs."""
+"""A fit after a search equals a fit without a search bit for bit: weights, states, order of the data, random numbers,
+logs."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Several ranks: all find the same rate with every strategy, and batch size searches are rejected."""
+"""With every strategy, all ranks find the same learning rate. On several ranks, batch size searches are rejected."""
 
 from pathlib import Path
 

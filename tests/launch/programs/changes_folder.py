@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-os.chdir("work")  # fails in another folder than the one in which the script was started
+os.chdir("work")  # fails unless the script was started in the folder that contains "work"
 sys.path.insert(0, "modules")
 
 import torch  # noqa: E402

@@ -1,4 +1,5 @@
-"""Writes its environment to the result file of a measurement: ``python -m environment_of_rank FOLDER SETTINGS``."""
+"""Write the environment of this process to the result file of a measurement: ``python -m environment_of_rank FOLDER
+SETTINGS``."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run under ``@hydra.main``, which changes into an output folder whose name contains the time of day."""
+"""A run under ``@hydra.main``, which changes to an output folder that is named after the time of day."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ import torch
 
 @hydra.main(version_base=None, config_path="hydra_conf", config_name="config")
 def main(config) -> None:
-    import roomier  # after Hydra changed the folder
+    import roomier  # imported after Hydra changed the folder
 
     class Model(roomier.Module):
         def __init__(self) -> None:
@@ -24,7 +24,7 @@ def main(config) -> None:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    time.sleep(1.1 if os.environ.get("RANK") is None else 0.0)  # the ranks start in another second
+    time.sleep(1.1 if os.environ.get("RANK") is None else 0.0)  # so that the other ranks start in another second
     trainer = roomier.Trainer(
         strategy="ddp",
         devices=2,
