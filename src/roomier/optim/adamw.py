@@ -404,7 +404,7 @@ def blockwise_adamw_bytes(
         state_bits: bits per moment.
         dtype: dtype of the parameter.
         weight_rounding: storage of bfloat16 weights.
-        num_rows: number of rows of the parameter on this rank; None for all rows.
+        num_rows: number of the parameter's rows on this rank; None for all rows.
     """
     part = [shape[0] if num_rows is None else num_rows, *shape[1:]] if shape else []
     num_elements = math.prod(part)

@@ -1,7 +1,7 @@
 """Detection of optimizers that require a closure, although the ``closure`` argument of their ``step`` defaults to None.
 
-Sharpness-aware minimization (SAM) is an example. Its ``step`` asserts that a closure was passed, or calls the closure
-without a check. The source code of ``step`` shows whether a closure is required, before the first step runs.
+Sharpness-aware minimization (SAM) is an example. The ``step`` of SAM asserts that a closure was passed, or calls the
+closure without a check. The source code of ``step`` shows whether a closure is required, before the first step runs.
 """
 
 from __future__ import annotations

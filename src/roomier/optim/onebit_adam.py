@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LEAST_VARIANCE = 0.01
-DEFAULT_FREEZE = 0.2  # default of freeze_step, as a fraction of the steps of a run
+DEFAULT_FREEZE = 0.2  # default of freeze_step, as a fraction of the steps in a run
 _BUCKET_ELEMENTS = 2**23  # number of gradient elements that are averaged together before the freeze: 32 MiB in fp32
 
 
@@ -62,8 +62,8 @@ class OneBitAdam(Optimizer):
         betas: decay rates of the momentum and of the variance.
         eps: term added to the root of the variance.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
-        freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of the steps of a run, but
-            does not freeze the variance before the learning rate has warmed up and the variance has stabilized.
+        freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of the steps, but does not
+            freeze the variance before the learning rate has warmed up and the variance has stabilized.
         rounds_variance: whether to store the frozen denominators in bfloat16, as with strategy ``"zero1"``.
     """
 

@@ -19,9 +19,9 @@ SCHEDULES = ("constant", "linear", "cosine")
 class Factor:
     """Function that maps a step to a factor of the learning rate. The first step is 0.
 
-    The factor rises over ``warmup_steps``. Then the schedule ``name`` changes the factor to ``min_lr_ratio`` over the
-    remaining steps of ``decay_steps`` or ``num_steps``. The cosine schedule is SGDR (Loshchilov and Hutter 2017,
-    equation 5) without restarts.
+    The factor rises over the first ``warmup_steps`` steps. Then the schedule ``name`` changes the factor to
+    ``min_lr_ratio`` over the remaining steps of ``decay_steps`` or ``num_steps``. The cosine schedule is SGDR
+    (Loshchilov and Hutter 2017, equation 5) without restarts.
 
     Attributes:
         name: one of ``SCHEDULES``.

@@ -66,7 +66,7 @@ class SignCode:
     """Codes of several tensors in rows of bytes, one row per rank.
 
     Args:
-        numels: number of elements of each tensor.
+        numels: number of elements in each tensor.
         num_ranks: number of rows.
         device: device of the codes.
 
@@ -148,8 +148,8 @@ class SignCode:
         return bits, rows[:, begin : begin + num_blocks * _SCALE_BYTES].view(torch.float32)
 
     def _elements_by_block(self, index: int) -> int | Tensor:
-        """Return the number of elements of each block without padding, at least 1. The result is a tensor ``[num_ranks,
-        blocks]``, or one number if all blocks are full."""
+        """Return the number of elements in each block, excluding padding and at least 1. The result is a tensor
+        ``[num_ranks, blocks]``, or one number if all blocks are full."""
         pieces, num_blocks = self.pieces[index], self._num_blocks[index]
         if pieces.numel == self.num_ranks * num_blocks * BLOCK:
             return BLOCK

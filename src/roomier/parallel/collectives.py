@@ -68,12 +68,12 @@ class Reductions:
 class PairwiseReduceScatter:
     """Reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`.
 
-    Gradients are sent in ``wire_dtype`` and summed in the dtype of the result. Every rank sums in the order of the
-    ranks.
+    Gradients are sent in ``wire_dtype`` and summed in the dtype of the result. Every rank sums the shards in rank
+    order.
 
-    ``fully_shard`` creates gradients from the result without reading the values, with one exception. It reads the
-    values to add them to the gradients of an earlier micro-batch or of an earlier use of the unit. ``fully_shard`` does
-    not read the result of a unit's first reduction in a step, so this reduction may finish later.
+    ``fully_shard`` creates gradients from the result without reading the values, except when it adds them to the
+    gradients of an earlier micro-batch or of an earlier use of the unit. ``fully_shard`` does not read the result of a
+    unit's first reduction in a step, so this reduction may finish later.
 
     Args:
         reductions: pending reduction, shared by all units of a model.

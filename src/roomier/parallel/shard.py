@@ -413,7 +413,7 @@ def lay_out_by_rows(network: nn.Module) -> None:
     """Convert all parameters to contiguous tensors, in place, and print a notice if any parameter was not contiguous.
 
     ``fully_shard`` shards only contiguous tensors by rows. Parameters in ``channels_last`` or transposed memory formats
-    are copied. Their values do not change.
+    are copied. The values of the parameters do not change.
     """
     found = {name: each for name, each in network.named_parameters() if not each.is_contiguous()}
     for parameter in found.values():

@@ -397,12 +397,12 @@ def aliases_of(field: str, value: str) -> list[str]:
 
 
 def kind_of(field: str, value: str) -> Kind | None:
-    """Return the label of a choice of a valid Plan, or None if the choice has no label."""
+    """Return the label of a choice in a valid Plan, or None if the choice has no label."""
     return _choice(field, value).kind
 
 
 def note_of(field: str, value: str) -> str:
-    """Return the remark on a choice of a valid Plan."""
+    """Return the remark on a choice in a valid Plan."""
     return _choice(field, value).note
 
 

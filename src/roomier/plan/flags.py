@@ -96,7 +96,7 @@ _AS_GIVEN = object()
 
 
 class _Draft:
-    """Values of the fields of a Plan, and the argument that set each field, for error messages."""
+    """Values for the fields of a Plan, and the argument that set each field, for error messages."""
 
     def __init__(self) -> None:
         self._sections: dict[str, dict[str, object]] = {}

@@ -92,7 +92,7 @@ LEVERS = (
         text=_chunks,
         number="loss.chunk_tokens",
         conflict=lambda plan: (
-            "'auto' does not add a chunked loss to compile=True: set chunked_loss=True to use both"
+            "'auto' does not add a chunked loss to compile=True. Set chunked_loss=True to use both"
             if plan.compile.enabled
             else ""
         ),

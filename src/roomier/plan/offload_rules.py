@@ -19,8 +19,8 @@ _PARAMETERS = "offload.parameters"
 def check_offload(plan: Plan, device_type: str) -> None:
     """Reject tiers that save no memory on the device of a rank.
 
-    If the Plan names an accelerator, the rules of the Plan make this check. With ``accelerator="auto"``, the device is
-    not known until the engine is built.
+    If the Plan names an accelerator, the rules of the Plan perform this check. With ``accelerator="auto"``, the device
+    is not known until the engine is built.
 
     Args:
         plan: the plan.

@@ -60,7 +60,7 @@ class Options(Mapping[str, object]):
 
 @dataclass(frozen=True)
 class Part:
-    """Base class of the parts. The constructor of a part normalizes the values of all fields."""
+    """Base class of the parts of a Plan. The constructor of a part normalizes the values of all fields."""
 
     SECTION: ClassVar[str]
     """Name of the part in a Plan, in YAML, and before the dot in error messages."""

@@ -106,7 +106,7 @@ RANGES: dict[str, _Range] = {
     "parallel.devices": _Range(1, "Use 1"),
     "parallel.num_nodes": _Range(1, "Use 1"),
     "parallel.shard_size": _Range(1, "Set it to the number of ranks that share one replica of the model"),
-    "parallel.compression_rank": _Range(1, "Use 4, or 1 for the fewest bytes"),
+    "parallel.compression_rank": _Range(1, "Use 4, or 1 to send the fewest bytes"),
     "parallel.compression_warmup_steps": _Range(3, "Use at least 3, for example a tenth of the run"),
     "batch.accumulate_grad_batches": _Range(1, "Use 1 for one micro-batch per optimizer step"),
     "batch.gradient_clip_val": _Range(0, "Use None to disable clipping, or a value such as 1.0", low_is_allowed=False),

@@ -31,8 +31,8 @@ class Workload:
     retained if they exist, because shapes can depend on sequence lengths and masks.
 
     Args:
-        module: module to plan for. It is neither run nor changed. Dry runs use copies of the module that have the same
-            shapes.
+        module: module to plan for. The module is neither run nor changed. Dry runs use copies of the module that have
+            the same shapes.
         batch: micro-batch in the form that the loader yields.
         batch_size: number of samples in ``batch``, along dimension 0 of its tensors.
         activation_factor: ratio of measured activations and temporaries to their forecast, from a run of the same
@@ -97,7 +97,7 @@ class Workload:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all parameters."""
+        """Total number of elements in all parameters."""
         return sum(each.numel() for each in network_of(self.module).parameters())
 
 

@@ -33,8 +33,8 @@ class Storage(Processes):
         project: Accelerate's ``ProjectConfiguration``; None for its defaults.
 
     Attributes:
-        project_configuration: ``project``, or a :class:`roomier.prepared.project.Project`. Its attribute ``iteration``
-            is the number of the next checkpoint with an automatic name.
+        project_configuration: ``project``, or a :class:`roomier.prepared.project.Project`. The attribute ``iteration``
+            of this object is the number of the next checkpoint with an automatic name.
 
     Raises:
         PlanError: checkpoints are named automatically, but no project folder is set.

@@ -55,8 +55,8 @@ class _Edit:
 def with_nearest(
     error: RoomierError, asked: Keywords, works: Works | None = None, *, fixed: Collection[str] = ()
 ) -> RoomierError:
-    """Return ``error`` with the nearest valid plan, as keywords to copy. If no such plan is found, return ``error``
-    unchanged.
+    """Return ``error`` with advice that contains the nearest valid plan as keywords to copy. If no such plan is found,
+    return ``error`` unchanged.
 
     Args:
         error: error that the request caused.

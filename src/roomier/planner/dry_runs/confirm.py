@@ -1,8 +1,8 @@
 """Forecasts by dry run, which are slower than closed-form forecasts but execute the code of the real run.
 
 [Note: limits of a dry run]
-A dry run does not distinguish the memory of the device, the host and the disk. Plans that move activations out of the
-memory of the device, or that offload parameters, are therefore forecast with the closed form. If a plan offloads only
+A dry run does not distinguish the memory of the device, the host and the disk. Plans that move activations out of
+device memory, or that offload parameters, are therefore forecast with the closed form. If a plan offloads only
 optimizer states, a dry run has all states on the device, and the formulas for tiers
 (:mod:`roomier.planner.formula.offloaded`) change its timeline. If such a plan also has an activation budget, the closed
 form is used, because the choice of saved activations depends on the memory of the states.

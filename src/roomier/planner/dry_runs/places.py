@@ -69,5 +69,5 @@ def _hooks(name: str, set_place: Callable[[str], None]) -> tuple[Callable[..., N
 def _at_gradient_of(found: Iterable[Tensor], call: Callable[[], None]) -> None:
     if torch.is_grad_enabled():
         for tensor in found:
-            if tensor.requires_grad and not isinstance(tensor, LazyLogits):  # which has no gradient
+            if tensor.requires_grad and not isinstance(tensor, LazyLogits):  # LazyLogits have no gradient
                 tensor.register_hook(lambda gradient: call())  # type: ignore[no-untyped-call]

@@ -164,15 +164,15 @@ class _Visit:
 
 
 class _Row:
-    """Effect of one additional period of a row of blocks.
+    """Effect of one additional period in a row of blocks.
 
     Attributes:
         repeat: the row.
         num_more: number of periods of the model that were not traced.
         by_depth: for each interval of the base, the bytes that an additional period adds.
-        visits: visits to the additional period. The key is the index of the following interval of the base.
+        visits: visits to the additional period, by the index of the interval of the base that follows the visit.
         work: work that an additional period causes outside its blocks.
-        own_work: work of the blocks of the period.
+        own_work: work of the blocks in the period.
     """
 
     def __init__(self, number: int, repeat: Repeat, base: _Timeline, deeper: _Timeline) -> None:

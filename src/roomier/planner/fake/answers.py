@@ -167,7 +167,7 @@ def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Return tensors with the shapes of the results of a CTC loss. Unknown target lengths are assumed to be the
+    """Return the results of a CTC loss as tensors without values. Unknown target lengths are assumed to be the
     maximum."""
     scores, targets, _, lengths = args[:4]
     num_steps, num_sequences = scores.shape[:2] if scores.dim() == 3 else (scores.shape[0], 1)
@@ -180,8 +180,8 @@ def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a tensor with the shape of a grouped matmul, which has one matrix per group of rows. On a GPU, torch
-    supports only bfloat16 for this operation."""
+    """Return the result of a grouped matmul, which has one matrix per group of rows, as a tensor without values. On a
+    GPU, torch supports only bfloat16 for this operation."""
     one, other = args[0], args[1]
     out_dtype = kwargs.get("out_dtype") or one.dtype
     if one.dim() == 2 and other.dim() == 2:

@@ -11,8 +11,9 @@ differences, which affect the memory of a step on a GPU, are modeled:
   attention saves its inputs, its output and one number per row.
 - **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
   ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations with 16-bit
-  precision. All other accelerators use CUDA's list. ``cross_entropy`` is not in this list. It computes ``log_softmax``
-  in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, the input is converted.
+  precision. All other accelerators use CUDA's list. ``cross_entropy`` is not in this list. ``cross_entropy`` computes
+  ``log_softmax`` in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, the input is
+  converted.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
 - **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
   parameters on a GPU), so the temporary tensors of all parameters exist at the same time. ``foreach`` is also the

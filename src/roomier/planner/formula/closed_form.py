@@ -298,8 +298,8 @@ def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
 
 
 def _interval(execution: Execution, moments: Sequence[Sequence[int]]) -> Interval:
-    """Return the interval of ``execution``. Its start, peak and end are the first, the largest and the last of
-    ``moments``."""
+    """Return the interval of ``execution``. The start, peak and end of the interval are the first, the largest and the
+    last of ``moments``."""
     return Interval(
         execution.phase, execution.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
     )

@@ -5,9 +5,9 @@ replaces them with values from a run.
 
 [Note: fixed bytes of a GPU]
 *context*: memory that CUDA uses for a process and its loaded kernels. The context uses 426 MiB with PyTorch 2.10 and
-CUDA 13 on an RTX 6000 Ada before the first kernel (unslothai/unsloth-zoo#1053). It uses about 400 MB if kernels are
-loaded at their first use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a training step
-are assumed to require 100 MiB.
+CUDA 13 on an RTX 6000 Ada before the first kernel (unslothai/unsloth-zoo#1053). The context uses about 400 MB if
+kernels are loaded at their first use, which is PyTorch's default (pytorch/pytorch#109888, #86509). The kernels of a
+training step are assumed to require 100 MiB.
 
 *communication*: buffers of NCCL. For each connection of a channel, the receiver has buffers of 4 MiB (protocol Simple,
 ``NCCL_BUFFSIZE``), 4.7 MiB (LL128) and 0.5 MiB (LL). These buffers occupy 10 MiB, because memory is allocated in pieces

@@ -55,8 +55,8 @@ class MovedUnit:
         content_bytes: bytes that leave the device.
         read_bytes: bytes from the start of the record to the end of its content.
         record_bytes: size of the record.
-        gradient_bytes: bytes of the gradients of the unit on this rank.
-        cast_bytes: bytes of the copies of parameters in lower precision that autocast creates while the unit is on the
+        gradient_bytes: bytes of the unit's gradients on this rank.
+        cast_bytes: bytes of the lower-precision copies of parameters that autocast creates while the unit is on the
             device.
     """
 
@@ -129,7 +129,7 @@ class Offloaded:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers of tiers on disk."""
+        """Bytes of the buffers for tiers on disk."""
         num_bytes = 0
         if self.state_tier == "disk":
             sizes = [each.record_bytes for each in self.states] * self._num_copies
@@ -179,7 +179,7 @@ class Offloaded:
 
     @property
     def ring_share(self) -> float:
-        """Fraction of the transfers of the updates that fills the buffers of the tier before the first update."""
+        """Fraction of the update transfers that fills the buffers of the tier before the first update."""
         updated = self.states or self.parameters
         if self.is_serial:
             return 0.0
@@ -257,7 +257,7 @@ class Offloaded:
         return found if index else {kind: each + self._left_bytes for kind, each in found.items()}
 
     def _with_speculative(self, timeline: Sequence[Interval]) -> list[Interval]:
-        """Add the states of the units that are updated at the end of the backward of their block."""
+        """Add the states of the units that are updated when the backward of their block ends."""
         found = list(timeline)
         last_forward = max((index for index, each in enumerate(found) if each.phase == "forward"), default=0)
         left = len(self.states)  # index of the unit that was updated last

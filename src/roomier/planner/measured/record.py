@@ -78,7 +78,7 @@ class Record:
         source: ``"planned"`` if the forecast was created when the run chose its plan, ``"dry run"`` if the forecast was
             created for a given plan.
         notes: remarks on the measurements.
-        num_parameters: number of parameters of the original model; None if the number was not stored.
+        num_parameters: number of parameters in the original model; None if the number was not stored.
     """
 
     forecast: Forecast

@@ -1,1 +1,1 @@
-"""Reports of a choice: tables for a terminal and an HTML page."""
+"""Reports of the planner's result: tables for a terminal and an HTML page."""

@@ -1,5 +1,5 @@
-"""HTML page of a choice: one self-contained file that uses no network access and no scripts, and is readable on a
-phone."""
+"""HTML page of the planner's result: one self-contained file that uses no network access and no scripts, and is
+readable on a phone."""
 
 from __future__ import annotations
 

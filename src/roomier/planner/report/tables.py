@@ -1,4 +1,4 @@
-"""Tables of a choice for a terminal or a notebook (rich)."""
+"""Tables of the planner's result for a terminal or a notebook (rich)."""
 
 from __future__ import annotations
 

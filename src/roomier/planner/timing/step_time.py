@@ -41,12 +41,12 @@ from roomier.precision.policy import precision_of
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
-# Additional host cost of each weight of a unit. It was measured in process time on two gloo ranks: 13 to 30 additional
-# operations per weight, for an encoder with 54 small weights and an MLP with 16 weights. The two values below are in
-# the middle of the measured range.
+# Additional host cost of each weight in a unit. This cost was measured in process time on two gloo ranks: 13 to 30
+# additional operations per weight, for an encoder with 54 small weights and an MLP with 16 weights. The two values
+# below are in the middle of the measured range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8
 _OPERATIONS_OF_WEIGHT_REDUCED = 12
-_COUNT_BYTES = 8  # ranks sum the number of terms of their losses
+_COUNT_BYTES = 8  # ranks sum the number of terms in their losses
 
 
 def step_time(
@@ -134,7 +134,7 @@ def _duration(work: Work, device: Device, plan: Plan) -> Duration:
 def _start_exchange_s(workload: Workload, plan: Plan, machine: Machine) -> float:
     """Return the duration in seconds of the communication that precedes the first forward pass.
 
-    Ranks sum the numbers of terms of their mean losses. With DDP, rank 0 also broadcasts buffers.
+    Ranks sum the numbers of terms in their mean losses. With DDP, rank 0 also broadcasts buffers.
     """
     parallel = plan.parallel
     if parallel.num_ranks == 1:

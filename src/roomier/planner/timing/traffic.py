@@ -150,7 +150,7 @@ def shard_group(plan: Plan) -> Group:
 
 
 def num_buckets_of(units: Sequence[Unit]) -> int:
-    """Return the number of buckets of torch's DDP."""
+    """Return the number of buckets that torch's DDP creates."""
     num_bytes = sum(gradient_bytes(unit.weights) for unit in units)
     return max(math.ceil(num_bytes / BUCKET_BYTES), 1)
 
