@@ -104,7 +104,7 @@ def test_options_that_round_differently_within_a_rank_must_be_allowed() -> None:
     assert inexact(allowing) == {"strategy", "accumulate", "loss", "precision", "optimizer"}
     compiled = auto(devices=2, strategy={"name": "auto", "allow": ["chunked_loss"]}, compile=True)
     assert inexact(compiled) == {"strategy", "accumulate", "compile"}
-    assert any("set chunked_loss=True" in each.refusal for each in candidates(language(), compiled, gpus()))
+    assert any("Set chunked_loss=True" in each.refusal for each in candidates(language(), compiled, gpus()))
 
 
 def test_techniques_that_the_model_does_not_support_are_rejected_with_a_reason() -> None:
