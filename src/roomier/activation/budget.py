@@ -1,7 +1,7 @@
 """Blocks that save as many activations as a memory budget allows, on the device or in a lower tier.
 
 [Note: when the choice is made]
-In the first step, each block saves only its input, which is the minimum, and the optimizers create their states. The
+In the first step, each block saves the minimum, which is only its input, and the optimizers create their states. The
 second step saves the same activations and is measured (:mod:`roomier.activation.profile`). The activations to save are
 chosen before the third step (:mod:`roomier.activation.choose`). With several ranks, the choice uses the worst value of
 each measurement over all ranks, so all ranks make the same choice. Gradients are bit-identical for every choice, so the
@@ -9,7 +9,7 @@ step in which the choice is made does not affect the result.
 
 A later step can have a batch with larger tensors than any measured batch. In this case, a run on one rank also measures
 this step, and the new choice fits all measurements. With several ranks, the other ranks do not have this measurement,
-so the choice does not change, and a notice reports the larger batch.
+so the choice does not change, but a notice reports the batch with larger tensors.
 """
 
 from __future__ import annotations

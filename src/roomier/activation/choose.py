@@ -105,8 +105,8 @@ def lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
 def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
     """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if no choice fits.
 
-    See [Note: why the choice is the best]. Among equally good choices, this function prefers choices that save
-    activations in later blocks, which use the memory for a shorter time, and choices without offloading.
+    See [Note: why the choice is the best]. Among equally good choices, this function prefers choices without offloading
+    and choices that save activations in later blocks, because later blocks use the memory for a shorter time.
     """
     found = [_choose(stages, budget_bytes, largest_bytes) for largest_bytes in _largest_moved(stages)]
     return min((choice for choice in found if choice is not None), key=lambda each: lost_ns(stages, each), default=None)

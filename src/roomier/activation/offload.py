@@ -12,7 +12,7 @@ host runs ahead of the device.
 
 A storage is moved completely and only once, even if several blocks save views of it (for example of a mask).
 Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Offloading parameters
-and tensors from autocast would not free memory, because they remain allocated in any case.
+and tensors from autocast would not free memory, because they remain allocated anyway.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Parcel:
         self._host = copies.to_host(self.stay(tensor))
 
     def stay(self, tensor: Tensor) -> Tensor:
-        """Hold the bytes of the storage of ``tensor`` on the device, and return these bytes."""
+        """Hold the bytes of the storage of ``tensor`` on the device and return these bytes."""
         if self._here is None:
             self._seen, self._here = torch_private.detached(tensor), _bytes_of(tensor)
         return self._here
@@ -222,7 +222,7 @@ class Visit:
         before: previous call of a block; None for the first call.
 
     Attributes:
-        before: function that returns the previous call, or None if it no longer exists.
+        before: function that returns the previous call; None if that call no longer exists.
         parcels: weak references to the saved storages, which exist until no graph needs them.
     """
 

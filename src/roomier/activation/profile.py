@@ -243,7 +243,7 @@ class _Observed(WrappedForward):
 
 
 class _Watch:
-    """Interceptor of the operations in one forward pass, which records the times and the bytes of products."""
+    """Interceptor that records the times and the bytes of products in one forward pass."""
 
     def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
         self._notes_made = notes_made

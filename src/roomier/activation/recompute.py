@@ -49,7 +49,7 @@ def apply_recompute(
         return Recompute(())
     if not blocks:
         problem = "requires blocks (layers that repeat), but the model has no blocks"
-        action = "Define model_blocks(), which returns the layers that repeat"
+        action = "Define a method model_blocks() that returns the layers that repeat"
         raise RoomierError(*_asked(activation, tier), problem, action)
     keeps = keeps_of(activation, len(blocks))
     if activation.policy == "every_n" and Keep.INPUT not in keeps:
