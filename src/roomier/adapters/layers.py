@@ -75,7 +75,7 @@ class Adapted(nn.Module):
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         made_by, _, *rest = reduced
         if made_by is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            problem = f"has custom pickling in {plain_class(self).__name__}, which does not include the adapter"
+            problem = f"has custom pickling in {plain_class(self).__name__}, which omits the adapter"
             raise RoomierError("layer", type(self).__name__, problem, "Save the state_dict or a checkpoint instead")
         mixins = (Adapted, InFewBits) if isinstance(self, InFewBits) else (Adapted,)
         return (_empty_layer, (plain_class(self), mixins), *rest)
@@ -211,7 +211,7 @@ def product_of(a: Tensor, b: Tensor, scale: float, *, is_in_out: bool) -> Tensor
 
 
 def remove_adapter(layer: Adapted) -> None:
-    """Merge the adapter into the weight of ``layer``, and restore the original class of ``layer``."""
+    """Merge the adapter into the weight of ``layer`` and restore the original class of ``layer``."""
     assert isinstance(layer.weight, Tensor)
     weight = layer.weight.detach()
     added = product_of(layer.lora_A.detach(), layer.lora_B.detach(), layer.lora_scale, is_in_out=layer.is_in_out)

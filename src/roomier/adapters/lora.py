@@ -110,7 +110,7 @@ def merge_lora(network: nn.Module) -> nn.Module:
     num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
     for name, layer in layers:
         if not isinstance(layer, InFewBits) and num_owners[_parameter_of(layer)] > 1:
-            problem = "has adapters, but another layer has the same weight, which would also change"
+            problem = "has adapters, but another layer has the same weight, so merging would also change that layer"
             raise RoomierError("network", name, problem, "Use separate weights before training")
     for _, layer in layers:
         remove_adapter(layer)
@@ -267,8 +267,8 @@ def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
 
 def _check_whole(name: str, weight: Tensor) -> None:
     if hasattr(weight, "placements"):
-        problem = "was sharded across ranks by an earlier run, which cannot be undone"
-        raise RoomierError("lora", name, problem, "Save a checkpoint, and load it into a new model")
+        problem = "was sharded across ranks by an earlier run, and sharding cannot be undone"
+        raise RoomierError("lora", name, problem, "Save a checkpoint and load it into a new model")
 
 
 def _check_codable(name: str, layer: nn.Module, weight: Tensor, code_format: str) -> None:
