@@ -1,4 +1,4 @@
-"""Blocks of a model, which are the units of all-gather, recomputation and offload.
+"""Blocks of a model. They are the units of all-gather, recomputation and offloading.
 
 A block is a module that repeats along the depth of a model, such as a transformer layer. A model can declare its
 blocks. Hugging Face models declare their blocks in ``_no_split_modules``. In other models, blocks are inferred.

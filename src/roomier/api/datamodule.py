@@ -76,8 +76,8 @@ class DataModule(HasHyperParameters):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **kwargs: Any) -> Self:
-        """Create the DataModule from its hyperparameters in a checkpoint, and restore the state that
-        :meth:`state_dict` returned.
+        """Create the DataModule from its hyperparameters in a checkpoint and restore the state that :meth:`state_dict`
+        returned.
 
         Args:
             checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.

@@ -18,7 +18,7 @@ one optimizer step). The step returns the loss, a mapping with the key ``"loss"`
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing. This function is the default of a hook."""
+    """Do nothing. This function is the default for a hook."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StepHooks:
         before_backward: called with each loss before its backward.
         after_backward: called after each backward pass.
         zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward pass of a window, as in
-            Lightning. If None, the gradients are freed before that forward, which lowers the peak memory.
+            Lightning. If None, the gradients are freed before that forward, so the peak memory is lower.
         keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
             update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.

@@ -41,7 +41,7 @@ class ForwardModule(WrappedModule):
         return self.network(*args, **kwargs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of the network, and log it as ``train_loss``."""
+        """Return the loss of the network and log it as ``train_loss``."""
         if not self._has_reported and compares_samples(batch):
             self._report_compared_samples()
         loss = self._loss(batch)
@@ -72,8 +72,8 @@ class ForwardModule(WrappedModule):
         if num_parts > 1:
             notice(
                 f"the loss of {type(self.network).__name__} compares the samples of a batch with each other, but a "
-                f"global batch is split into {num_parts} parts. Samples are compared only within a part, and gradients "
-                "are the mean over the parts, which differs from the gradient of the full batch"
+                f"global batch is split into {num_parts} parts. Samples are compared only within a part, so the mean "
+                "of the gradients over the parts differs from the gradient of the full batch"
             )
 
     def _log_loss(self, name: str, batch: Any) -> None:

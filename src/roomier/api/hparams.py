@@ -116,8 +116,8 @@ class HasHyperParameters:
         for name, value in chosen.items():
             if not is_plain(value):
                 notice(
-                    f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}, which is not "
-                    f"saved in checkpoints. Pass ignore=[{name!r}] to save_hyperparameters"
+                    f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}, so checkpoints do "
+                    f"not contain it. Pass ignore=[{name!r}] to save_hyperparameters"
                 )
         for name in ignored:
             self.hparams.pop(name, None)

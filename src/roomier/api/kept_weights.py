@@ -23,7 +23,7 @@ class KeptWeights:
     device: torch.device | None = None
 
     def is_on(self, device_type: str) -> bool:
-        """Return True if the copy is stored on the device of the model, which has the type ``device_type``."""
+        """Return True if the copy is stored on the device of the model. ``device_type`` is the type of this device."""
         return self.device is None or self.device.type == device_type
 
 

@@ -56,7 +56,7 @@ def check_hook_names(obj: object, base: type) -> None:
         if name in known:
             continue
         if name in REMOVED:
-            problem = f"{cls.__name__} defines this hook of Lightning 1, which is never called"
+            problem = f"{cls.__name__} defines this hook of Lightning 1, but roomier never calls it"
             action = f"Use {REMOVED[name]}(self), and store the outputs of the steps in an attribute of self"
             raise RoomierError(name, type(obj).__name__, problem, action)
         if name in FORMER:

@@ -142,7 +142,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
-        """Return the number of terms over which the loss is averaged, which is the weight of this micro-batch.
+        """Return the number of terms over which the loss is averaged. This number is the weight of the micro-batch.
 
         If each micro-batch is weighted by its number of terms, accumulated gradients equal the gradients of the full
         batch. By default, integer targets other than -100 are counted (``labels``, ``targets``, ``target``, ``label``
@@ -232,7 +232,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger, or None if no logger exists."""
+        """The first logger; None if there is no logger."""
         return self.trainer.logger if self.is_attached else None
 
     @property
@@ -416,11 +416,11 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return all_gather(data, self.trainer.ranks, self.device, group, has_gradients=sync_grads)
 
     def freeze(self) -> None:
-        """Set ``requires_grad`` to False for all parameters, and set evaluation mode."""
+        """Set ``requires_grad`` to False for all parameters and set evaluation mode."""
         self.requires_grad_(False).eval()
 
     def unfreeze(self) -> None:
-        """Set ``requires_grad`` to True for all parameters, and set training mode."""
+        """Set ``requires_grad`` to True for all parameters and set training mode."""
         self.requires_grad_(True).train()
 
     @classmethod
@@ -432,7 +432,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Create the module from the hyperparameters in a checkpoint, and load its weights.
+        """Create the module from the hyperparameters in a checkpoint and load its weights.
 
         Args:
             checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.

@@ -137,7 +137,7 @@ class TrainerView(Protocol):
 
     @property
     def datamodule(self) -> Any:
-        """The DataModule of the last call, or None."""
+        """The DataModule of the last call; None without a DataModule."""
 
     @property
     def enable_validation(self) -> bool:
@@ -223,17 +223,17 @@ class TrainerView(Protocol):
 
     @property
     def log_every_n_steps(self) -> int:
-        """Number of optimizer steps between two rows of the log."""
+        """Number of optimizer steps between consecutive rows of the log."""
 
     # Objects
 
     @property
     def run(self) -> Any:
-        """The last run, or None. Library code calls :func:`roomier.run.run.run_of`."""
+        """The last run; None before the first run. Library code calls :func:`roomier.run.run.run_of`."""
 
     @property
     def fitted(self) -> Any:
-        """The run of the last fit, or None."""
+        """The run of the last fit; None before the first fit."""
 
     @property
     def engine(self) -> Engine:
@@ -262,7 +262,7 @@ class TrainerView(Protocol):
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first callback that saves checkpoints, or None."""
+        """The first callback that saves checkpoints; None without such a callback."""
 
     @property
     def checkpoint_callbacks(self) -> Sequence[Any]:
@@ -270,7 +270,7 @@ class TrainerView(Protocol):
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping callback, or None."""
+        """The first EarlyStopping callback; None without such a callback."""
 
     @property
     def early_stopping_callbacks(self) -> Sequence[Any]:
@@ -278,7 +278,7 @@ class TrainerView(Protocol):
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar, or None."""
+        """The progress bar; None without a progress bar."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -298,7 +298,7 @@ class TrainerView(Protocol):
 
     @property
     def strategy(self) -> Any:
-        """Properties of the ranks, with Lightning's attribute names."""
+        """Object that describes the ranks, with Lightning's attribute names."""
 
     @property
     def profiler(self) -> Any:
@@ -310,7 +310,7 @@ class TrainerView(Protocol):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger, or None."""
+        """The first logger; None without loggers."""
 
     @property
     def results(self) -> Any:
@@ -393,7 +393,7 @@ class TrainerView(Protocol):
 
     @property
     def ckpt_path(self) -> Path | str | None:
-        """The checkpoint that the last call loaded, or None."""
+        """The checkpoint that the last call loaded; None if it loaded no checkpoint."""
 
     @property
     def keeps_files(self) -> bool:
