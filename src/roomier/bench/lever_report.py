@@ -15,7 +15,7 @@ _COLOURS = {"roomier": "#2a6f97", "transformers": "#c9a227"}
 
 
 def write_report(result: Mapping[str, Any], folder: Path) -> None:
-    """Write ``levers.md`` and ``levers.png`` to ``folder``, and create ``folder`` if necessary.
+    """Write ``levers.md`` and ``levers.png`` to ``folder``, which is created if necessary.
 
     Raises:
         RoomierError: matplotlib is not installed.

@@ -100,7 +100,7 @@ class Sizes:
         num_layers: number of Transformer layers.
         num_heads: attention heads per layer.
         width: hidden size.
-        fields: further fields of the model configuration.
+        fields: additional fields of the model configuration.
     """
 
     family: str

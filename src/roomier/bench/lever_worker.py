@@ -44,7 +44,7 @@ class Measurement:
         self._steps: Iterator[None] | None = None
 
     def end_step(self, network: nn.Module, optimizers: list[Optimizer]) -> bool:
-        """Continue the measurement, and return whether the measurement is complete."""
+        """Continue the measurement and return whether the measurement is complete."""
         if self._steps is None:
             self._steps = self._measure(network, optimizers)
         return next(self._steps, self) is self

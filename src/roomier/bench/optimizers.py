@@ -13,9 +13,9 @@ fused AdamW with float32 states. The keys of a row are:
   thread, which depends less on the load of the machine; ``step_ratio_to_adamw``: ratio of ``step_cpu_s`` to the
   ``step_cpu_s`` of AdamW.
 
-The model is the GPT of ``examples/demo.py``, with a smaller width by default. The data consists of the source code of
-the standard library, as bytes. For each seed, all optimizers use the same batches. The learning rate increases during
-the first tenth of the steps and then follows a cosine decay.
+The model is the GPT of ``examples/demo.py``, by default with a smaller width than in the demo. The data consists of the
+source code of the standard library, as bytes. For each seed, all optimizers use the same batches. The learning rate
+increases during the first tenth of the steps and then follows a cosine decay.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train with each optimizer and each seed, and then time the updates."""
+    """Train with each optimizer and each seed. Then time the updates."""
     facts = circumstances()
     names, config = _names(options.optimizers), MODELS[options.model]
     with one_thread():

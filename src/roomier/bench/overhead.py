@@ -125,7 +125,8 @@ def timed(run: Callable[..., Any], batches: list[toy.Batch], **settings: Any) ->
 def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the overhead of the loop ``who`` compared with the bare loop, and the time of one ``self.log``.
 
-    Small times are differences of large times, so they are measured as processor time, which is less noisy.
+    Small times are differences of large times, so they are measured as processor time, which is less noisy than wall
+    time.
     """
     return {
         "trainer_us": median(wall[who]),

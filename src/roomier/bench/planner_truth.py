@@ -38,7 +38,7 @@ def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
 def measured_step(
     module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None, accelerator: str = "cpu"
 ) -> MemoryTracker:
-    """Run the step of :func:`measured_peak` on ``accelerator``, and return the tracker."""
+    """Run the step of :func:`measured_peak` on ``accelerator`` and return the tracker."""
     plan = replace(plan, parallel=replace(plan.parallel, accelerator=accelerator))
     copied = copy.deepcopy(as_module(module))
     _disable_logging(copied)

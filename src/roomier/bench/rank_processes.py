@@ -83,7 +83,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, tells: Tex
 
 
 def _report(progress: Path, num_printed: int, tells: TextIO | None) -> int:
-    """Print complete lines after the first ``num_printed`` characters, and return the new number of printed
+    """Print complete lines after the first ``num_printed`` characters and return the new number of printed
     characters."""
     if tells is None or not progress.exists():
         return num_printed

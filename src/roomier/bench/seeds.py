@@ -128,8 +128,8 @@ def gpt(num_layers: int, num_heads: int, width: int, batch_size: int) -> Callabl
 
 _FP16 = {"precision": "16-mixed", "optimizer": "adamw", "gradient_clip_val": 1.0}
 _TWO_COPIES = (
-    "DDP of 2021 stored gradients in addition to the buckets, which required 4 bytes more per parameter; in this "
-    "version, gradients are views of the buckets"
+    "DDP of 2021 stored gradients in addition to the buckets (4 bytes more per parameter); in this version, gradients "
+    "are views of the buckets"
 )
 _LABEL = "the article prints this value for 12.8B, but the README of the benchmark prints it for the 1.7B model"
 _SMALL = {"accumulate_grad_batches": 4, "activation_checkpointing": "full", "precision": "16-mixed"}

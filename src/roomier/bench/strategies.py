@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all strategies in ``settings``, which contains the keys of the options."""
+    """Return the values of all strategies in ``settings``. The keys of ``settings`` are the names of the options."""
     for name in settings["strategies"]:
         plan_of(name, settings)  # reject impossible plans before a process starts
     return run_on_ranks(_WORKER, settings["ranks"], settings)

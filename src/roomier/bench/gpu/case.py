@@ -80,7 +80,7 @@ def _without_facts(line: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 
 def _run(name: str, part: Part, setting: Setting, results: Results) -> None:
-    """Run one part, and append a final line to the results file if the part did not write one."""
+    """Run one part and append a final line to the results file if the part did not write one."""
     limit_s = part.limit_of(setting.size)
     notice(f"bench gpu: {name}, at most {limit_s:g} s")
     settings = {

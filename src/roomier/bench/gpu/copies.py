@@ -2,7 +2,7 @@
 
 The keys of a row are ``num_bytes`` (size of the copy), ``copy_s`` (median over repetitions, each synchronized),
 ``bytes_per_s``, and ``forecast_bytes_per_s``. The last key is the bandwidth that forecasts assume for copies between
-host and device, and is None for other copies. A copy within the device reads and writes each byte, but each byte is
+host and device; it is None for other copies. A copy within the device reads and writes each byte, but each byte is
 counted only once.
 """
 

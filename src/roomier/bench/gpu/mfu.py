@@ -5,7 +5,7 @@ The keys of a row are:
 - ``model``, ``num_parameters``, ``tokens_per_step``; ``plan`` and ``call``: the plan in words, and the Trainer
   arguments; ``planning_s``: duration of the search; ``budget_bytes``: memory that the plan may
   use; ``machine_source``: origin of the machine's rates;
-- ``step_s``: seconds per optimizer step as the median over the turns (``step_s_all``); ``tokens_per_s``;
+- ``step_s``: median seconds per optimizer step over the turns (``step_s_all``); ``tokens_per_s``;
 - ``model_flops_per_s``: 6 FLOPs per token for each parameter in matrix products, as in
   :func:`roomier.callbacks.throughput.flops_per_token`, without recomputation; ``peak_flops_per_s``: the rate of 16-bit
   matrix products in the data sheet; ``mfu``: their ratio. The values ``peak_flops_per_s`` and ``mfu`` are None for a

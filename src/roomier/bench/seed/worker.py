@@ -62,7 +62,7 @@ class StepTimes(Callback):
 
 
 class Repeated(Dataset[Sample]):
-    """Dataset of ``length`` samples, which repeats the given samples."""
+    """Dataset with ``length`` samples that repeats the given samples."""
 
     def __init__(self, samples: Sequence[Sample], length: int) -> None:
         self._samples = samples
@@ -84,7 +84,7 @@ def training_of(settings: Mapping[str, Any]) -> Training:
 
 
 def train(settings: Mapping[str, Any], name: str, folder: str) -> dict[str, Any]:
-    """Train in the configuration ``name``, and return the measured values."""
+    """Train in the configuration ``name`` and return the measured values."""
     [configuration] = [each for each in configurations_of(settings["model"]) if each.name == name]
     training = training_of(settings)
     micro_batch = configuration.micro_batch(settings["batch_size"] or training.micro_batch)
