@@ -16,7 +16,7 @@ from roomier.core.errors import CheckpointError
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the visible entries in ``folder``, which are checkpoints or possible checkpoints."""
+    """Return the sorted names of the visible entries in ``folder``, each of which may be a checkpoint."""
     if not folder.is_dir():
         return ()
     entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
@@ -26,7 +26,7 @@ def names_in(folder: Path) -> tuple[str, ...]:
 def choose_name(
     folder: Path, name: str, kept: set[str], own: set[str], foreign: Iterable[str], suffix: str = ""
 ) -> tuple[str, tuple[str, ...]]:
-    """Choose the name of the next checkpoint in ``folder``, and add this name to ``own``.
+    """Choose the name of the next checkpoint in ``folder`` and add this name to ``own``.
 
     Args:
         name: the preferred name.

@@ -14,7 +14,7 @@ DEFAULT_TEMPLATE = "{epoch}-{step}"
 
 
 def check_template(template: str) -> str:
-    """Check that ``template`` can be filled in, and return ``template``.
+    """Check that ``template`` can be filled in and return ``template``.
 
     Raises:
         RoomierError: the template is empty, contains a slash, or has an invalid field or format.

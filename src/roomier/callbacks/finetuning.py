@@ -198,7 +198,7 @@ class BaseFinetuning(Callback):
             fields(form, others=anything)(state, place)
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the parameter groups of the saved run, and remove parameter groups that were added later.
+        """Restore the parameter groups of the saved run and remove parameter groups that were added later.
 
         A run that returns to an earlier checkpoint therefore unfreezes the parameters of the removed groups again.
         Returns an empty dict, because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.

@@ -34,8 +34,8 @@ class MemoryForecast(TracksStep):
     memory and rounds differently. If a run was not planned, the forecast is the result of a dry run of its plan. The
     dry run uses the shapes of the model, which were recorded before the model was built.
 
-    The tracked step and the step before it are several times slower, but compute the same values. If the model is not
-    compiled, the weights are equal to the weights of a run without this callback.
+    The tracked step and the step before it are several times slower than other steps, but compute the same values. If
+    the model is not compiled, the weights are equal to the weights of a run without this callback.
 
     Args:
         at_step: number of the tracked step, at least 2. If None, the tracked step is the step of a

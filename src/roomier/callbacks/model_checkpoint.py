@@ -65,8 +65,8 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
-            host memory, which must have enough space for the copy. The attributes of this callback contain only
-            committed checkpoints.
+            host memory. The host memory must have enough space for the copy. The attributes of this callback contain
+            only committed checkpoints.
         enable_version_counter: append ``-v1``, ``-v2``, ... if a checkpoint that must be kept has the same name; if
             False, replace that checkpoint.
 

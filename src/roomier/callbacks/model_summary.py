@@ -86,7 +86,7 @@ def _row(name: str, part: nn.Module) -> Row:
 
 
 def _class_name(part: nn.Module) -> str:
-    """Return the name of the original class, which ``fully_shard`` replaces."""
+    """Return the name of the original class of a module whose class ``fully_shard`` may have replaced."""
     kinds = [kind.__name__ for kind in type(part).__mro__]
     return next(name for name in kinds if not name.startswith("FSDP")) if "FSDPModule" in kinds else kinds[0]
 

@@ -2,8 +2,8 @@
 
 [Note: synchronization]
 To skip a step, the callback must read its loss and gradient norm before the update, so the host waits for the device
-once per step. For a rollback or a stop, the loss and the norm stay on the device. These values are read when a log row
-is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
+once per step. For a rollback or a stop, the loss and the norm stay on the device. The callback reads them when a log
+row is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
 
 [Note: state after a skipped step]
 The following state is restored to the state before the batch: weights, optimizer states, schedulers, loss scale,

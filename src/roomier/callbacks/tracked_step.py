@@ -56,7 +56,7 @@ class TrackedStep:
     """Tracked step. The kind of each tensor is identified in the step before the tracked step.
 
     Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call for a
-    batch, further calls have no effect. The tracker records only between the two hooks, so it excludes logging, saving
+    batch, other calls have no effect. The tracker records only between the two hooks, so it excludes logging, saving
     and validation between batches.
 
     Args:

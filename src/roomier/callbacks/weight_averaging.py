@@ -192,8 +192,8 @@ class WeightAveraging(HoldsAverage):
         return places
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Restore the average. The model already contains the weights at ``"module"``, which are the average if an
-        average was saved."""
+        """Restore the average. The model already contains the weights at ``"module"``. If an average was saved, these
+        weights are the average."""
         self._average = None
         if CURRENT not in checkpoint:
             if not self._stored:
