@@ -39,8 +39,9 @@ def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     """Call ``function`` on every rank and return the results of all ranks, ordered by rank.
 
     Raises:
-        RoomierError: ``function`` failed on some rank. Every rank raises the error of the first rank that failed,
-            including the number of this rank. If there is only one rank, this rank raises the original exception.
+        RoomierError: ``function`` failed on at least one rank. Every rank raises the error of the first rank that
+            failed, including the number of this rank. If there is only one rank, this rank raises the original
+            exception.
     """
     if ranks.is_alone:
         return [function()]

@@ -11,9 +11,9 @@ renamed to the path of a folder that is not empty. Therefore, if the target exis
 
 In each state, a complete checkpoint exists. Its name is the name of the target or, in state 2, an ``.old-`` name.
 :func:`surviving_path` and :func:`roomier.checkpoint.find.list_complete` find the checkpoint under both names. The next
-save into the same parent folder clears the folders of dead processes. In state 2, it restores the name of the old
-checkpoint. It deletes all other leftovers. Deletion starts with the record, because a folder without a record is not a
-complete checkpoint.
+save into the same parent folder clears the folders of dead processes. In state 2, this save restores the name of the
+old checkpoint. It deletes all other leftovers of dead processes. Deletion starts with the record, because a folder
+without a record is not a complete checkpoint.
 """
 
 import errno
@@ -225,7 +225,7 @@ def names_being_written(folder: Path) -> set[str]:
 
 
 def clear_stale(folder: Path) -> None:
-    """Remove leftovers of dead processes in ``folder``, and restore the name of each old checkpoint that was not
+    """Remove leftovers of dead processes in ``folder`` and restore the name of each old checkpoint that was not
     replaced.
 
     Raises:

@@ -108,8 +108,7 @@ def next_commit_number(target: Path) -> int:
 
 
 def verify(path: str | Path) -> None:
-    """Read every byte of the checkpoint ``path`` once, and compare the sizes and checksums of its files with its
-    record.
+    """Read every byte of the checkpoint ``path`` once and compare the sizes and checksums of its files with its record.
 
     Raises:
         CheckpointError: a file is missing or damaged. The error names the newest valid checkpoint in the same folder,

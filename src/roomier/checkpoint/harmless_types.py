@@ -70,7 +70,7 @@ class _Node:
 
 
 class _Facts:
-    """Substitute for the metadata of OmegaConf containers and values, which is ignored."""
+    """Substitute for the metadata of OmegaConf containers and values. The metadata is ignored."""
 
 
 class _Type:

@@ -104,7 +104,7 @@ class LightningFile:
 
     Raises:
         CheckpointError: the file is damaged, is not a Lightning checkpoint, or contains objects of classes that are not
-            known to be harmless. No such object is created.
+            known to be harmless. Such objects are never created.
     """
 
     def __init__(self, path: str | Path) -> None:

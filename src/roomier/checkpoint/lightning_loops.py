@@ -10,8 +10,8 @@ WRITTEN_FOR = "2.6.0"
 
 
 def loop_states(progress: Mapping[str, Any], is_validated: bool) -> dict[str, Any]:
-    """Return the state of Lightning's loops after the end of an epoch, for example after a fit, or after a batch within
-    an epoch.
+    """Return the state of Lightning's loops at the end of an epoch (for example after a fit) or after a batch within an
+    epoch.
     """
     epoch, step = progress.get("epoch", 0), progress.get("global_step", 0)
     num_done, num_batches = progress.get("batch_idx", 0), progress.get("num_batches", 0)

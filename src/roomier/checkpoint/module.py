@@ -35,7 +35,7 @@ def load_module(
     strict: bool | None = None,
     **init_arguments: Any,
 ) -> AnyNetwork:
-    """Create a module of class ``cls`` from the hyperparameters in a checkpoint, and load its weights.
+    """Create a module of class ``cls`` from the hyperparameters in a checkpoint and load its weights.
 
     :meth:`roomier.Module.load_from_checkpoint` calls this function. Call this function directly for a LightningModule,
     whose method ``load_from_checkpoint`` supports Lightning's files only.
@@ -101,7 +101,7 @@ def make_module(
 
 
 def load_datamodule(cls: type[T], path: str | Path, **init_arguments: Any) -> T:
-    """Create a DataModule of class ``cls`` from the hyperparameters in a checkpoint, and restore its state.
+    """Create a DataModule of class ``cls`` from the hyperparameters in a checkpoint and restore its state.
 
     :meth:`roomier.DataModule.load_from_checkpoint` calls this function.
 
@@ -139,12 +139,12 @@ def _constructed(
             "checkpoint_path",
             str(path),
             f"{cls.__name__} cannot be constructed from the stored hyperparameters {sorted(arguments)} ({error})",
-            "Pass the missing arguments to load_from_checkpoint, and call save_hyperparameters in __init__",
+            "Pass the missing arguments to load_from_checkpoint and call save_hyperparameters in __init__",
         ) from error
 
 
 def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:
-    """Call ``on_load_checkpoint`` with the entries of hooks and of the model, and then load the weights."""
+    """Call ``on_load_checkpoint`` with the entries of hooks and of the model. Then load the weights."""
     only = described.keys() - (OWN_ENTRIES - {"module", "hyperparameters", "progress"})
     shown = ShownCheckpoint(load(path, only=only))
     module.on_load_checkpoint(shown)
@@ -167,7 +167,7 @@ def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
 
 
 def _put_adapters(module: nn.Module, plan: Mapping[str, Any] | None) -> None:
-    """Add the adapters of the saved run, and quantize its frozen weights, so that the module has the stored tensors."""
+    """Add the adapters of the saved run and quantize its frozen weights, so that the module has the stored tensors."""
     adapter = AdapterPlan(**(plan or {}).get("adapter", {}))
     if adapter.lora_rank is None:
         return

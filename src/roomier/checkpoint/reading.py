@@ -55,7 +55,7 @@ Pieces: TypeAlias = Mapping[str, Sequence[Piece]]
 
 
 def read_pieces(folder: Path, files: Iterable[StoredFile]) -> Pieces:
-    """Return the boxes in ``files``, from their headers.
+    """Return the boxes that the headers of ``files`` describe.
 
     Raises:
         CheckpointError: a header cannot be read, is malformed, or lists different tensors than the record.
@@ -159,7 +159,7 @@ class TensorReader:
             self._read(name, reads)
 
     def read_filled(self) -> None:
-        """Fill the tensors that have values. Call :meth:`read_empty` first, which checks the checksums of the files.
+        """Fill the tensors that have values. Call :meth:`read_empty` first, because it verifies the files.
 
         Raises:
             CheckpointError: the disk failed; tensors may be partially filled.

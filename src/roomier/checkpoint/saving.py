@@ -102,7 +102,7 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
 
 
 def write(prepared: Prepared, ranks: Ranks) -> None:
-    """Write the result of :func:`prepare` on every rank, and commit it.
+    """Write the result of :func:`prepare` on every rank and commit it.
 
     Raises:
         CheckpointError: writing failed on one of the ranks. All ranks raise the same error.

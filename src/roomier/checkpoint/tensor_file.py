@@ -205,7 +205,7 @@ class SummedFile:
                 raise OSError(errno.EIO, "The file ends before its tensors")
 
     def readinto(self, view: memoryview) -> int:
-        """Fill ``view`` completely or in part, and return the number of bytes read, which is 0 at the end of the file.
+        """Fill ``view`` completely or in part and return the number of bytes read, which is 0 at the end of the file.
         Raises OSError.
         """
         num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0

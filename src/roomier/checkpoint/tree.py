@@ -1,4 +1,4 @@
-"""Convert a nested state to named tensors and a tree that JSON can represent, and convert them back to the state.
+"""Conversion of a nested state to named tensors and a tree that JSON can represent, and back.
 
 In the tree, a dict whose only key begins with ``~`` is a tag for a value that JSON cannot represent:
 

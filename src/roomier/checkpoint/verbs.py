@@ -100,7 +100,7 @@ def load(
     empty: Collection[str] = (),
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the state of the checkpoint ``path``, and fill the tensors of ``into`` in place.
+    """Return the state of the checkpoint ``path`` and fill the tensors of ``into`` in place.
 
     Before a tensor of ``into`` changes, the function verifies the record and the size of every file. It also verifies
     the names, shapes and dtypes of the tensors in ``into``, and the checksum of each file that is read.
