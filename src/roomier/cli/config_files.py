@@ -1,4 +1,4 @@
-"""Read and check the YAML files of ``--config``, and add their names to errors about their values."""
+"""Functions that read and check the YAML files of ``--config`` and add file names to errors about their values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def options_in(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the field and the value of each option, which is ``--field value`` or ``--field=value``."""
+    """Yield the field and the value of each option. An option is ``--field value`` or ``--field=value``."""
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word.startswith("--"):
             field, is_joined, value = word[2:].partition("=")

@@ -43,7 +43,7 @@ def take_deepspeed(config: Namespace, given: set[str]) -> Any:
 
 
 def apply_deepspeed(config: Namespace, value: Any, machine: Machine) -> None:
-    """Replace keywords of the Trainer with the settings of a DeepSpeed configuration, and print a table with all keys.
+    """Replace keywords of the Trainer with the settings of a DeepSpeed configuration and print a table of all keys.
 
     The strategy of the configuration is planned, unless ``--strategy`` selects another strategy.
     """

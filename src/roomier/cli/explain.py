@@ -38,7 +38,7 @@ _KEY = re.compile(r'Parser key "(?P<key>[\w.]+)"')
 
 
 def explain(message: str, parser: ArgumentParser) -> RoomierError:
-    """Convert ``message`` to an error with the option and an action. A message of unknown form is included in full."""
+    """Convert ``message`` to an error with the option and an action. An unknown message is included unchanged."""
     found = _IN_FILE.match(message)
     if found is None:
         return _explain(message, parser)
@@ -105,7 +105,7 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
         missing = f"--{found['names'].split(', ')[0]}"
         return RoomierError(missing, None, "is required", "Pass this option, or add it to a --config file")
     if found := _NO_IMPORT_PATH.search(message):
-        return RoomierError(_key(message), found["value"], "must be the path of a class", "Use package.module.Class")
+        return RoomierError(_key(message), found["value"], "must be a class path", "Use package.module.Class")
     if found := _BAD_OPTION.search(message):
         return RoomierError(found["option"], None, found["problem"], _see_help(parser))
     return RoomierError(_key(message), _given(message), " ".join(message.split()), _see_help(parser))

@@ -210,7 +210,7 @@ def _parser(verb: str) -> PlainParser:
         action="store_true",
         default=None,
         help=(
-            "use the class and arguments in config.yaml of the run folder, which executes code that the author of the "
+            "use the class and arguments in config.yaml of the run folder; this executes code that the author of the "
             "folder chose"
         ),
     )

@@ -38,7 +38,7 @@ def _load(text: str) -> Any:
 
 
 class VerbParser(ArgumentParser):
-    """Parser that finds roomier's callbacks by class name, which requires importing the callbacks.
+    """Parser that imports roomier's callbacks so that options can name them by class name.
 
     The help of the parser omits the list of known classes, because this list contains hundreds of torch classes for a
     model.
