@@ -50,23 +50,23 @@ class Shown:
 
 
 class PlanError(RoomierError):
-    """A Plan that is invalid or that requests an unsupported combination."""
+    """Error for a Plan that is invalid or that requests an unsupported combination."""
 
 
 class DataError(RoomierError):
-    """Data that cannot be read or has an unexpected shape."""
+    """Error for data that cannot be read or has an unexpected shape."""
 
 
 class CheckpointError(RoomierError):
-    """A checkpoint that is missing or damaged, or that does not match the model. No state was changed."""
+    """Error for a checkpoint that is missing or damaged, or that does not match the model. No state was changed."""
 
 
 class TierError(RoomierError):
-    """A folder or file for offloading that cannot be used, or whose content cannot be read or written."""
+    """Error for a folder or file for offloading that cannot be used, or whose content cannot be read or written."""
 
 
 class TrainingError(RoomierError):
-    """A condition in which training cannot continue, such as a loss that is not finite."""
+    """Error for a condition in which training cannot continue, such as a loss that is not finite."""
 
 
 def shorten(value: object, limit: int = 120) -> str:
@@ -79,7 +79,7 @@ def shorten(value: object, limit: int = 120) -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the element of ``known`` that is most similar to ``name``, or None if no element is similar.
+    """Return the element of ``known`` that is most similar to ``name``; None if no element is similar.
 
     If elements of ``known`` begin with ``name``, return the shortest of them.
 

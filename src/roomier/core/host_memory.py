@@ -22,8 +22,8 @@ def always_give_back_blocks(num_bytes: int) -> None:
     """Make glibc return each block of at least ``num_bytes`` to the operating system when the block is freed. This
     setting affects blocks that are allocated after this call.
 
-    The allocation of such a block is slower, because the kernel clears its pages. This function has no effect without
-    glibc.
+    Allocating such a block takes longer than reusing a retained block, because the kernel clears its pages. This
+    function has no effect without glibc.
     """
     _set_thresholds(mapped_bytes=num_bytes, trimmed_bytes=num_bytes)
 

@@ -1,4 +1,4 @@
-"""Functions for the loopback interface, which processes on other machines cannot reach."""
+"""Functions for the loopback interface. Processes on other machines cannot reach this interface."""
 
 from __future__ import annotations
 

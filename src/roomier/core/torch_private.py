@@ -131,7 +131,7 @@ def initializer_of_transformers(module: nn.Module) -> Callable[[], None] | None:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers of ``module`` that are not in its ``state_dict``, without submodules."""
+    """Return the names of the buffers of ``module`` itself (not of its submodules) that are not in ``state_dict``."""
     return set(module._non_persistent_buffers_set)
 
 
@@ -393,7 +393,7 @@ def num_compiled_graphs() -> int:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the requirement of ``torch.compile`` that is missing for ``device``, or None if all are satisfied."""
+    """Return the requirement of ``torch.compile`` that is missing for ``device``; None if all are satisfied."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler

@@ -35,7 +35,7 @@ class Vote:
             same: number that must be equal on all ranks.
 
         Returns:
-            The outcome of the previous vote, or None for the first vote.
+            The outcome of the previous vote; None for the first vote.
         """
         outcome = self._arrived()
         ballot = _ballot(wishes, same)
@@ -43,7 +43,7 @@ class Vote:
         return outcome
 
     def settle(self, wishes: Sequence[int], same: int = 0) -> list[int]:
-        """Wait for all ranks, and return the maximum of ``wishes`` over all ranks, including a vote that is still in
+        """Wait for all ranks and return the maximum of ``wishes`` over all ranks, including a vote that is still in
         progress."""
         before = self._arrived()
         ballot = _ballot(wishes, same)

@@ -203,7 +203,7 @@ class _Decoder:
 
     def _unpickled(self, start: int, size: int) -> Any:
         if not self._allows_pickle:
-            raise ValueError("a rank sent a pickle, which this call does not allow")
+            raise ValueError("a rank sent a pickle, but this call does not allow pickles")
         return pickle.loads(self._blobs[start : start + size])
 
 

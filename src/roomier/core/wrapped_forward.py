@@ -47,7 +47,7 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def unwrap(module: nn.Module) -> None:
-    """Restore the original forward of ``module`` and its submodules, and remove every :class:`WrappedForward`."""
+    """Remove every :class:`WrappedForward` from ``module`` and its submodules, and restore the original forwards."""
     for part in module.modules():
         while isinstance(wrapped := part.__dict__.get("forward"), WrappedForward):
             if getattr(wrapped.forward, "__func__", None) is type(part).forward:

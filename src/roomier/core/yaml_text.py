@@ -25,7 +25,7 @@ class BoundedLoader(yaml.SafeLoader):
     """
 
     def compose_document(self) -> yaml.Node | None:
-        """Compose the document, and check its size."""
+        """Compose the document and check its size."""
         try:
             node: yaml.Node | None = super().compose_document()
             if node is not None:
@@ -55,7 +55,7 @@ class UniqueKeysLoader(BoundedLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Construct the mapping, and check its keys."""
+        """Construct the mapping and check its keys."""
         seen: list[Any] = []
         for key_node, _ in node.value:
             key = self.construct_object(key_node)
