@@ -369,7 +369,7 @@ def test_hyperparameters_that_cannot_be_stored_are_reported_immediately(desk, ca
 
     root = desk.root.parent / "other"
     trainer = desk.fit(Built(nn.Linear(2, 2)), max_epochs=1, default_root_dir=root)
-    assert "hyperparameter 'network' of Built is a Linear, which is not saved in checkpoints" in capsys.readouterr().err
+    assert "hyperparameter 'network' of Built is a Linear, so checkpoints do not contain it" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="'network'"):
         Built.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
 

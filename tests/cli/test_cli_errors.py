@@ -22,7 +22,7 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model"], ["--model=None: expected one argument"]),
         (["--model", "no_such.Thing"], ["model='no_such.Thing'", "the module 'no_such' does not exist"]),
         (["--model", "cli_toy.ToyModul"], ["cli_toy has no 'ToyModul'", "Did you mean 'ToyModule'?"]),
-        (["--model", "ToyModul"], ["model='ToyModul': must be the path of a class"]),
+        (["--model", "ToyModul"], ["model='ToyModul': must be a class path"]),
         (["--model", "cli_toy.ToyData"], ["model='cli_toy.ToyData': must be a subclass of Module"]),
         ([*TOY[:2], "--data", "cli_toy.ToyModule"], ["data='cli_toy.ToyModule': must be a subclass of DataModule"]),
         ([*TOY, "--model.lrr", "3"], ["is not an argument of cli_toy.ToyModule", "Did you mean 'lr'?"]),
