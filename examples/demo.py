@@ -34,7 +34,7 @@ BULK = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", 
 
 
 class LanguageModel(roomier.Module):
-    """GPT with next-token loss, AdamW, and a cosine schedule with warm-up over ``num_steps``."""
+    """GPT with next-token loss, AdamW, and a cosine schedule over ``num_steps`` steps, including the warm-up."""
 
     def __init__(self, num_steps: int, learning_rate: float = 6e-4) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LanguageModel(roomier.Module):
 
 
 def read_standard_library() -> tuple[list[str], list[str]]:
-    """Return the texts for training and about 5 % for validation, selected by a hash of their path."""
+    """Return the texts for training, and those for validation. A hash of the path selects about 5 % for validation."""
     root = Path(sysconfig.get_path("stdlib"))
     train_texts, val_texts = [], []
     for path in sorted(root.rglob("*.py")):
@@ -87,7 +87,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def write_data(folder: Path) -> Tokenizer:
-    """Write ``train.tokens`` and ``val.tokens`` and return their tokenizer."""
+    """Train a tokenizer, write ``train.tokens`` and ``val.tokens`` to ``folder``, and return the tokenizer."""
     train_texts, val_texts = read_standard_library()
     tokenizer = train_tokenizer(train_texts)
     end = tokenizer.token_to_id(END_OF_FILE)
@@ -113,7 +113,7 @@ def faster_precision() -> str:
 
 
 def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) -> None:
-    """Plot the logged losses. ``first_loss`` is the validation loss before the first step."""
+    """Save a plot of the losses in ``metrics`` to ``image``. ``first_loss`` is the validation loss before training."""
     rows = [{"step": 0, "val_loss": first_loss}] + [json.loads(line) for line in metrics.read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -127,7 +127,7 @@ def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) 
 
 
 def main(num_steps: int) -> int:
-    """Train half-way, resume in a new Trainer, and print a sample. Return 0 only if the loss decreased enough."""
+    """Train half-way, resume in a new Trainer, and print a sample. Return 0 if the loss decreased enough, else 1."""
     shutil.rmtree(OUT, ignore_errors=True)
     begin_s = time.perf_counter()
     tokenizer = write_data(OUT)

@@ -1,7 +1,7 @@
 """Train a model whose weights, gradients and optimizer states do not fit in memory.
 
 The tensors are stored on disk, and only a few blocks are in memory at a time. The script prints the peak memory of the
-process. To verify that the model does not fit, limit the memory of the process::
+process. To verify that training works with less memory than the tensors require, limit the memory of the process::
 
     systemd-run --user --scope -p MemoryMax=6G -p MemorySwapMax=0 python examples/larger_than_memory.py
 """
@@ -21,7 +21,7 @@ BYTES_PER_PARAMETER = 16  # weight, gradient, and two optimizer states in float3
 
 
 class LanguageModel(roomier.Module):
-    """GPT that is created without memory for its weights."""
+    """GPT that is created on the meta device, without memory for its weights."""
 
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()

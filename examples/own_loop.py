@@ -1,4 +1,4 @@
-"""Custom training loop with the engine of the Trainer. Run it with ``python examples/own_loop.py``."""
+"""Custom training loop with the engine that the Trainer uses. Run it with ``python examples/own_loop.py``."""
 
 import torch
 from torch import nn

@@ -4,13 +4,13 @@ On one machine, roomier starts the ranks::
 
     python examples/train_gpt.py --strategy zero2 --devices 2
 
-On two nodes with torchrun, run the same command on each node. The endpoint is an open port on the first node::
+On two nodes with torchrun, run the same command on each node. The endpoint is a free port of the first node::
 
     torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=gpt \\
         --rdzv-endpoint=node1:29400 examples/train_gpt.py --strategy zero3
 
-With SLURM, run ``sbatch examples/slurm_train.sh``. The script is the same in all cases. A job that torchrun or SLURM
-restarts resumes from its last checkpoint automatically.
+With SLURM, run ``sbatch examples/slurm_train.sh``. The script is the same in all cases. If torchrun or SLURM restarts
+a job, the job resumes automatically from its last checkpoint.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NUM_BYTES = 2_000_000
 
 
 class Text(Dataset):
-    """Dataset of windows of ``context`` bytes, with the next byte of each position as target."""
+    """Dataset of windows of ``context`` bytes. The target of each position is the next byte."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -61,11 +61,11 @@ class LanguageModel(roomier.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a GPT on bytes.")
     parser.add_argument("--strategy", default="zero2", help="single, ddp, zero1, zero2, zero3 or hsdp")
-    parser.add_argument("--devices", default="auto", help="processes on each node")
+    parser.add_argument("--devices", default="auto", help="number of processes on each node")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--size", default="gpt-micro", choices=SIZES)
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch_size", type=int, default=8, help="windows per micro-batch on each rank")
+    parser.add_argument("--batch_size", type=int, default=8, help="number of windows per micro-batch on each rank")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"))

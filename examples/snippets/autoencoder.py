@@ -1,4 +1,4 @@
-"""Module and data of the other snippets: an autoencoder for vectors of 64 numbers, with synthetic data."""
+"""Module and data for the other snippets: an autoencoder for vectors of 64 numbers, with synthetic data."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Forecast which strategies fit 12.8 billion parameters on eight GPUs with 40 GB. The script runs without GPUs."""
+"""Forecast with which strategies 12.8 billion parameters fit on eight 40 GB GPUs. The script runs without GPUs."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Load batches in worker processes, and copy them from pinned memory if there is a GPU."""
+"""Load batches in worker processes. If a GPU is available, copy the batches from pinned memory."""
 
 import torch
 from autoencoder import LitAutoEncoder, loader

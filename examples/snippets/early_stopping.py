@@ -1,4 +1,4 @@
-"""Stop when the validation loss stops decreasing, and keep the best checkpoint."""
+"""Stop when the validation loss no longer decreases, and keep the best checkpoint."""
 
 from autoencoder import LitAutoEncoder, loader
 

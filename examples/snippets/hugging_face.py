@@ -1,4 +1,4 @@
-"""Train a Hugging Face model with the memory options of its guide. Each option is a keyword of the Trainer."""
+"""Train a Hugging Face model with the memory options of Hugging Face's guide, each a keyword of the Trainer."""
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification

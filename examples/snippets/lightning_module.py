@@ -1,4 +1,4 @@
-"""Train a module written for Lightning without changes."""
+"""Train a module that was written for Lightning, without changes to the module."""
 
 import lightning.pytorch as pl
 import torch

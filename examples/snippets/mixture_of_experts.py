@@ -1,4 +1,4 @@
-"""Train a mixture of four experts, of which each token uses two, with SDPA and a load-balancing loss."""
+"""Train a mixture-of-experts model (four experts, two per token) with SDPA and a load-balancing loss."""
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM

@@ -1,6 +1,6 @@
-"""Shard optimizer states (zero1), gradients (zero2) and weights (zero3) across ranks with one flag.
+"""Shard optimizer states (zero1), also gradients (zero2), and also weights (zero3) across ranks, with one keyword.
 
-Start the script once with ``python sharded.py``. The script starts the other ranks.
+Run ``python sharded.py`` once. The script starts the other ranks.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Combine several options, each with one keyword."""
+"""Combine several options, each of which is one keyword of the Trainer."""
 
 from autoencoder import LitAutoEncoder, loader
 
@@ -13,6 +13,6 @@ trainer = Trainer(
     max_steps=20,
 )
 trainer.fit(model, loader(num_samples=800))
-print(f"{trainer.global_step} steps with the learning rate {model.hparams.learning_rate:.2g} of auto_lr_find")
+print(f"{trainer.global_step} steps with the learning rate {model.hparams.learning_rate:.2g} from auto_lr_find")
 assert trainer.global_step == 20
 assert model.hparams.learning_rate != 1e-4
