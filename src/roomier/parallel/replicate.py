@@ -24,8 +24,8 @@ from roomier.parallel.unsharded import Unsharded
 class Replicas(Unsharded):
     """A network that every rank stores in full, with the methods that the engine calls in each step.
 
-    DDP averages gradients over the ranks. The engine weights losses for a sum over the ranks, so it also multiplies the
-    losses by the number of ranks.
+    DDP averages gradients over the ranks, but the engine weights losses for a sum over the ranks. Therefore, the engine
+    also multiplies the losses by the number of ranks.
 
     [Note: parameters without a gradient]
     When DDP is constructed, an option states whether some parameters may receive no gradient. With this option, DDP

@@ -147,7 +147,7 @@ class PrecisionPlan(Part):
 
 @dataclass(frozen=True)
 class BatchPlan(Part):
-    """Micro-batches of an optimizer step, and clipping of its gradient.
+    """Micro-batches of an optimizer step, and gradient clipping.
 
     Attributes:
         accumulate_grad_batches: number of micro-batches per optimizer step. The step uses the gradient of the full

@@ -102,8 +102,7 @@ def changed(plan: Plan, changes: Changes) -> Plan:
 
 
 def refused_plan(plan: Plan, changes: Changes) -> Plan:
-    """Return a plan that a rule rejects, for display. The rejected plan is constructed without checks and must not be
-    run."""
+    """Return a rejected plan for display. The rejected plan is constructed without checks and must not be run."""
     made = object.__new__(Plan)
     for section, part in _parts(plan, changes).items():
         object.__setattr__(made, section, part)

@@ -142,7 +142,7 @@ def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of a norm. Its statistics have the dtype of the weights if the weights and the input differ in
+    """Return the results of a norm. The statistics have the dtype of the weights if the weights and the input differ in
     dtype."""
     output, *statistics = func(*args, **kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]

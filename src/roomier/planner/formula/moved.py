@@ -18,8 +18,8 @@ from roomier.planner.formula.trace import Execution, Rise, Trace
 
 
 def leave_device(plan: Plan, machine: Machine) -> bool:
-    """Return whether the activations of ``plan`` leave the memory of the device. On a CPU, the memory of the device is
-    host memory, so only activations on disk leave it."""
+    """Return whether the activations of ``plan`` leave device memory. On a CPU, device memory is host memory, so only
+    activations on disk leave it."""
     tier = plan.offload.activations
     return tier == "disk" or (tier == "cpu" and machine.device.kind != "cpu")
 

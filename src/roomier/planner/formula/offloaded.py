@@ -310,7 +310,7 @@ class Offloaded:
         return found
 
     def _regions(self, parameters: Sequence[int], gradients: Sequence[int]) -> dict[Kind, int]:
-        """Return the bytes of regions on the device. Numbers of regions that do not exist are ignored."""
+        """Return the bytes of regions on the device. Indices of regions that do not exist are ignored."""
         present = [self.parameters[n] for n in parameters if 0 <= n < len(self.parameters)]
         with_gradient = [self.parameters[n] for n in gradients if 0 <= n < len(self.parameters)]
         return {

@@ -79,7 +79,7 @@ def activation_factor(record: Record, run: str = "") -> float:
         forecast = format_bytes(record.forecast_bytes)
         measured = format_bytes(record.measured_bytes)
         problem = f"measured {measured}, but no activation factor explains this value for a forecast of {forecast}"
-        raise RoomierError(_FIELD, run, problem, "Check its `roomier report`, or pass another run")
+        raise RoomierError(_FIELD, run, problem, "Check the `roomier report` of this run, or pass another run")
     return factor
 
 
