@@ -262,7 +262,8 @@ class WalkedFeed(BatchFeed):
     def position(self, num_batches: int) -> dict[str, Any]:
         position, inner = super().position(num_batches), self._sampler.inner
         if isinstance(inner, LengthGroupedBatchSampler) and self._share.divided_by is None:
-            position["sampler"] = inner.order_settings  # otherwise each rank can have different samples
+            # stored only in this case, because a loader that shards itself can have different samples on each rank
+            position["sampler"] = inner.order_settings
         return position
 
     def check(self, position: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ from roomier.data.workers import OutlivesSignals
 
 @dataclass(frozen=True)
 class LoaderPlace:
-    """Place of one loader among several loaders that are read together. Loaders at different places have different
-    seeds.
+    """Position of one loader among several loaders that are read together. Loaders at different positions have
+    different seeds.
 
     Attributes:
         number: index of the loader.
@@ -52,11 +52,11 @@ def training_feed(
     draws_order: bool = False,
     place: LoaderPlace | None = None,
 ) -> Feed:
-    """Create a feed for ``loader``, of the kind that resumes at the lowest cost. :class:`Source` documents the other
+    """Create the kind of feed that resumes ``loader`` at the lowest cost. :class:`Source` documents the other
     arguments.
 
     Args:
-        place: place of ``loader`` among several loaders that are read together; None for a single loader.
+        place: position of ``loader`` among several loaders that are read together; None for a single loader.
 
     Raises:
         DataError: ``loader`` yields no batches, or is a collection of loaders without a CombinedLoader.

@@ -2,8 +2,8 @@
 
 [Note: passes within an epoch]
 In the mode ``max_size_cycle``, an epoch includes several passes over a short loader. If roomier creates the order, each
-pass counts as a separate epoch: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. ``set_epoch`` of a
-loader is called with ``e`` only.
+pass counts as a separate epoch: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. Only ``e`` is passed
+to ``set_epoch`` of a loader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roomier.data.joint import Part, begin, num_joined, num_joined_left
 
 
 class CombinedFeed(Feed):
-    """Feed of a CombinedLoader, in which each loader resumes through its own feed.
+    """Feed for a CombinedLoader, in which each loader resumes through a separate feed.
 
     Args:
         loader: CombinedLoader that the user passed.

@@ -14,8 +14,8 @@ from roomier.data.seeding import mix_seed, seed_generators
 
 
 class CommonDraws:
-    """Separate states for the CPU generators of Python, NumPy and torch. Within a context, these states replace the
-    states of this rank.
+    """Separate states for the CPU generators of Python, NumPy and torch. Within the context :meth:`inside`, these
+    states replace the states of this rank.
 
     The global states of the ranks can differ, for example after dropout. A sampler that shuffles with the global
     generators yields the same order on all ranks only if the states of these generators are identical.

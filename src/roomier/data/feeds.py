@@ -23,7 +23,7 @@ from roomier.data.rebuild import generators_of
 from roomier.data.sampler import OrderedSampler
 from roomier.data.seeding import EpochSeed
 
-PASS = 1 << 32  # larger than the number of epochs of a run; see [Note: passes within an epoch]
+PASS = 1 << 32  # larger than the number of epochs in a run; see [Note: passes within an epoch]
 
 
 class Feed(ABC):
@@ -168,7 +168,7 @@ class OrderedFeed(Feed):
 
     Args:
         loader: DataLoader that groups the samples of ``sampler`` into batches.
-        sampler: order of the samples.
+        sampler: sampler that determines the order of the samples.
         own_generators: generators of the user's loader.
         epoch_seed: seed of the random numbers that worker processes draw for each sample; None without workers.
     """

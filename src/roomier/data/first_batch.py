@@ -175,7 +175,7 @@ class ReadAhead(Iterator[Any]):
 
     Args:
         read: batches that were already read from ``inner``.
-        inner: iterator of the user.
+        inner: iterator that the user passed.
     """
 
     def __init__(self, read: Sequence[Any], inner: Iterator[Any]) -> None:

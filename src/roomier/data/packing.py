@@ -34,14 +34,14 @@ class PackedCollate:
       ``max_length_q`` and ``max_length_k``, which are integers. Hugging Face's models use these names.
     - ``use_cache``: False, unless the argument ``use_cache`` is None.
 
-    The Trainer weights micro-batches by their number of labels other than -100. The loss and the gradients are equal to
-    those of padded batches with the same samples, except for rounding.
+    The Trainer weights micro-batches by their number of labels other than -100. Except for rounding, the loss and the
+    gradients equal the loss and the gradients of padded batches with the same samples.
 
     Args:
         length: number of tokens in each batch. Shorter batches are filled with ``pad_token_id``, with labels of -100
             and positions of 0. None for batches of different lengths.
         pad_token_id: id of the token that fills batches of a fixed length.
-        cumulative_lengths: add the cumulative lengths of the samples.
+        cumulative_lengths: True to add the cumulative lengths of the samples to the batch.
         use_cache: value of the key ``use_cache``, which must be False for Hugging Face's models. None omits the key,
             for a model that is called with ``**batch`` and does not accept this key.
 

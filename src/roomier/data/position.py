@@ -88,7 +88,7 @@ def POSITION_FORM(value: Any, place: str) -> None:  # noqa: N802 - used as a con
 
 
 def _part(value: Any, place: str) -> None:
-    """Check the schema of the position of one loader among several."""
+    """Check the schema of the position of one loader among several loaders."""
     required: dict[str, Form] = {"name": text, "kind": one_of(*_FEEDS), "position": mapping_of(anything), **_PART}
     by_rank = _by_rank({**_PART, "num_batches": count})
     fields(required, others=by_rank)(value, place)

@@ -77,9 +77,9 @@ class OrderedSampler(Sampler[int]):
     Args:
         num_samples: length of the dataset, a positive integer.
         shuffle: use a new permutation in each epoch. If False, the indices are in ascending order.
-        seed: seed of the permutations.
+        seed: seed for the permutations.
         world: rank and number of ranks.
-        batch_size: number of samples in a batch of one rank.
+        batch_size: number of samples in a batch on one rank.
         drop_last: if True, drop a last batch that is incomplete on any rank.
         drawn: source of the permutations if they do not depend on ``(seed, epoch)``.
 
@@ -123,7 +123,7 @@ class OrderedSampler(Sampler[int]):
         return {} if self._running is None else {"order": self._running.source}
 
     def set_position(self, epoch: int, num_samples_done: int = 0, of_order: Mapping[str, Any] | None = None) -> None:
-        """Set the position of the next iteration: after the first ``num_samples_done`` samples of ``epoch``.
+        """Start the next iteration after the first ``num_samples_done`` samples of ``epoch``.
 
         Args:
             epoch: index of the epoch, counted from 0.
@@ -139,7 +139,7 @@ class OrderedSampler(Sampler[int]):
             raise DataError(
                 "num_samples_done",
                 num_samples_done,
-                f"must be between 0 and {self.num_samples}, the number of samples of an epoch",
+                f"must be between 0 and {self.num_samples}, the number of samples in an epoch",
                 "Pass a position within this dataset",
             )
         self._epoch = epoch
@@ -194,7 +194,7 @@ class OrderedSampler(Sampler[int]):
 
 
 class WalkedSampler(Sampler[Any]):
-    """Wrapper of a user's sampler or batch sampler that skips the batches that are done, without loading these batches.
+    """Wrapper for a user's sampler or batch sampler. The wrapper skips the batches that are done, without loading them.
 
     Args:
         inner: sampler that yields indices, or batch sampler that yields lists of indices.
@@ -203,7 +203,7 @@ class WalkedSampler(Sampler[Any]):
 
     Attributes:
         inner: the argument ``inner``.
-        draws: separate random states in which ``inner`` runs; None for the global generators.
+        draws: separate random states with which ``inner`` runs; None for the global generators.
     """
 
     def __init__(self, inner: Iterable[Any], *, numbered: bool, share: Share | None = None) -> None:

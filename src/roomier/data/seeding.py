@@ -53,7 +53,7 @@ class NumberedIndices(NamedTuple):
 
 
 class _SeededDataset(Dataset[Any]):
-    """Wrapper of a map-style dataset in a worker process. Accesses to attributes are forwarded to the wrapped dataset.
+    """Wrapper for a map-style dataset in a worker process. Attribute accesses are forwarded to the wrapped dataset.
 
     A ``worker_init_fn`` can read and set attributes of ``get_worker_info().dataset``. These attributes must be
     attributes of the user's dataset.
@@ -127,7 +127,7 @@ class NumberSeededDataset(_SeededDataset):
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Return True if torch's loader reads batches of ``dataset`` with one call of ``__getitems__``.
+    """Return True if torch's loader reads each batch from ``dataset`` with one call of ``__getitems__``.
 
     A Subset has this method, but reads in one call only if its underlying dataset does.
     """

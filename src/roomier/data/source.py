@@ -51,12 +51,12 @@ class Source:
     - List or tuple of batches: an index.
     - DataLoader with torch's own batching, in order or with ``shuffle=True``: a sample of the global order.
       :class:`OrderedSampler` replaces its sampler. The loader resumes immediately with any batch size. In worker
-      processes, the random numbers of each sample depend on (seed, epoch, index) only.
+      processes, the random numbers of each sample depend only on (seed, epoch, index).
     - DataLoader with a different sampler: a number of batches. To resume, roomier iterates over the sampler without
       loading data.
     - Loader with ``state_dict`` and ``load_state_dict``: its own state, a dict of plain values and tensors.
     - Any other iterable: a number of batches. To resume, roomier reads and discards these batches, and prints a notice.
-      A generator can be read for one epoch only.
+      A generator can be read only for one epoch.
     - :class:`CombinedLoader`: the position of each of its loaders, and the index of the current pass over each loader.
       The loaders of a CombinedLoader draw from separate random states instead of the global generators.
 
@@ -74,12 +74,12 @@ class Source:
         seed: seed for the order and for the random numbers of samples. The seed of rank 0 is used on all ranks.
         ranks: ranks that share the data; a single rank by default.
         draws_order: with ``shuffle=True``, use the order that torch's sampler draws on rank 0 at the start of each
-            epoch. By default, the order depends on (seed, epoch) only. Loaders in a :class:`CombinedLoader` ignore this
+            epoch. By default, the order depends only on (seed, epoch). Loaders in a :class:`CombinedLoader` ignore this
             argument.
         shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, for overfitting on a few
             batches.
         training: True for a training loop. In evaluation, the user's sampler is not replaced.
-        pin_memory: make a DataLoader yield batches in pinned memory, for a run on a CUDA device.
+        pin_memory: True to make a DataLoader yield batches in pinned memory, for a run on a CUDA device.
 
     Attributes:
         loader: the argument ``loader``.
@@ -124,7 +124,7 @@ class Source:
                 pin_memory=pin_memory,
                 draws_order=draws_order,
             )
-        else:  # use the user's loader unchanged, without a shuffle by roomier
+        else:  # use the user's loader unchanged, because roomier does not shuffle evaluation data
             whole = _evaluated(loader, name, ranks.world, pin_memory)
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
             self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
@@ -140,7 +140,8 @@ class Source:
 
     @property
     def num_batches(self) -> int | float:
-        """Number of batches in a full epoch: of this rank in training, of all ranks in evaluation.
+        """Number of batches in a full epoch. Training counts the batches of this rank, and evaluation counts the
+        batches of all ranks.
 
         The value is ``inf`` if the loader has no length.
         """
@@ -382,10 +383,10 @@ class Source:
 
 
 def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, str] | None:
-    """Return the problem and the action for an error of a DataLoader's workers; None for any other error.
+    """Return the problem and the action for an error from a DataLoader's workers; None for any other error.
 
     Args:
-        error: exception of the loader's iterator.
+        error: exception that the loader's iterator raised.
         num_batches: number of batches of the epoch that were read before the error.
     """
     text = str(error) if isinstance(error, RuntimeError) else ""

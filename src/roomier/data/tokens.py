@@ -23,7 +23,8 @@ from roomier.core.errors import DataError
 _MAGIC = b"roomtok\0"
 _VERSION = 1
 _HEADER_BYTES = 64
-_FIELDS = struct.Struct("<8sIIQQq")  # magic, version, bytes per token, tokens, vocabulary, end of document or -1
+# magic, version, bytes per token, number of tokens, vocabulary size, end-of-document id or -1
+_FIELDS = struct.Struct("<8sIIQQq")
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _REWRITE = "Rewrite the file with roomier.data.write_tokens"
 

@@ -96,7 +96,7 @@ class Turns:
         loader: loader in the form in which a single rank would read it.
         name: name of the argument that the user passed, for errors and notices.
         ranks: ranks that take turns.
-        seed: seed of the loader's random draws, identical on all ranks.
+        seed: seed for the random numbers of the loader. The seed is identical on all ranks.
 
     Attributes:
         loader: the loader that is read. The loader can be a copy that loads only the batches of this rank.

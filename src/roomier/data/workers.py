@@ -38,7 +38,7 @@ def workers_outlive_signals() -> Iterator[None]:
 
 
 def end_with_signals() -> None:
-    """Let a SIGTERM terminate workers from now on, even within :func:`workers_outlive_signals`."""
+    """Allow SIGTERM to terminate workers from now on, even within :func:`workers_outlive_signals`."""
     _is_running().fill_(False)
 
 

@@ -14,7 +14,7 @@ from roomier.plan import Plan
 
 @runtime_checkable
 class SchedulesAccumulation(Protocol):
-    """A callback that sets the gradient accumulation by epoch."""
+    """A callback that sets the gradient accumulation for each epoch."""
 
     epochs: list[int]
     """The epochs in which the accumulation changes, in ascending order, starting with 0."""
@@ -29,8 +29,9 @@ class Accumulation:
     """Number of micro-batches per optimizer step and rank.
 
     Args:
-        size: the number in the plan.
-        schedule: a callback that multiplies ``size`` by a factor that depends on the epoch, or None.
+        size: the number of micro-batches in the plan.
+        schedule: a callback that multiplies ``size`` by a factor that depends on the epoch; None without such a
+            callback.
     """
 
     size: int

@@ -97,7 +97,8 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
 
 
 def _not_finite(run: Run) -> tuple[str, float] | None:
-    """Return the name and one invalid value of a parameter on this rank that contains NaN or infinity."""
+    """Return the name of a parameter on this rank that contains NaN or infinity, and one of its invalid values; None if
+    all parameters are finite."""
     for name, parameter in run.engine.module.named_parameters():
         if not (parameter.requires_grad and parameter.is_floating_point()):
             continue

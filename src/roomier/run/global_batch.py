@@ -38,8 +38,8 @@ class GlobalBatch:
             batch_size: current batch size of the loader.
 
         Raises:
-            RoomierError: the batch cannot be divided among ``num_ranks``. The error message lists the valid numbers of
-                ranks.
+            RoomierError: the batch cannot be divided among ``num_ranks`` ranks. The error message lists the valid
+                numbers of ranks.
         """
         if self.batch_size is None or batch_size is None:
             whole = GlobalBatch(None, self.accumulate, self.num_ranks).size

@@ -65,11 +65,11 @@ class Run:
         schedulers: the learning rate schedulers.
         results: the values that the module logs.
         loggers: the loggers that receive rows of metrics.
-        stop: the signals that end the run.
+        stop: object that records the signals that end the run.
         batches: the data that the loops read.
         progress: the counters that checkpoints store.
         now: the state of the current step, which is not stored.
-        saves: checkpoints, written and pending.
+        saves: written and pending checkpoints.
         looks: functions that every rank calls before a loss that is not finite stops the run.
         profiler: profiler that is stepped after each optimizer step; None if no profiler is used.
     """

@@ -30,7 +30,7 @@ class Saves:
 
     Attributes:
         step, path: step and path of the newest complete checkpoint that this run wrote or resumed from.
-        deferred: checkpoints requested by hooks. These checkpoints are written at the next save point.
+        deferred: checkpoints that hooks requested. These checkpoints are written at the next save point.
         background: object that writes checkpoints in a thread during training; None before the first such checkpoint.
         when_settled: function that is called after the checkpoint of ``background`` is committed.
         num_ended: number of background checkpoints that have ended on all ranks, according to the last vote.

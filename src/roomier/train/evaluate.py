@@ -82,7 +82,7 @@ def evaluate(
 
 @torch.no_grad()
 def take_statistics_of_rank_zero(run: Run) -> None:
-    """Copy the floating-point buffers of rank 0, such as the running statistics of BatchNorm, to all ranks.
+    """Copy the floating-point buffers, such as the running statistics of BatchNorm, from rank 0 to all ranks.
 
     Each rank updates these statistics with its own batches. A checkpoint stores the buffers of rank 0. With the buffers
     of rank 0, all ranks evaluate the same model.

@@ -1,4 +1,4 @@
-"""The training loop, top to bottom."""
+"""The training loop, in the order of execution."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class TrainingStep:
         batch_idx: index of the current micro-batch in the epoch, starting with 0.
         counts_batches: True if the step number of log rows counts batches; see ``Run.log_step``.
         first_step: value of ``Run.log_step`` before this window.
-        skips_epoch: True if a hook requested to skip the remaining epoch, including this micro-batch and its step.
+        skips_epoch: True if a hook skips the rest of the epoch, including this micro-batch and its step.
         frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.
     """
 

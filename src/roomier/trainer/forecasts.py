@@ -97,5 +97,5 @@ def _states_bytes(shapes: Module, plan: Plan) -> int:
         plan = dataclasses.replace(plan, optimizer=dataclasses.replace(optimizer, name="adamw"))
     try:
         return total_bytes(predict(network_of(shapes), plan).peak.num_bytes)
-    except Exception:  # the model can be trained, or building it raises an error
+    except Exception:  # the model may still be trainable; otherwise, building the model raises the error
         return 0

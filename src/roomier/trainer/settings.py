@@ -227,7 +227,7 @@ class Settings:
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this is rank 0."""
+        """True if this process is rank 0."""
         return self.world.is_global_zero
 
     @property
@@ -242,7 +242,7 @@ class Settings:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices of this machine. Each rank uses the device whose index is its local rank."""
+        """Indices of the devices on this machine. Each rank uses the device whose index is its local rank."""
         return list(range(self.num_devices))
 
     @property
@@ -337,7 +337,7 @@ class Settings:
         self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
+        """Print only on rank 0."""
         if self.is_global_zero:
             print(*args, **kwargs)
 

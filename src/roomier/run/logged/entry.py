@@ -22,7 +22,7 @@ class Entry:
     Attributes:
         name: the name, including the suffix of the loader, if any.
         on_step, on_epoch, prog_bar, logger, reduce_fx: as in :meth:`roomier.Module.log`.
-        value: last value of a step, or None.
+        value: last value of a step; None if no step logged a value.
         total, weight: reduction over the epoch so far; the mean is ``total / weight``.
         metric: the torchmetrics object that was logged, or None.
         asked: arguments of the call that created this entry; None if the entry comes from a checkpoint or from another

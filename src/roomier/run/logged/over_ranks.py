@@ -46,7 +46,7 @@ class OfAll:
         options: arguments with which the value is logged.
         total, weight: reduction over the epoch so far.
         step_value: reduced value of the last step, or None.
-        updates: number of updates of the torchmetrics object, by rank.
+        updates: number of updates of the torchmetrics object on each rank.
     """
 
     options: Options

@@ -207,7 +207,7 @@ class Results:
         return Entry(name, on_step, on_epoch, prog_bar, logger, reduction)
 
     def _log_metric(self, entry: Entry, value: Any) -> None:
-        torchmetrics = sys.modules.get("torchmetrics")  # imported if the value is one of its objects
+        torchmetrics = sys.modules.get("torchmetrics")  # already imported if the value is a torchmetrics object
         if torchmetrics is None or not isinstance(value, torchmetrics.Metric):
             raise RoomierError(
                 "log",
@@ -405,7 +405,7 @@ class Results:
         Every rank must call this method at the same time.
 
         Args:
-            metrics: the metric objects whose states are saved, with their names.
+            metrics: the metric objects whose states are saved, by name.
         """
         name_of = {id(metric): name for name, metric in metrics.items()}
         running = []

@@ -1,4 +1,4 @@
-"""Notices at the start of a run about settings that may be unintended."""
+"""Notices that are printed at the start of a run, about settings that may be unintended."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def restore_run(run: Run) -> Path | None:
     """Load the initial weights and the checkpoint of ``run``, and start its loggers.
 
     Returns:
-        The checkpoint that was loaded, or None.
+        The checkpoint that was loaded; None if no checkpoint was loaded.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not match the model or the optimizer.

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
-    """Return a generator of the outputs of ``predict_step`` for each batch of ``run.batches.evaluated``.
+    """Return a generator that yields the output of ``predict_step`` for each batch of ``run.batches.evaluated``.
 
     The first value of the generator is None. The first request opens ``session``. The generator calls the same hooks as
     ``predict``. User code runs between two values. The generator therefore resets the gradient mode and the logging

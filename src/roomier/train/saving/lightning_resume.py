@@ -197,7 +197,7 @@ def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
             f"creates {_some('new parameters', made)}, but the optimizers were created before this hook ran and would "
             "not train them"
         )
-        action = "Create them in __init__ or configure_model, with sizes from save_hyperparameters"
+        action = "Create the parameters in __init__ or configure_model, with sizes that save_hyperparameters stored"
         raise CheckpointError("on_load_checkpoint", type(run.module).__name__, problem, action)
 
 

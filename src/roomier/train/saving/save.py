@@ -31,7 +31,7 @@ _GRACE_S = 30.0
 
 
 def save_point(run: Run) -> bool:
-    """Save the checkpoints that are due, and determine if training ends. All other work in this step is complete.
+    """Save the checkpoints that are due, and determine whether training ends. All other work in this step is complete.
 
     Within a step, a checkpoint can be resumed bit for bit only at the save point. After the last batch of an epoch, the
     save point follows the end of the epoch. A signal may stop the run before the end of the epoch, or during a

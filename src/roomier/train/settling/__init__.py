@@ -1,1 +1,1 @@
-"""Resolves a user's request into the settled facts of a run."""
+"""Resolve a user's request into the settled facts of a run."""

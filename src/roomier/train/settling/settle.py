@@ -204,8 +204,8 @@ def _built(module: Module) -> Module:
 
 @contextmanager
 def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
-    """If an error about ``plan`` is raised in the context, add the nearest plan that can be built for ``module`` to the
-    error."""
+    """If an error about ``plan`` is raised in the context, add to the error the nearest plan that can be built for
+    ``module``."""
     try:
         yield
     except RoomierError as error:

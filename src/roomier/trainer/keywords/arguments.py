@@ -44,7 +44,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     "prepare_data_per_node": "Remove it: prepare_data runs on the first rank of each machine",
     "plugins": "Pass precision, environment and checkpoint plugins of Lightning, or use precision=... and strategy=...",
     "barebones": "Use True or False. True disables logs, checkpoints, the progress bar, summaries and the sanity check",
-    "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log them",
+    "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log the hyperparameters",
     "model_registry": "Remove it: checkpoints are in the run folder; upload them in on_fit_end of a callback",
     "backend": "Remove it: the backend is gloo on the CPU, and torch's default for other devices (nccl on CUDA)",
     "terminate_on_nan": "Remove it: a loss that is not finite ends the run at the next log step",

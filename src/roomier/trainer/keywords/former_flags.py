@@ -15,7 +15,7 @@ _DEVICE_FLAGS = ("gpus", "num_gpus", "num_processes", "tpu_cores", "ipus", "hpus
 _ACCELERATORS = {"gpus": "gpu", "num_gpus": "gpu", "tpu_cores": "tpu", "hpus": "hpu", "ipus": "ipu"}
 _FLAGS = (*_DEVICE_FLAGS, "distributed_backend", "plugins", "amp_backend", "amp_level", "auto_lr_finder")
 CANDIDATES = {*_FLAGS, "accelerator", "strategy"}
-"""Arguments that can be former arguments, depending on their values."""
+"""Arguments that may be former arguments of Lightning, depending on their values."""
 
 _KEPT = ("accelerator", "devices", "num_nodes", "strategy", "precision")
 _STRATEGIES = {

@@ -51,8 +51,8 @@ REFUSED = {
 class _MirroredCheckpoint(ModelCheckpoint):
     """ModelCheckpoint that copies its results to Lightning's object.
 
-    The callback equals Lightning's object and has its class, so ``isinstance`` and ``in`` find the object of the user
-    in ``trainer.callbacks``. Other attributes are read from the object.
+    The callback equals Lightning's object and has its class, so ``isinstance`` and ``in`` find the user's object in
+    ``trainer.callbacks``. Other attributes are read from the object.
     """
 
     def __init__(self, seen_as: Any, **arguments: Any) -> None:
@@ -127,7 +127,8 @@ class _Finetuning(callbacks.BaseFinetuning):
         fields({"own": mapping_of(anything)}, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._given.load_state_dict({_GROUPS: {}, **state_dict["own"]})  # the groups were restored before
+        # the parameter groups have already been restored
+        self._given.load_state_dict({_GROUPS: {}, **state_dict["own"]})
 
 
 _GROUPS = "internal_optimizer_metadata"

@@ -29,7 +29,7 @@ _NAME = "pl_load"
 
 
 def let_lightning_read_folders() -> None:
-    """Let ``load_from_checkpoint`` of LightningModule and LightningDataModule read checkpoint folders.
+    """Enable ``load_from_checkpoint`` of LightningModule and LightningDataModule to read checkpoint folders.
 
     See [Note: Lightning reads folders]. This function has no effect if Lightning is not imported.
     """

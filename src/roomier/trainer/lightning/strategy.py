@@ -75,7 +75,7 @@ class Strategy:
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this is rank 0."""
+        """True if this process is rank 0."""
         return self._trainer.is_global_zero
 
     @property
