@@ -21,7 +21,7 @@ def check_module(plan: Plan, module: Module, network: nn.Module) -> None:
     """
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if is_lazy(tensor):
-            action = "Before fit, run the model on one batch to initialize the shapes of its lazy layers"
+            action = "Run the model on one batch before fit to initialize the shapes of its lazy layers"
             raise RoomierError("model", name, "is lazy and has no shape yet", action)
     if module.loss_reduction not in ("mean", "sum"):
         problem = "is not a reduction of the loss over the terms of a micro-batch"
