@@ -11,8 +11,9 @@ The guards of torch's cache do not check which attention kernel is allowed. The 
 of one code object, and additional variants run uncompiled. In a process that builds several models, compiled code of an
 earlier model could use a kernel that is no longer allowed, or fill the cache. Each build therefore resets the cache.
 
-A key-value cache (Hugging Face's ``use_cache=True``) has a different length in each layer, which would compile one
-graph per layer. In training, empty caches are removed. In evaluation, a block that receives a cache runs uncompiled.
+A key-value cache (Hugging Face's ``use_cache=True``) has a different length in each layer, so the compiler would create
+one graph per layer. In training, empty caches are removed. In evaluation, a block that receives a cache runs
+uncompiled.
 
 Compiled dropout and uncompiled dropout use different random numbers from the same distribution.
 """

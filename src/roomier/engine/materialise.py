@@ -128,8 +128,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
     Tensors that are already on the meta device are initialized first; see [Note: initial values of a meta model].
 
     Args:
-        given: names of the tensors that will be read from a file, which must include all parameters; None without a
-            file.
+        given: names of the tensors that will be read from a file, including all parameters; None if no file is read.
 
     Returns:
         The weights; None if no tensor is on the meta device or sharded, in which case ``network`` is not changed.

@@ -130,7 +130,7 @@ def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def with_options(homes: Homes, options: Options) -> Iterator[None]:
-    """Set the settings of the parameter groups to ``options`` inside the context."""
+    """Use ``options`` as the settings of the parameter groups inside the context."""
     groups = {id(group): group for _, group in homes.values() if id(group) in options}
     current = {key: {name: value for name, value in group.items() if name != "params"} for key, group in groups.items()}
     for key, group in groups.items():

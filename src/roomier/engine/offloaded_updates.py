@@ -99,7 +99,7 @@ class OffloadedUpdates(Updates):
         states: the states of the units.
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
         device: the device of the parameters.
-        gathers: the all-gathers of the parameters, which wait for updates.
+        gathers: object that makes the all-gathers of the parameters wait for updates.
         gathers_ahead: whether updates are completed one unit ahead, because the forward of a unit and the all-gather of
             the next unit run at the same time.
         parameters: the parameters in a tier, or an object without effect if all parameters stay on the device.

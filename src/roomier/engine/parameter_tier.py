@@ -101,7 +101,7 @@ def tier_of(
     Args:
         name: ``"disk"`` for a tier on disk. Any other name creates a tier in host memory.
         sizes: size of each record in bytes.
-        num_buffers: number of buffers of a disk tier.
+        num_buffers: number of buffers in a disk tier.
         num_ahead, shares_large: arguments of a disk tier; see :class:`roomier.tiers.disk.DiskTier`.
     """
     pinned = device.type != "cpu"

@@ -92,7 +92,7 @@ class StepInBackward(Updates):
         limit = batch_plan.gradient_clip_val
         self._max_norm = limit if batch_plan.clips_norm else None
         self._max_value = None if batch_plan.clips_norm else limit
-        self._factor: Tensor | None = None  # factor of the gradients in this step
+        self._factor: Tensor | None = None  # factor that scales the gradients in this step
         self._block_of: dict[Tensor, int] = {
             parameter: number
             for number, block in enumerate(blocks)

@@ -36,7 +36,7 @@ class Closure:
 
     Args:
         window: the state of the step.
-        run_last: runs forward and backward of the last micro-batch, and returns its loss.
+        run_last: runs forward and backward for the last micro-batch and returns its loss.
         weigh_again: corrects the gradients if the step returned None for some micro-batches.
     """
 

@@ -24,7 +24,7 @@ from roomier.plan.parts import AdapterPlan
 
 
 def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """Create a model of ``cls`` with the weights of the checkpoint ``path``, in evaluation mode, on the CPU.
+    """Create an instance of ``cls`` with the weights of the checkpoint ``path``, in evaluation mode, on the CPU.
 
     Args:
         path: checkpoint folder, or a Lightning ``.ckpt`` file.

@@ -38,7 +38,7 @@ def export_torchscript(
     Args:
         output: new file; None writes no file.
         method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for one
-            input, and compares the outputs with the outputs of the model for other values and another batch size.
+            input and compares the outputs with the outputs of the model for other values and another batch size.
         example_inputs: arguments of forward, which are optional with ``"script"``. If they are given, the outputs are
             compared with ``"script"`` as well.
         max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
@@ -141,7 +141,7 @@ def _branches(caught: list[warnings.WarningMessage]) -> list[str]:
 def _refused(model: nn.Module, method: str, error: Exception) -> RoomierError:
     text = " ".join(str(error).split())[:300]
     problem = f"cannot be {'scripted' if method == 'script' else 'traced'} ({type(error).__name__}: {text})"
-    action = "Pass method='trace' with example_inputs, which records the operations for one input, or export to onnx"
+    action = "Pass example_inputs and method='trace', which records the operations for one input, or export to onnx"
     if method == "trace":
         action = "Return only tensors, or tuples, lists and dicts of tensors, from forward, or pass method='script'"
     return RoomierError("to torchscript", type(model).__name__, problem, action)

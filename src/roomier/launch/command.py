@@ -7,7 +7,7 @@ same script, so they change the folder in the same way as rank 0. As a result, r
 all ranks.
 
 [Note: Hydra]
-``@hydra.main`` derives the name of an output folder from the current time, and can change the working folder to this
+``@hydra.main`` derives the name of an output folder from the current time and can change the working folder to this
 folder. Without further action, each rank would use a different folder. Therefore, the other ranks are started with the
 output folder of rank 0. Only rank 0 writes Hydra's copy of the configuration.
 """

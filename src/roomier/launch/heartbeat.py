@@ -1,9 +1,9 @@
 """Heartbeat: threads in each rank that detect, without collectives, ranks that hang.
 
 At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
-records of all ranks, and publishes its own record with a verdict. The other ranks read the record of rank 0. These
-ranks also have a second thread, which checks only rank 0. The second thread is necessary because the store usually
-stops together with rank 0, and calls to the store then block.
+records of all ranks and publishes its own record with a verdict. The other ranks read the record of rank 0. These ranks
+also have a second thread, which checks only rank 0. The second thread is necessary because the store usually stops
+together with rank 0, and calls to the store then block.
 
 The training thread does no work for the heartbeat. The threads of the heartbeat read its position from its stack and
 from the counters of the run.

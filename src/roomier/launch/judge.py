@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass
 class _Seen:
-    """Last record of a rank, and the times at which parts of it changed."""
+    """Last record of a rank and the times at which parts of it changed."""
 
     record: Record
     beat_s: float

@@ -155,7 +155,7 @@ class TensorBoardLogger(GuardedLogger):
 
 
 def _wait_for_later_name(folder: Path) -> None:
-    """Wait until the name of a new event file sorts after the names of the existing files, which takes at most one
+    """Wait until the name of a new event file sorts after the names of the existing files. The wait takes at most one
     second.
 
     TensorBoard reads the files of a folder in the order of their names. A file name contains the creation time in

@@ -2,9 +2,9 @@
 
 [Note: gradients in the forward]
 The gradient of the logits of a token depends on other tokens only through a common factor. This factor comes from the
-mean or the loss scale. Therefore, the forward computes the logits and losses of each chunk, and adds the contribution
-of the chunk to the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the
-common factor. Logits are computed once. The saved gradients are as large as the input and the parameters.
+mean or the loss scale. Therefore, the forward computes the logits and losses of each chunk and adds the contribution of
+the chunk to the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the common
+factor. Logits are computed once. The saved gradients are as large as the input and the parameters.
 
 The suffixes of tensor names use the letters of :mod:`roomier.models.gpt` and two additional letters:
 

@@ -242,7 +242,7 @@ class MemoryTracker:
         return sum(change.num_bytes for change in self._at_start)
 
     def changes_since(self, index: int) -> list[int]:
-        """Return the changes of the bytes in use since the start, without the first ``index`` changes."""
+        """Return the changes in the number of bytes in use since the start, except the first ``index`` changes."""
         self._note_sizes()
         return [change.num_bytes for change in self._changes[index:]]
 

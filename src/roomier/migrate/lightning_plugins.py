@@ -25,7 +25,7 @@ _ACCELERATORS = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda", "MPSAcceler
 _WITHOUT_EFFECT = {
     "LightningEnvironment": "roomier starts the ranks if no launcher has started them",
     "TorchElasticEnvironment": _DETECTED,
-    "SLURMEnvironment": "roomier detects SLURM from its variables, and saves a checkpoint before a signal ends the run",
+    "SLURMEnvironment": "roomier detects SLURM from its variables and saves a checkpoint before a signal ends the run",
     "MPIEnvironment": _DETECTED,
     "TorchCheckpointIO": "checkpoints are folders, to which every rank writes; `roomier export` writes a single file",
 }

@@ -1,7 +1,7 @@
 """Conversion of Lightning's strategy objects to arguments of the Trainer.
 
 Every parameter of ``SingleDeviceStrategy``, ``DDPStrategy``, ``FSDPStrategy``, ``ModelParallelStrategy`` and
-``DeepSpeedStrategy`` has an answer. Settings with their default values are skipped.
+``DeepSpeedStrategy`` has an answer. Settings that have their default values are skipped.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "load_best_model_at_end": Elsewhere(_BEST),
     "metric_for_best_model": Elsewhere(_BEST),
     "greater_is_better": Elsewhere(_BEST),
-    "ignore_data_skip": Unsupported("Pass weights= instead of ckpt_path to fit, which starts at the first batch"),
+    "ignore_data_skip": Unsupported("Pass weights= instead of ckpt_path to fit, so that training starts at the first batch"),
     "restore_callback_states_from_checkpoint": NoEffect(_RESUME),
     "full_determinism": Converted(_if_true("deterministic", True)),
     "seed": Elsewhere(_SEED),
@@ -410,7 +410,7 @@ def answers_to_fields(given: Mapping[str, Any]) -> Answers:
 
 
 def answers_to_object(arguments: Any) -> Answers:
-    """Return the answers to an object of transformers' TrainingArguments, including the defaults that differ from
+    """Return the answers to the fields of a ``TrainingArguments`` object, including the defaults that differ from
     roomier's defaults."""
     answers = Answers(type(arguments).__name__)
     for field in dataclasses.fields(arguments):

@@ -1,4 +1,4 @@
-"""Functions that find a Hugging Face model in a module, and convert its weights between files and memory.
+"""Functions that find a Hugging Face model in a module and convert its weights between files and memory.
 
 transformers 5 stores some weights differently in memory than in files. For example, the experts of a layer are one
 tensor in memory, or a layer has a different name. transformers converts these weights when it loads and saves a model.

@@ -1,4 +1,4 @@
-"""Moves regions to the device before they are used, and back to the tier.
+"""Moves regions to the device before they are used and back to the tier afterwards.
 
 [Note: when regions arrive and leave]
 A region is brought to the device when it is used. Then all other regions leave the device, with two exceptions: regions

@@ -253,5 +253,5 @@ class DeviceStaging:
 
 
 def staging_of(tier: Tier, sizes: Sequence[int], device: torch.device) -> Staging:
-    """Return the staging between ``device`` and ``tier``, whose records have ``sizes`` in bytes."""
+    """Return the staging between ``device`` and ``tier``. ``sizes`` contains the size of each record in bytes."""
     return HostStaging(tier) if device.type == "cpu" else DeviceStaging(tier, sizes, device)

@@ -1,4 +1,4 @@
-"""Host memory of the tiers, which is aligned for direct I/O, and pinned for copies to and from an accelerator.
+"""Host memory of the tiers, aligned for direct I/O and, if an accelerator copies from or to it, pinned.
 
 [Note: sizes of pinned allocations]
 torch rounds each pinned allocation up to a power of two. One allocation for all records could therefore have almost

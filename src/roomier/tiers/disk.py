@@ -138,7 +138,7 @@ class DiskTier:
                         discard_content(slot.memory)
 
     def is_ready(self, record: int) -> bool:
-        """Return whether the record was expected, and its read is complete."""
+        """Return whether the record was expected and its read is complete."""
         with self._scratch.transfers.changed:
             slot = self._coming.get(record)
             return slot is not None and (slot.read is None or slot.read.is_done)

@@ -2,9 +2,9 @@
 
 [Note: records and buffers]
 A tier stores records, whose sizes are fixed when the tier is created. Code never accesses a record directly: the tier
-reads a record into a *buffer* in host memory, and writes a buffer to a record. Reads and writes run in the background.
-A tier in host memory needs no separate buffers, because the buffer of a record is the record itself. A tier on disk has
-a fixed number of buffers (its ring), so its host memory is known before the run.
+reads a record into a *buffer* in host memory and writes a buffer to a record. Reads and writes run in the background. A
+tier in host memory needs no separate buffers, because the buffer of a record is the record itself. A tier on disk has a
+fixed number of buffers (its ring), so its host memory is known before the run.
 """
 
 from __future__ import annotations

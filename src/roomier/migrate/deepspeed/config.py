@@ -266,7 +266,7 @@ def _answer_clipping(answers: Answers, leaves: dict[str, Any], *, is_optional: b
         else:
             answers.ignore("gradient_clipping", value, "gradients are not clipped by default")
     elif not is_optional:
-        reason = "gradients are not clipped, as in DeepSpeed before 0.19, but later versions clip to 1.0"
+        reason = "gradients are not clipped, as in DeepSpeed before 0.19, but later versions of DeepSpeed clip to 1.0"
         answers.ignore("gradient_clipping", None, reason)
 
 

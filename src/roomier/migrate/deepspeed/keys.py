@@ -139,7 +139,7 @@ WITHOUT_EFFECT: dict[str, str] = {
 """Mapping from each key without effect to the reason."""
 
 _QUANTIZED = (
-    "sends quantized values, which changes the gradients",
+    "sends quantized values and thereby changes the gradients",
     "Set it to false. {'reduce_dtype': 'bf16'} in the argument strategy halves the communication volume",
 )
 REJECTED: dict[str, tuple[str, str]] = {
