@@ -684,9 +684,9 @@ def test_an_argument_and_a_setting_must_agree() -> None:
 
 def test_the_clipping_that_applies_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     roomier.Trainer(deepspeed={"zero_optimization": {"stage": 1}}, **QUIET)
-    assert "later versions clip to 1.0" in capsys.readouterr().err
+    assert "later versions of DeepSpeed clip to 1.0" in capsys.readouterr().err
     roomier.Trainer(deepspeed={"zero_optimization": {"stage": 1}}, gradient_clip_val=1.0, **QUIET)
-    assert "later versions clip to 1.0" not in capsys.readouterr().err
+    assert "later versions of DeepSpeed clip to 1.0" not in capsys.readouterr().err
 
 
 class DeepSpeedStrategy:

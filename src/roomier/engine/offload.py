@@ -84,7 +84,7 @@ def mode_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer]) -> str:
     """Return the update mode; see [Note: three exact modes].
 
     Raises:
-        PlanError: with manual optimization, the Plan offloads parameters or names another mode than ``"plain"``.
+        PlanError: with manual optimization, the Plan offloads parameters or requests deferred or speculative updates.
     """
     mode = plan.offload.update
     if facts.is_manual and plan.offload.parameters != "none":

@@ -314,7 +314,9 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "load_best_model_at_end": Elsewhere(_BEST),
     "metric_for_best_model": Elsewhere(_BEST),
     "greater_is_better": Elsewhere(_BEST),
-    "ignore_data_skip": Unsupported("Pass weights= instead of ckpt_path to fit, so that training starts at the first batch"),
+    "ignore_data_skip": Unsupported(
+        "Pass weights= instead of ckpt_path to fit, so that training starts at the first batch"
+    ),
     "restore_callback_states_from_checkpoint": NoEffect(_RESUME),
     "full_determinism": Converted(_if_true("deterministic", True)),
     "seed": Elsewhere(_SEED),
