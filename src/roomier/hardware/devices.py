@@ -1,5 +1,5 @@
 """Table of common GPUs, with their memory, their speed, and a typical node. The values come from data sheets and public
-reports, and were not measured by roomier.
+reports and were not measured by roomier.
 
 [Note: sources of the values]
 *Rates* are dense peaks (without structured sparsity) in FLOP/s. 16-bit and tf32 products accumulate in fp32. If a data
