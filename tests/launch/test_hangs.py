@@ -109,7 +109,7 @@ def heartbeat_lines(outcome: Outcome) -> list[str]:
 def check_end(name: str, outcome: Outcome) -> None:
     how, late = name.split()
     other = "1" if late == "0" else "0"
-    sign = "sent no heartbeat" if how == "stopped" else "not moved"
+    sign = "sent no heartbeat" if how == "stopped" else "made no progress"
     position = "training step, step 3, batch 3"
     lines = heartbeat_lines(outcome)
     assert re.search(
