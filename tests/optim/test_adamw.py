@@ -327,8 +327,8 @@ def test_without_a_compiler_the_update_runs_uncompiled_with_a_notice(
     BlockwiseAdamW(theirs, compiled=False).step()
     assert all(map(torch.equal, ours, theirs))
     assert len(notices) == 1
-    assert "requires a C++ compiler" in notices[0]
-    with pytest.raises(PlanError, match=r"compiled.*requires a C\+\+ compiler"):
+    assert "a C++ compiler, which torch.compile requires for cpu, was not found" in notices[0]
+    with pytest.raises(PlanError, match=r"compiled.*a C\+\+ compiler, which torch.compile requires"):
         BlockwiseAdamW(ours, compiled=True).step()
 
 

@@ -330,10 +330,11 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
     # A dry run compiles no code, and must not store its update in the cache. The compiled update creates no tensors, so
-    # a no-op replaces it. Therefore, a machine that plans for CUDA does not need Triton.
+    # a no-op replaces it. A machine without a CUDA device can plan for CUDA, and does not need Triton for that.
     kind = torch_fake.fake_kind()
-    planned = device if kind == "cuda" else torch.device(kind)
-    return (_skip_update if torch_private.missing_compiler(planned) is None else update_blocks), None
+    is_elsewhere = kind == "cuda" and not torch.cuda.is_available()
+    missing = None if is_elsewhere else torch_private.missing_compiler(torch.device(kind))
+    return (_skip_update if missing is None else update_blocks), None
 
 
 def _skip_update(*arguments: Any) -> None:

@@ -64,7 +64,8 @@ def load_loop(
         found = sum(f"module{number}" in stored for number in range(len(stored)))
         num_stored = found if name == "module" else len(stored.get(name, ()))
         if num_stored != len(objects):
-            problem = f"contains {num_stored} {name}, but {len(objects)} were prepared or registered"
+            kind = {"module": "models", "registered": "registered objects"}.get(name, name)
+            problem = f"contains {num_stored} {kind}, but {len(objects)} were prepared or registered"
             raise RoomierError("load_state", str(path), problem, "Prepare the same objects as the script that saved it")
     into: dict[str, Any] = {}
     for number, engine in enumerate(engines):

@@ -34,6 +34,7 @@ from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes, dry_run
 from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.within_budget import UNIFORM, within_budget
 from roomier.planner.dry_runs.work import Part, Work
+from roomier.planner.fake.user_code import UnexpectedStepError
 from roomier.planner.workload import Workload
 
 _NUM_FIRST = _NUM_LAST = 2  # number of periods at each end of a row that are always traced
@@ -41,11 +42,11 @@ _NUM_TRACED = _NUM_FIRST + _NUM_LAST
 _LEAST = _NUM_TRACED + 2  # shorter rows are traced in full
 
 
-class _IsNotLinear(Exception):  # noqa: N818 - handled in this module, not an error
+class _IsNotLinear(UnexpectedStepError):  # noqa: N818 - handled in this module, not an error
     """Raised if memory does not grow linearly with the number of blocks, so the full model must be traced."""
 
     def __str__(self) -> str:
-        return "memory does not grow linearly with the number of blocks"
+        return "needs memory that does not grow linearly with the number of blocks"
 
 
 def dry_run_by_depth(

@@ -25,6 +25,7 @@ from roomier.activation.profile import KEEPS
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.plan import ActivationPlan
 from roomier.planner.dry_runs.dry_run import DryRun, Interval, NumBytes
+from roomier.planner.fake.user_code import UnexpectedStepError
 
 UNIFORM = {
     Keep.INPUT: ActivationPlan("full"),
@@ -53,12 +54,12 @@ def remark_of(keeps: Mapping[str, Keep]) -> str:
     return f"Activation budget: of {len(keeps)} blocks, {', '.join(parts)}."
 
 
-class NotNestedError(Exception):
+class NotNestedError(UnexpectedStepError):
     """Raised if the blocks do not run backward in the reverse order of their forward, or if the steps have different
     orders."""
 
     def __str__(self) -> str:
-        return "the order of the blocks does not allow an activation budget to be computed"
+        return "runs its blocks in an order for which no activation budget can be computed"
 
 
 def within_budget(

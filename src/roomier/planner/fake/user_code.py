@@ -48,10 +48,17 @@ def locating_errors() -> Iterator[None]:
         raise DryRunError("model", type(error).__name__, problem, action) from error
 
 
+class UnexpectedStepError(Exception):
+    """Raised if a step does not have the form that a fast method of the planner assumes. The text of a subclass is the
+    predicate of a sentence whose subject is the step."""
+
+
 def reason_of(error: Exception) -> str:
     """Return a one-line description of an error, such as ``"raises KeyError: ..."``."""
     if isinstance(error, RoomierError):
         return error.problem
+    if isinstance(error, UnexpectedStepError):
+        return str(error)
     first, *_ = str(error).splitlines() or [""]
     return f"raises {type(error).__name__}: {first[:120]}"
 
