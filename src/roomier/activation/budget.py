@@ -237,7 +237,7 @@ def too_small(budget_bytes: int, least_bytes: int) -> BudgetTooSmallError:
     """
     problem = (
         f"is too small. The peak of a step is at least {least_bytes / 2**30:.3g} GiB ({format_bytes(least_bytes)}), "
-        "with only the inputs of blocks saved"
+        "even if only the inputs of blocks are saved"
     )
     action = (
         "Increase the budget. Or use smaller micro-batches with accumulate_grad_batches, chunked_loss=True if the "

@@ -12,7 +12,7 @@ While the backward of a block runs, all its activations exist, whether they were
 memory at the moments of a block depends only on the choices for the blocks *before* it, and on the peak of its own
 recomputation.
 
-[Note: why the choice is the best]
+[Note: why the choice is optimal]
 Blocks are processed in order. A state is the pair (additional bytes saved so far, time lost so far). At each later
 block, the budget limits the bytes of a state, and the lost time only increases. Therefore, a state can be dropped if
 another state has at most as many bytes and at most as much lost time. Every sequence of later choices that is possible
@@ -105,7 +105,7 @@ def lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
 def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
     """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if no choice fits.
 
-    See [Note: why the choice is the best]. Among equally good choices, this function prefers choices without offloading
+    See [Note: why the choice is optimal]. Among equally good choices, this function prefers choices without offloading
     and choices that save activations in later blocks, because later blocks use the memory for a shorter time.
     """
     found = [_choose(stages, budget_bytes, largest_bytes) for largest_bytes in _largest_moved(stages)]

@@ -306,7 +306,7 @@ class Slip:
 
 
 class Offload:
-    """Object that moves the tensors that the blocks of one network save to host memory or disk, and back.
+    """Object that offloads the tensors that the blocks of one network save, and copies them back for backward.
 
     Args:
         device: device on which the blocks compute.
@@ -348,7 +348,7 @@ class Offload:
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:
-        """Return a context manager for the forward of a block, in which tensors that autograd saves are moved.
+        """Return a context manager for the forward of a block. In this context, tensors that autograd saves are moved.
 
         Entering the context returns a function that moves a tensor that autograd does not save itself. The function
         returns None for a tensor that stays on the device.
@@ -369,7 +369,7 @@ class Offload:
             visit.end(self._copies)
 
     def arrive(self, visit: Visit) -> None:
-        """Make the tensors of ``visit`` available on the device, when its backward begins or continues."""
+        """Make the tensors of ``visit`` available on the device when its backward begins or continues."""
         if self._current is visit:
             return
         self._current = visit

@@ -298,7 +298,7 @@ class _Watch:
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
-        """Return the current time for :func:`total_ns`, excluding the time that counting requires."""
+        """Return the current time for :func:`total_ns`, excluding the time spent on counting memory."""
         if not self._has_events:
             return time.perf_counter_ns() - self._live.own_ns
         return timed_event(self._device)
@@ -361,7 +361,7 @@ class Interception:
 
 
 def measured_interception() -> Interception:
-    """Measure the additional time on the CPU, where the host time is the time of the step."""
+    """Measure the additional time of intercepted operations on the CPU, where host time adds to the step time."""
     small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # zeros require no random numbers
     return Interception(_longer_ns(lambda: torch.neg(small)), _longer_ns(lambda: F.linear(small, weight)))
 

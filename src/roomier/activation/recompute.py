@@ -53,7 +53,7 @@ def apply_recompute(
         raise RoomierError(*_asked(activation, tier), problem, action)
     keeps = keeps_of(activation, len(blocks))
     if activation.policy == "every_n" and Keep.INPUT not in keeps:
-        problem = f"must be at most the number of blocks of the model ({len(blocks)}), because no block is recomputed"
+        problem = f"must be at most the number of blocks of the model ({len(blocks)}); otherwise no block is recomputed"
         action = "Use 'full' or a smaller number"
         raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, action)
     where = _offload(offload, device)
@@ -92,7 +92,7 @@ def _offload(offload: OffloadPlan, device: torch.device) -> Offload | None:
 
 
 def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
-    """Return the initial setting of each block. With ``every_n``, blocks n-1, 2n-1, ... (from 0) are recomputed."""
+    """Return the initial setting of each block. With ``every_n``, blocks n-1, 2n-1, ... are recomputed."""
     match activation.policy:
         case "full":
             return [Keep.INPUT] * num_blocks

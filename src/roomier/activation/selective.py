@@ -1,4 +1,4 @@
-"""Saving of results that are expensive to compute: of matrix products, convolutions and attention.
+"""Saving of expensive results: the results of matrix products, convolutions and attention.
 
 [Note: not torch's selective contexts]
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forwards, including the

@@ -67,7 +67,7 @@ def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -
     required to load a checkpoint, and the table of settings that a run prints contains them.
 
     Raises:
-        PlanError: the settings are not supported with the other settings of ``plan``.
+        PlanError: the settings of the adapters are not supported with the other settings of ``plan``.
     """
     found = adapters_of(network, blocks)
     if found is None:
@@ -97,7 +97,7 @@ def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.
     """Print a notice about adapters and quantization that ``network`` has and ``plan`` does not contain.
 
     Raises:
-        PlanError: the settings are not supported with the other settings of ``plan``.
+        PlanError: the settings of the adapters are not supported with the other settings of ``plan``.
     """
     named = name_adapters(plan, network, blocks).adapter
     if named == plan.adapter:

@@ -1,10 +1,10 @@
 """Linear layers with an adapter and, optionally, quantized frozen weights.
 
 [Note: layers change their class in place]
-To adapt a layer, its class is changed to a class that has the old class as a base, as in ``fully_shard``. Therefore,
-the layer keeps its place in the model, its names in the state dict and its hooks. References to the layer remain valid,
-and ``isinstance(layer, nn.Linear)`` is still true. In a quantized layer, the forwards call each other in the order
-``[Adapted, InFewBits, nn.Linear]``.
+Adding an adapter to a layer changes the layer's class to a class that has the old class as a base, as ``fully_shard``
+does. Therefore, the layer keeps its place in the model, its names in the state dict and its hooks. References to the
+layer remain valid, and ``isinstance(layer, nn.Linear)`` is still true. In a quantized layer, the forwards call each
+other in the order ``[Adapted, InFewBits, nn.Linear]``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ LOG_METHODS = ("log", "log_dict")
 class Callback:
     """Base class for callbacks. Override the hooks that you need, and pass instances to ``Trainer(callbacks=[...])``.
 
-    Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
+    The names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
     micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. Within a step,
     only this hook can save a checkpoint from which a run resumes with bit-identical results.
 

@@ -103,7 +103,7 @@ class Engine(Protocol):
 
     @property
     def trace(self) -> int:
-        """A number that is equal on all ranks if they ran the same parts of the model in the same order."""
+        """Number that is equal on all ranks if all ranks ran the same parts of the model in the same order."""
         ...
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:

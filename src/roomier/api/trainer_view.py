@@ -249,8 +249,8 @@ class TrainerView(Protocol):
 
     @property
     def shapes(self) -> Any:
-        """The model of the last fit as it was before the run was built, with tensors without values. None if no
-        callback needs this model."""
+        """The model of the last fit as it was before the run was built. Its tensors have no values. None if no callback
+        needs this model."""
 
     @property
     def choice(self) -> Any:

@@ -189,7 +189,7 @@ def _with_forecasts(seen: Any, workload: Workload, machine: Machine) -> list[dic
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
-    """Run the pairs of ``settings`` on this rank. Rank 0 writes ``result.json`` and ``progress.txt``."""
+    """Run the pairs in ``settings`` on this rank. Rank 0 writes ``result.json`` and ``progress.txt``."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), settings["num_ranks"]
     if size > 1:

@@ -275,14 +275,14 @@ class Speech(Module):
 
 
 def lstm() -> Workload:
-    """Return a speech model with packed sequences."""
+    """Return a speech model and a batch of spectrograms that the model packs."""
     num_frames = torch.tensor([48, 32, 40, 48])
     spectrogram = torch.linspace(-1, 1, NUM_SEQUENCES * 48 * 40).sin().view(NUM_SEQUENCES, 48, 40)
     return Speech(), {"spectrogram": spectrogram, "num_frames": num_frames, "letters": _tokens(8) % 28 + 1}
 
 
 class LSTMTagger(Module):
-    """An LSTM over padded sequences."""
+    """An LSTM that predicts a label for each token. Sequences are padded, not packed."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class LSTMTagger(Module):
 
 
 def lstm_padded() -> Workload:
-    """Return a tagger with padded sequences."""
+    """Return an LSTM tagger and a batch of sequences."""
     return LSTMTagger(), {"input_ids": _tokens(), "labels": _tokens()}
 
 

@@ -24,7 +24,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 class BaseFinetuning(Callback):
-    """Base class of callbacks that freeze parameters before the optimizers are created and unfreeze them later.
+    """Base class for callbacks that freeze parameters before the optimizers are created and unfreeze them later.
 
     Override :meth:`freeze_before_training` and :meth:`finetune_function`. The method names are the same as in
     Lightning. The module's ``configure_optimizers`` must pass only parameters with ``requires_grad`` to the optimizer.
@@ -200,7 +200,7 @@ class BaseFinetuning(Callback):
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Restore the parameter groups of the saved run and remove parameter groups that were added later.
 
-        A run that returns to an earlier checkpoint therefore unfreezes the parameters of the removed groups again.
+        Therefore, a run that returns to an earlier checkpoint unfreezes the parameters of the removed groups again.
         Returns an empty dict, because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
         """
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer

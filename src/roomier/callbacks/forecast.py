@@ -47,7 +47,8 @@ class MemoryForecast(TracksStep):
         record: forecast and measurement; None before the tracked step ends.
 
     Raises:
-        RoomierError: ``at_step`` cannot be tracked.
+        RoomierError: ``at_step`` is not an integer of at least 2. When training starts with an activation budget, the
+            error is also raised if ``at_step`` is less than 4.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[MemoryForecast(at_step=10)])

@@ -1,4 +1,4 @@
-"""Base class of the callbacks that average weights."""
+"""Base class for callbacks that average weights."""
 
 from __future__ import annotations
 

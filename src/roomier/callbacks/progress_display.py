@@ -38,7 +38,7 @@ class Standing:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def texts(self, done: str) -> list[str]:
-        """Return the parts of a line that are not empty, including ``done``."""
+        """Return the non-empty parts of a line, including ``done``."""
         rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
         metrics = " ".join(f"{printable(name)} {value:.4g}" for name, value in self.metrics.items())

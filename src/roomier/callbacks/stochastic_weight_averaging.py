@@ -166,7 +166,7 @@ class StochasticWeightAveraging(HoldsAverage):
         run = run_of(trainer, "StochasticWeightAveraging")
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             received = f"{len(trainer.optimizers)} optimizers, {len(trainer.lr_scheduler_configs)} schedulers"
-            action = "Configure one optimizer, and at most one scheduler"
+            action = "Configure one optimizer and at most one scheduler"
             problem = "supports only one optimizer and at most one scheduler"
             raise RoomierError("StochasticWeightAveraging", received, problem, action)
         num_groups = len(trainer.optimizers[0].param_groups)

@@ -97,7 +97,7 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
 
 
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
-    """Return ``asked`` with activations scaled to the measurement of a run. Store the device measurements of the
+    """Store the device measurements of the run. Return ``asked`` with activations scaled to the measurement of the
     run."""
     from roomier.planner.measured.calibrated import learn_device, learned_of  # late import: --help needs no planner
     from roomier.planner.measured.record import read_record

@@ -53,7 +53,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text and return its value.
 
     Raises:
         ValueError: the text is not JSON, or is nested more than :data:`MAX_DEPTH` levels deep.

@@ -113,7 +113,7 @@ _COUNTS = {"rows_left": "rows left: repeat the command", "rows_failed": "rows fa
 
 
 def run_with_limit(command: list[str], output: IO[str], limit_s: float) -> int | None:
-    """Run ``command``. After ``limit_s`` seconds, kill it and all processes that it started.
+    """Run ``command``. After ``limit_s`` seconds, kill the command and all processes that it started.
 
     Args:
         command: program and arguments.

@@ -16,7 +16,7 @@ SIZES = ("tiny", "full")
 Values = dict[str, Any]
 Rows = Mapping[str, Callable[[], Values]]
 """Mapping from the name of a row to a function that measures the row and returns JSON data. If the device lacks a
-required capability, the data contains only ``"unsupported"`` with the reason."""
+required capability, the data contains only the key ``"unsupported"`` with the reason."""
 
 
 @dataclass(frozen=True)

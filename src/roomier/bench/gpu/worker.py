@@ -41,7 +41,7 @@ def measure_part(
         module: the part.
         setting: size and device.
         results: the results file.
-        limit_s: time limit of the part in seconds, from this call.
+        limit_s: time limit of the part in seconds, counted from this call.
         clock: function that returns the current time in seconds.
     """
     start_s = clock()

@@ -3,7 +3,7 @@
 With ``--json``, each row is one line:
 
 - ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: the training. ``num_parameters``,
-  ``micro_batch``, ``accumulate``, ``global_batch``: sizes of the training;
+  ``micro_batch``, ``accumulate``, ``global_batch``: sizes of the training run;
 - ``hardware``: machine of the forecast; ``ranks``: number of ranks;
 - ``forecast_bytes``: bytes of all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan fits
   on ``hardware``; ``forecast_step_s``, ``forecast_samples_per_s``, ``forecast_epoch_s``;

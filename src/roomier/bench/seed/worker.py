@@ -1,6 +1,6 @@
 """Training runs of ``roomier bench seed``, in the processes ``python -m roomier.bench.seed.worker SETTINGS``.
 
-The Trainer runs as in a user's script, and starts the other ranks.
+The Trainer runs as in a user's script and starts the other ranks.
 """
 
 from __future__ import annotations
