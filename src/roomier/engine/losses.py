@@ -43,7 +43,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def _loss_in(output: object) -> Tensor:
-    """Return the loss from the output of a training step that is not a tensor.
+    """Return the loss in ``output``, which is the output of a training step but not a tensor.
 
     Raises:
         TrainingError: the output contains no tensor at ``"loss"``.
@@ -65,7 +65,7 @@ def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) 
     """Return, for each micro-batch, its number of loss terms divided by the number in the global batch.
 
     Args:
-        count_terms: returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.
+        count_terms: function that returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.
         batches: micro-batches of this rank.
         ranks: ranks whose micro-batches form the global batch.
 

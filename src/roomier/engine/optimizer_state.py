@@ -105,7 +105,7 @@ def state_places(
     Args:
         saved: the state with specifications in place of tensors.
         names: the fully qualified name of each parameter.
-        is_spec: returns whether a value is a specification, which has ``shape`` and ``dtype``.
+        is_spec: function that returns whether a value is a specification, which has ``shape`` and ``dtype``.
         unneeded: value that replaces tensors that this rank does not need.
         away: parameters whose states are not on the device. The tensors for these states are on the meta device.
     """

@@ -55,7 +55,7 @@ class Parallel(Protocol):
         ...
 
     def release(self) -> None:
-        """Free unsharded parameters, after an evaluation or before parameters are read by name."""
+        """Free unsharded parameters. Call this after an evaluation, or before reading parameters by name."""
         ...
 
     def trained_parameters_changed(self) -> None:

@@ -94,8 +94,8 @@ class WeightsFile:
         return {name for name, tensor in wanted.items() if id(tensor) in present}
 
     def _as_pretrained(self, network: nn.Module, wanted: Mapping[str, Tensor]) -> list[Conversion]:
-        """Return the conversions from the files of the Hugging Face model in ``network``. If ``network`` contains no
-        such model, the result is empty."""
+        """Return the conversions from the tensors in files to the Hugging Face model in ``network``. If ``network``
+        contains no such model, the result is empty."""
         found = find_pretrained(network)
         if found is None:
             return []

@@ -36,8 +36,8 @@ class Closure:
 
     Args:
         window: the state of the step.
-        run_last: runs forward and backward for the last micro-batch and returns its loss.
-        weigh_again: corrects the gradients if the step returned None for some micro-batches.
+        run_last: function that runs forward and backward for the last micro-batch and returns its loss.
+        weigh_again: function that corrects the gradients if the step returned None for some micro-batches.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ records of all ranks and publishes its own record with a verdict. The other rank
 also have a second thread, which checks only rank 0. The second thread is necessary because the store usually stops
 together with rank 0, and calls to the store then block.
 
-The training thread does no work for the heartbeat. The threads of the heartbeat read its position from its stack and
-from the counters of the run.
+The training thread does no work for the heartbeat. The threads of the heartbeat read the position of the training
+thread from its stack and from the counters of the run.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class MemoryTracker:
             allocator does not report it.
         reserved_peak_bytes: maximum number of bytes that the allocator reserved since :meth:`restart`; None if the
             allocator does not report it.
-        beside_bytes: used memory of the device outside the allocator: contexts, kernels, buffers for collectives, and
+        beside_bytes: device memory that is used outside the allocator: contexts, kernels, buffers for collectives, and
             memory of other programs; None if the driver does not report it.
 
     Example:
