@@ -69,7 +69,7 @@ class Sheet:
         device: the device of the row.
         aliases: additional names used by people and by CUDA; see :func:`plain_name`.
         capability: major version of CUDA's compute capability; 0 for devices of other vendors.
-        num_links: NVLinks per device; 0 if the devices of a node are connected by PCIe.
+        num_links: number of NVLinks per device; 0 if the devices of a node are connected by PCIe.
         in_node, host, network: rate of each link in one direction in bytes/s, from the data sheet.
         node_memory_bytes: host memory of a typical node.
     """

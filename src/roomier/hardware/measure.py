@@ -44,7 +44,7 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
         while True:
             try:
                 a, b, out = (torch.full((size, size), 0.5, dtype=DTYPES[dtype], device=device) for _ in range(3))
-            except (TypeError, RuntimeError):  # mps has no float64, and memory can be full
+            except (TypeError, RuntimeError):  # mps does not support float64, and memory can be full
                 return best or None
             took = _typical_seconds(partial(torch.mm, a, b, out=out), device, seconds / 16)
             best = max(best, 2 * size**3 / took)

@@ -45,7 +45,7 @@ class WatchedRun:
     """Run that the heartbeat watches.
 
     Attributes:
-        limits: bounds for the waiting time of ranks.
+        limits: maximum waiting times for ranks.
         position: function that returns the position of the training thread.
         stack: function that returns the Python stack of the training thread.
     """

@@ -60,7 +60,7 @@ class Judge:
     """Judge that finds the late ranks in successive records of all ranks. See [Note: late ranks].
 
     Args:
-        limits: limits for the waiting time of ranks.
+        limits: maximum waiting times for ranks.
         process_state: function that returns the process state of a silent rank; None if the state is unknown.
 
     Attributes:
