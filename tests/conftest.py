@@ -1,7 +1,7 @@
-"""Fixtures of all tests: one thread, a quiet Trainer, and a pool of ranks.
+"""Fixtures for all tests: one thread, a quiet Trainer, and a pool of ranks.
 
-The threads are set before torch is imported: tests and the processes they start compute the same numbers on every
-machine and do not compete for its cores.
+The threads are set before torch is imported. Tests and the processes that they start then compute the same numbers on
+every machine, and do not compete for its cores.
 """
 
 import gc
@@ -56,7 +56,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., "Trainer"]:
 
 @pytest.fixture(scope="session")
 def on_ranks() -> Iterator[RankPool]:
-    """Call ``on_ranks(num_ranks, function, *args, **kwargs)``. It returns the results, ordered by rank."""
+    """Call ``on_ranks(num_ranks, function, *args, **kwargs)``. The function returns the results, ordered by rank."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -78,7 +78,8 @@ _num_modules_frozen = 0
 def pytest_runtest_setup() -> None:
     """Exclude the objects of imported modules from garbage collection.
 
-    A full collection visits them all, which takes up to a second, and runs of the tests make hundreds of collections.
+    A full collection visits all of these objects, which takes up to a second, and the tests cause hundreds of
+    collections.
     """
     global _num_modules_frozen
     if len(sys.modules) >= _num_modules_frozen + 20:

@@ -1,4 +1,4 @@
-"""Train a model within a budget and measure its memory and work."""
+"""Train a model within a budget, and measure the memory and the number of operations."""
 
 from __future__ import annotations
 

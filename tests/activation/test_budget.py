@@ -78,7 +78,7 @@ def test_ten_budgets_are_met_and_used(plain: Taken, bounds: tuple[int, int]) -> 
     assert sweep[-1].flops == plain.flops
     block_bytes = (most - least) / 8
     for budget, taken in zip(budgets, sweep, strict=True):
-        assert budget - taken.peak_bytes < 1.1 * block_bytes  # another block would not fit
+        assert budget - taken.peak_bytes < 1.1 * block_bytes  # the activations of another block would not fit
 
 
 def test_a_fraction_is_between_the_minimum_and_the_maximum(plain: Taken, bounds: tuple[int, int]) -> None:
@@ -138,7 +138,8 @@ def test_a_larger_batch_is_measured_before_the_next_choice() -> None:
     for _ in range(4):
         take_step(engine, module, small)
     assert [block.keep for block in recompute_of(engine).blocks] == [Keep.ALL] * 8
-    assert measured_peak(engine, module, large) <= TOLERANCE * budget  # the first of its two steps is measured
+    # the engine measures the first of these two steps
+    assert measured_peak(engine, module, large) <= TOLERANCE * budget
     keeps = [block.keep for block in recompute_of(engine).blocks]
     assert Keep.INPUT in keeps
     take_step(engine, module, small)

@@ -46,7 +46,7 @@ from tests.ranks.pool import RankPool
 
 TOLERANCE = 1.03
 OFFLOAD = {"activations": "cpu"}
-HIDDEN = CopyTimes(1e-4, 1e-4)  # 10 TB/s, which any computation hides
+HIDDEN = CopyTimes(1e-4, 1e-4)  # copies at 10 TB/s, which any computation hides
 SLOW = CopyTimes(1e3, 1e3)
 NUM_CHOICES = 3  # for each shape
 WINDOWS = [[tokens(seed=seed)] for seed in range(4)]

@@ -1,4 +1,4 @@
-"""The time of a step over a sweep of budgets."""
+"""The time of a step for a range of budgets."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_a_storage_is_moved_one_time() -> None:
     with moved(blocks, Keep.ALL) as (copies, _):
         last = blocks[1](blocks[0](x + 0, mask), mask)
     assert last.requires_grad
-    # The inputs of the blocks, and the mask.
+    # The inputs of the blocks and the mask are copied.
     assert copies.num_bytes["out"] == (x.numel() + mask.numel() + last.numel()) * 4
 
 

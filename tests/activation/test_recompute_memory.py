@@ -75,6 +75,7 @@ def test_peaks_have_the_order_of_the_saved_bytes() -> None:
     peaks = {policy: kept_and_peak(policy, 8)[1] / INPUT for policy in ("full", "every_n", "selective", "none")}
     assert peaks["full"] < peaks["every_n"] < peaks["none"]
     assert peaks["full"] < peaks["selective"] < peaks["none"]
-    # The inputs of all blocks, the activations of one block, and the gradients in it, the widest of which is of GELU.
+    # The inputs of all blocks, the activations of one block, and the gradients in this block, the widest of which is
+    # the gradient of GELU.
     assert peaks["full"] <= 8 + kept_per_block("none") + 2 * 4
     assert peaks["full"] - kept_and_peak("full", 4)[1] / INPUT == 4, "each additional block saves only its input"

@@ -1,6 +1,6 @@
-"""Recomputation on several ranks is bit-identical to training without it, including dropout.
+"""On several ranks, training with recomputation is bit-identical to training without recomputation, including dropout.
 
-``tests/parallel`` compares ranks without recomputation with a plain loop.
+``tests/parallel`` compares runs on several ranks, without recomputation, with a plain loop.
 """
 
 from __future__ import annotations

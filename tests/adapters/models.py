@@ -1,4 +1,4 @@
-"""Small models for the tests of adapters, without dropout."""
+"""Small models without dropout, for the tests of adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits: their values, their size, and training of adapters on them."""
+"""Frozen weights in 8 or 4 bits: their values, their size, and the training of adapters on these weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roomier.api.blocks import find_blocks
 from roomier.plan.parts import AdapterPlan
 from tests.adapters.models import MODELS, loss_of, make_gpt, make_transformer, token_batches
 
-# Dettmers et al. 2023, appendix E.
+# The levels are from Dettmers et al. 2023, appendix E.
 PUBLISHED_LEVELS = [
     -1.0,
     -0.6961928009986877,

@@ -1,4 +1,4 @@
-"""Number of terms in the mean that is the loss of a batch."""
+"""Number of terms over which the loss of a batch is averaged."""
 
 from collections import UserDict
 

@@ -10,7 +10,7 @@ from roomier import checkpoint
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import CheckpointError
 
-WIDE = 6000  # a checkpoint of such a Net takes half a MiB
+WIDE = 6000  # a checkpoint of a Net with this width has half a MiB
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from roomier.core.errors import RoomierError
 def result(bench: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     words = ["--steps", "60", "--seeds", "1", "--step-parameters", "1000", "--repeats", "2"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "_WIDTH", 64)  # so few parameters do not justify a compiler
+        patch.setattr(optimizers, "_WIDTH", 64)  # with so few parameters, compilation would take too long
         return bench("optimizers", "--json", *words, "--optimizers", "adamw4bit")
 
 

@@ -270,7 +270,8 @@ def test_the_processes_that_a_part_started_are_stopped(tmp_path: Path) -> None:
         pid = int(output.read())
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)  # a signal takes effect later; the test fails after the timeout of all tests
+            # a signal takes effect later; if the process never ends, the timeout of all tests ends this loop
+            time.sleep(0.01)
 
 
 def test_the_time_limits_leave_time_for_the_device_tests() -> None:

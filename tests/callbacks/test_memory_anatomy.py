@@ -1,4 +1,4 @@
-"""Memory of a step by kind: hand-computed sizes, and training that does not change."""
+"""Memory of a step by kind: hand-computed sizes, and unchanged training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory of a step on two ranks: the formula of each strategy, and the results of all ranks on each rank."""
+"""Memory of a step on two ranks: the formula of each strategy, and the results of both ranks, which each rank
+receives."""
 
 from __future__ import annotations
 

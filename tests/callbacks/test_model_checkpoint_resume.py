@@ -121,7 +121,7 @@ def test_resumed_checkpoint_is_kept_until_a_newer_one_exists(
     killed = ModelCheckpoint()
     with pytest.raises(killed_error):
         make_trainer(kill_at(15), killed, max_epochs=5).fit(scripted(), batches)
-    for step in (18, 19):  # killed twice before the next save
+    for step in (18, 19):  # the run is killed twice before the next save
         again = ModelCheckpoint()
         with pytest.raises(killed_error):
             make_trainer(kill_at(step), again, max_epochs=5).fit(scripted(), batches, ckpt_path="last")

@@ -1,4 +1,4 @@
-"""SWA and averages of weights compared with Lightning's, after a resume, and on several ranks."""
+"""SWA and averages of weights, compared with Lightning's callbacks, after a resume, and on several ranks."""
 
 import warnings
 from collections.abc import Callable

@@ -62,7 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-TOKENS = [{"input_ids": torch.zeros(2, 5, dtype=torch.long)}] * 8  # 2 samples and 10 tokens each
+TOKENS = [{"input_ids": torch.zeros(2, 5, dtype=torch.long)}] * 8  # each batch has 2 samples and 10 tokens
 
 
 def test_rates_match_a_hand_computation(make_trainer: Make, clock: Clock) -> None:

@@ -19,7 +19,8 @@ Make = Callable[..., Trainer]
 
 
 class Net(roomier.Module):
-    """Module with tied weights, running statistics and dropout. Records the weights of each step and validation."""
+    """Module with tied weights, running statistics and dropout, which records the weights of each step and
+    validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ def test_invalid_arguments_are_rejected(kind: type, arguments: dict[str, Any], n
 
 
 class Plain(Net):
-    """Module without layers that behave differently on each rank."""
+    """Module that contains no layers whose behavior differs between ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.second(self.first(x)).relu())

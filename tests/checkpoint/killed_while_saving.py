@@ -1,7 +1,7 @@
 """Save in forked children, kill each child with SIGKILL, and check the remaining files. Run by test_commit.py.
 
-``python killed_while_saving.py ROOT``. One process imports torch; the children are its forks, so a round takes
-milliseconds. Prints one JSON object and exits with an error when an invariant does not hold.
+``python killed_while_saving.py ROOT``. One process imports torch and forks the children, so a round takes milliseconds.
+The program prints one JSON object, and exits with an error if an invariant does not hold.
 """
 
 import itertools

@@ -59,7 +59,7 @@ class Steps:
 
 
 class OwnModule(Steps, Module):
-    """Module for roomier, which ranks can train without Lightning."""
+    """Module for roomier that can be trained on several ranks without Lightning."""
 
     def __init__(self, width: int = 8, kind: str = "each epoch", lr: float = 0.05) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def lightning_module(**arguments: Any) -> Any:
 def fit_in_lightning(
     module: Any, max_epochs: int, ckpt_path: Path | None = None, save_at: Path | None = None, **keywords: Any
 ) -> list[float]:
-    """Train with Lightning and return the losses. Save the final state to ``save_at``, if given."""
+    """Train with Lightning and return the losses. If ``save_at`` is given, save the final state to this path."""
     import lightning.pytorch as pl
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

@@ -1,4 +1,5 @@
-"""Resume of runs that Lightning saved, with the same losses as in Lightning. Reading a file executes no code."""
+"""Runs that Lightning saved can be resumed, and have the same losses as in Lightning. Reading a file executes no
+code."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def write_content(path: Path, content: Json) -> None:
 
 
 def places(node: Json, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths of all values. Of long lists, only the first three values are included."""
+    """Yield the paths of all values. For long lists, only the first three values are included."""
     if place:
         yield place
     keys = list(node) if isinstance(node, dict) else range(min(3, len(node))) if isinstance(node, list) else ()

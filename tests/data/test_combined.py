@@ -255,7 +255,7 @@ def test_an_epoch_over_several_loaders_resumes_on_other_ranks(capsys: pytest.Cap
         assert (each.num_batches, each.num_batches_done) == (12, 3)
         after += batches
     assert sorted(int(batch["a"]) for batch in before + after) == list(range(48))
-    # 12 samples of "b" were read: one full pass and half of the second, which the 4 ranks continue.
+    # 12 samples of "b" were read: one full pass, and half of the second pass, which the 4 ranks continue.
     short = [int(batch["b"]) for batch in before]
     assert sorted(short[:4] + short[6:10]) == list(range(100, 108))
     second_pass = short[4:6] + short[10:] + [int(after[9 * rank]["b"]) for rank in range(4)]

@@ -9,7 +9,7 @@ from roomier.core.errors import DataError
 
 
 class Dataset:
-    """The parts of datasets.Dataset that make it look like a loader: iteration and a length."""
+    """The parts of datasets.Dataset because of which it resembles a loader: iteration and a length."""
 
     __module__ = "datasets.arrow_dataset"
 

@@ -18,7 +18,7 @@ class Reader:
 
 
 class GraphBatch:
-    """Batch like those in graph libraries, which can be iterated and has a ``to`` method."""
+    """Batch like the batches of graph libraries, which can be iterated and has a ``to`` method."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([1])

@@ -36,7 +36,7 @@ class NoisyAtOnce(Noisy):
 
 
 class OwnNoise(Numbers):
-    """Noise from a generator that belongs to the dataset."""
+    """Dataset with noise from a generator that belongs to the dataset."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(4)
@@ -319,7 +319,7 @@ def test_an_endless_stream_continues_after_an_epoch_with_limited_batches():
     before = rng_state()
     assert list(islice(second.start(1), 3)) == [4, 5, 6] == list(islice(first.start(1), 3))
     assert is_same(rng_state(), before)
-    second.load_state_dict(first.state_dict())  # in the same process, for example after a loss spike
+    second.load_state_dict(first.state_dict())  # the run resumes in the same process, for example after a loss spike
     assert list(islice(second.start(2), 3)) == [7, 8, 9]
 
 
@@ -364,7 +364,7 @@ def test_resume_with_another_batch_size_repeats_and_skips_no_sample(before: int,
     assert indices == [int(sample[0]) for sample in whole]
     assert sorted(indices) == list(range(NUM_SAMPLES))
     assert [len(batch) for batch in rest[:-1]] == [after] * (len(rest) - 1)
-    # In workers, the noise of each sample is also identical, because it depends on (seed, epoch, index) only.
+    # In workers, the noise of each sample is also identical, because it depends only on (seed, epoch, index).
     if num_workers:
         assert same([sample for batch in done + rest for sample in batch], whole)
 

@@ -76,7 +76,7 @@ class Doubling(DataLoader[float]):
 
 
 class Table:
-    """Dataset like those of Hugging Face: not a torch class, reads several rows in one call, and has an output
+    """Dataset like Hugging Face's: it is not a torch class, reads several rows in one call, and has an output
     format."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Table:
 
 
 class Shards:
-    """Loader like those of webdataset: not a torch class, and without a length."""
+    """Loader like the loaders of webdataset, which are not torch classes and have no length."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from torch.arange(float(NUM_SAMPLES)).split(3)
@@ -113,7 +113,7 @@ class Sized(IterableDataset[float]):
 
 
 class InGroups(Sampler[list[int]]):
-    """Batch sampler like that of a forecasting library, which draws from Python's generator and groups samples by
+    """Batch sampler as in a forecasting library. The sampler draws from Python's generator and groups samples by
     time."""
 
     def __iter__(self) -> Iterator[list[int]]:

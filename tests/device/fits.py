@@ -112,7 +112,8 @@ def fit(
     batch_size: int = 4,
     forecasts: bool = True,
 ) -> Fit:
-    """Fit the GPT and return the result of this rank. ``forecasts`` includes the forecast of the peak."""
+    """Fit the GPT, and return the result of this rank. If ``forecasts`` is True, the result includes the forecast of
+    the peak."""
     module = Language(num_blocks=num_blocks, dropout=dropout)
     shapes = Workload.of(copy.deepcopy(module), [torch.empty(batch_size, CONTEXT + 1, dtype=torch.int64)])
     watch = [] if accelerator == "cpu" else [Watch()]

@@ -188,8 +188,8 @@ EQUIVALENT: dict[str, str] = {
     "copies run on its computing stream. The host waits for the second copy, which runs after the first copy.",
 }
 
-# Calls with the name of a synchronization that wait for processes or threads. These calls do not order any work of a
-# device.
+# Calls that have the name of a synchronization, but wait for processes or threads. These calls do not order any work of
+# a device.
 OF_THE_HOST = {
     "roomier.bench.gpu.case:run_with_limit | process.wait(limit_s)",
     "roomier.bench.gpu.case:_kill_session | process.wait()",

@@ -1,8 +1,8 @@
 """Find the synchronizations of a program, and remove one of them.
 
 A synchronization is a call that orders the work of different streams, or the work of a stream and the host. ``removed``
-compiles the function that contains the call without the call, and replaces the code of the function. The module and its
-objects remain the same.
+compiles the function that contains the call again, without the call, and replaces the function's code. The module and
+its objects remain the same.
 
 | call | without the synchronization |
 |---|---|

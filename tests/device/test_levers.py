@@ -1,5 +1,5 @@
-"""Strategies and memory techniques on the simulated accelerator: equal numbers as on the CPU, no races, no waits, and
-forecasts."""
+"""Strategies and memory techniques on the simulated accelerator: the same numbers as on the CPU, no races, no waits,
+and forecasts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REJECTED = {
 # torch.optim.Adafactor reads the norm of each weight. DDP arranges its buckets in its second forward. That is the third
 # step, because the first step runs before DDP is created. The writer thread of a disk waits for copies to the host.
 WAITING = {(lever, step) for lever in ("adafactor", "disk") for step in CHECKED_STEPS} | {("ddp", CHECKED_STEPS[0])}
-# The CPU sums shards in the order of the ranks, and the collectives of the accelerator in a different order.
+# The CPU sums shards in the order of the ranks, but the collectives of the accelerator use a different order.
 REORDERED = ("zero2 on 4", "zero3 on 4")
 QUANTIZED = ("adamw8bit", "adamw4bit", "lion", "muon")
 SETTINGS = [(strategy, schedule) for schedule in ("LATE", "OTHERS_FIRST") for strategy in STRATEGIES]

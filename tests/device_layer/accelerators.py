@@ -1,4 +1,4 @@
-"""Accelerators that are not on this machine, for code that only asks torch for their names."""
+"""Accelerators that are not on this machine, for code that requests only their names from torch."""
 
 import pytest
 import torch

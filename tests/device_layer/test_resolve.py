@@ -1,4 +1,4 @@
-"""Devices for the names of accelerators."""
+"""Devices that correspond to names of accelerators."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph per kind of block, equal results as without compilation, and restored forwards.
+"""Compiled blocks: one graph per kind of block, the same results as without compilation, and restored forwards.
 
 Most tests use a backend that only traces, which takes a second. One test uses the real compiler.
 """
@@ -62,7 +62,7 @@ class Tiny(Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        # Gives the input of each block a gradient, so that all blocks have one kind of input.
+        # With this parameter, the input of each block requires a gradient, so that all blocks have one kind of input.
         self.scale = nn.Parameter(torch.ones(8))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
 

@@ -17,7 +17,7 @@ NUM_CLASSES = 7
 
 
 class TokenMean(roomier.Module):
-    """Dict batches with the label -100 for ignored tokens."""
+    """Task with dict batches and the label -100 for ignored tokens."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class TokenMean(roomier.Module):
 
 
 class Classifier(TokenMean):
-    """Tuple batches with one label per sample."""
+    """Task with tuple batches and one label per sample."""
 
     def training_step(self, batch):
         x, label = batch
@@ -54,7 +54,7 @@ class Classifier(TokenMean):
 
 
 class Regression(Classifier):
-    """Tuple batches with floating-point targets."""
+    """Task with tuple batches and floating-point targets."""
 
     def training_step(self, batch):
         x, target = batch
@@ -76,7 +76,7 @@ class Summed(Regression):
 
 
 class OwnCount(TokenMean):
-    """Mean over the entries of a mask, which num_loss_terms counts."""
+    """Task whose loss is a mean over the entries of a mask, which num_loss_terms counts."""
 
     def training_step(self, batch):
         wrong = F.mse_loss(self.net(batch["x"]), batch["goal"], reduction="none").mean(-1)
@@ -101,7 +101,7 @@ CLASS_WEIGHTS = torch.arange(1.0, NUM_CLASSES + 1, dtype=torch.float64)
 
 
 class ClassWeighted(Classifier):
-    """Mean over the class weights of the targets, as torch defines ``cross_entropy(weight=...)``."""
+    """Task whose loss is a mean over the class weights of the targets, like torch's ``cross_entropy(weight=...)``."""
 
     def training_step(self, batch):
         x, label = batch

@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 WIDTH, DEPTH = 1536, 18
 TENSOR_MIB = WIDTH * WIDTH * 4 / 2**20
 MODEL_MIB = TENSOR_MIB * DEPTH
-MARGIN_MIB = 24  # loaded code, process groups, fragmentation of the allocator
+MARGIN_MIB = 24  # margin for loaded code, process groups, and fragmentation of the allocator
 
 
 class Deep(nn.Module):

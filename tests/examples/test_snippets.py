@@ -1,4 +1,4 @@
-"""The snippets run unchanged, and each is short. A few require ranks."""
+"""The snippets run unchanged, and each snippet is short. A few require ranks."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Adapters are exported merged into the weights of the plain model, or alone."""
+"""Adapters are either merged into the weights of the plain model and exported, or exported alone."""
 
 from __future__ import annotations
 

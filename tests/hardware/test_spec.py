@@ -1,4 +1,4 @@
-"""Machines by name and by file, and the errors of invalid names and files."""
+"""Machines that are specified by name or by file, and errors for invalid names and files."""
 
 import json
 from dataclasses import replace

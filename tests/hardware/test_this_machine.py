@@ -1,4 +1,4 @@
-"""The current machine with a GPU. The tests patch the functions of torch that describe the GPU."""
+"""Description of the current machine if it has a GPU. The tests patch the functions of torch that describe the GPU."""
 
 from types import SimpleNamespace
 

@@ -20,8 +20,8 @@ CODE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|:\w+:|https?://\S+", re.DOTALL)
 SENTENCE_END = re.compile(r"(?<=[.:!?]) +")
 
 # Each row: a habit, the largest rate per 1,000 words, and the pattern. The limits are several times the rates in the
-# sources of PyTorch and Lightning. The check only indicates problems. If it fails, rewrite the meaning of a sentence,
-# not only its words.
+# sources of PyTorch and Lightning. The check only indicates problems. If the check fails, rewrite the sentence so that
+# its meaning is clear.
 HABITS: list[tuple[str, float, str]] = [
     ("what", 1.5, r"\bwhat(ever)?\b"),
     ("a sentence that opens with a question word or Of", 1.5, r"^(what|of|whether|where|how|from)\b"),

@@ -1,4 +1,4 @@
-"""Exact counts of the library code that runs in a fit. They do not depend on the speed of the machine."""
+"""Exact counts of the library code that runs in a fit. The counts do not depend on the speed of the machine."""
 
 import sys
 from collections import Counter

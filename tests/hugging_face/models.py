@@ -1,4 +1,4 @@
-"""Eight small Hugging Face models, built from their configurations, and random batches for each."""
+"""Eight small Hugging Face models, which are built from their configurations, and random batches for each model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Kind:
 
     Attributes:
         make_model: function that creates the model, with or without dropout.
-        make_batch: (number of samples, generator) -> a batch whose samples count unequal numbers of targets.
-        count: function that returns the number of terms in the mean that is the model's loss for a batch.
+        make_batch: function of the number of samples and a generator. The samples of the returned batch have unequal
+            numbers of targets.
+        count: function that returns the number of terms over which the model averages the loss of a batch.
     """
 
     make_model: Callable[[bool], Any]

@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 
 LR = 0.5
 SIZES = (3, 1, 2)  # number of samples in each micro-batch of a step
-# One batch of all samples has the same gradients, except if samples of a batch affect each other.
+# One batch of all samples has the same gradients, unless the samples of a batch affect each other.
 SEPARABLE = [name for name in KINDS if name not in ("clip", "mixtral")]
 
 

@@ -1,4 +1,4 @@
-"""The same model and batches with the Trainer of transformers, which passes ``num_items_in_batch``."""
+"""Comparison with the Trainer of transformers, which passes ``num_items_in_batch``, for the same model and batches."""
 
 from __future__ import annotations
 

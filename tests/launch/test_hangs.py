@@ -28,7 +28,7 @@ from roomier.run.options import MAX_HANG_TIMEOUT_S, LoopOptions
 from tests.ranks.pool import RankPool
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
-SECONDS_TO_END = 90.0  # in addition to the bounds of a few seconds, on a busy machine
+SECONDS_TO_END = 90.0  # allowed on a busy machine, in addition to the bounds of a few seconds
 REPORT = "roomier: heartbeat: rank "
 
 

@@ -105,7 +105,8 @@ HUNG: dict[str, tuple[dict[int, Script], str | None, list[int]]] = {
     "deadlock": ({0: waits, 1: hangs()}, None, [1]),
     "deadlock on rank 0": ({0: hangs(), 1: waits, 2: waits}, None, [0]),
     "two of four": ({0: waits, 1: hangs(), 2: is_silent(hangs()), 3: waits}, None, [1, 2]),
-    # Rank 1 hangs; rank 0 waits for it in their shard, rank 3 in their replicas, and rank 2 for rank 0.
+    # Rank 1 hangs. Rank 0 waits for rank 1 in their shard, rank 3 waits for rank 1 in their replicas, and rank 2 waits
+    # for rank 0.
     "deadlock in one of two groups": (
         {
             0: in_shards("shards of 0, 1", "replicas of 0, 2", (1, 0)),

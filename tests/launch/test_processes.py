@@ -1,7 +1,7 @@
 """Processes that a script or a launcher starts as ranks, and the way in which they end if one process fails.
 
-The fixtures ``outcomes`` and ``more_outcomes`` run the programs, several at a time. ``test_meet.py`` and
-``test_place.py`` test parts of this behavior without processes.
+The fixtures ``outcomes`` and ``more_outcomes`` run several programs at a time. ``test_meet.py`` and ``test_place.py``
+test parts of this behavior without processes.
 """
 
 import json
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def ranks(self) -> list[list[int]]:
-        """Values that each rank printed at its end: rank, size, local rank, local size, node, steps."""
+        """Values that each rank printed at the end: rank, size, local rank, local size, node, steps."""
         return sorted(json.loads(line) for line in re.findall(r"^ranks (.*)$", self.stdout, re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""Different kinds of LightningModules, as users write them. They do not use roomier."""
+"""Different kinds of LightningModules, as users write them. These modules do not use roomier."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shuffled(seed: int = 0) -> DataLoader[Any]:
 
 
 class Stream(IterableDataset[Any]):
-    """The same batches in sequence, without a length."""
+    """Stream of the same batches in sequence, without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from in_order()
@@ -171,7 +171,7 @@ class SeveralSchedulers(Regression):
 
 
 class ManyValLoaders(Regression):
-    """Validated on several loaders. Logs one common name and separate names."""
+    """Module that is validated on several loaders, and logs one common name and separate names."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         loss = self.loss(batch)

@@ -28,7 +28,7 @@ class Rows(pl.loggers.logger.Logger):
         pass
 
     def as_in_lightning(self) -> list[tuple[int, dict[str, float]]]:
-        """Rows of roomier with Lightning's steps, which count from 0, and without the column ``loss`` of roomier."""
+        """Return roomier's rows with Lightning's steps, which count from 0, and without roomier's column ``loss``."""
         rows = [
             (step - ("epoch" in row), {key: each for key, each in row.items() if key != "loss"})
             for step, row in self.rows

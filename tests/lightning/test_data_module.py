@@ -188,7 +188,8 @@ def test_from_datasets(tmp_path, kind):
 
 
 class Named:
-    """A DataModule whose __init__ receives all hyperparameters in one argument, and an argument that is not stored."""
+    """A DataModule whose __init__ receives one argument with all hyperparameters, and another argument that is not
+    stored."""
 
     def __init__(self, config: dict[str, Any], source: Any = None) -> None:
         super().__init__()

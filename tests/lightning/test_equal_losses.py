@@ -1,4 +1,4 @@
-"""A LightningModule has the same losses, metrics and weights with Lightning's Trainer and with roomier's."""
+"""A LightningModule has the same losses, metrics and weights with Lightning's Trainer and with roomier's Trainer."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

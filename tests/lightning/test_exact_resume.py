@@ -15,7 +15,7 @@ from tests.lightning.modules import NUM_BATCHES, SeveralSchedulers, WithDropout,
 
 
 class Drawing(WithDropout):
-    """Dropout, a validation that consumes random numbers, and schedulers of each interval."""
+    """Module with dropout, a validation that consumes random numbers, and schedulers of each interval."""
 
     configure_optimizers = SeveralSchedulers.configure_optimizers
 

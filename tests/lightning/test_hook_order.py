@@ -89,7 +89,7 @@ class Plain(pl.LightningModule):
 
 
 class OneRate(Plain):
-    """Without schedulers, for runs that log no metrics."""
+    """Module without schedulers, for runs that log no metrics."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -159,7 +159,8 @@ def test_losses_with_bf16_mixed(on_ranks, tmp_path, strategy):
 
 @pytest.mark.parametrize("kind", [pytest.param(Automatic, marks=SLOW), Manual])
 def test_run_of_one_process_resumes_sharded(on_ranks, tmp_path, kind):
-    """One epoch on one rank, two on two ranks with zero3: the losses equal three epochs on one rank."""
+    """One epoch on one rank, followed by two epochs on two ranks with zero3, has the same losses as three epochs on one
+    rank."""
     expected = alone(kind, tmp_path)
     train(kind, tmp_path / "first", "single", 1, max_epochs=1)
     found = on_ranks(2, train, kind, tmp_path / "second", "zero3", 2, tmp_path / "first" / "end")

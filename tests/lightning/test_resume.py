@@ -61,7 +61,7 @@ class Automatic(pl.LightningModule):
 
 
 class Manual(Automatic):
-    """Two optimizers and their schedulers with manual optimization."""
+    """Module with two optimizers and their schedulers, and manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Counts(pl.Callback):
 
 
 class Data(pl.LightningDataModule):
-    """Shuffled data with a state."""
+    """DataModule with shuffled data and a state."""
 
     def __init__(self) -> None:
         super().__init__()

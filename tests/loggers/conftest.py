@@ -1,4 +1,5 @@
-"""A module with two layers and a loader for it. Notices printed once are printed again in the next test."""
+"""A module with two layers and a loader for it. Notices that are printed only once are printed again in the next
+test."""
 
 from collections.abc import Iterator
 

@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 
 @dataclass(frozen=True)
 class Chunked(Setup):
-    """Chunks of five tokens, which do not divide a batch."""
+    """Setup with chunks of five tokens, which do not divide a batch."""
 
     chunk_tokens: int | None = 5
 

@@ -1,4 +1,4 @@
-"""The loss in chunks and its gradients are equal to ``F.cross_entropy(F.linear(...))``."""
+"""The chunked loss and its gradients equal ``F.cross_entropy(F.linear(...))`` and its gradients."""
 
 import itertools
 

@@ -166,7 +166,7 @@ def test_single_rank_holds_all_model_states() -> None:
 
 
 def test_bytes_per_parameter_of_each_strategy() -> None:
-    """Bytes per parameter as documented in the design note, on a model with many small units."""
+    """The bytes per parameter equal the documented values, for a model with many small units."""
     module = Model(tied=False)
     module.net = GPT(GPTConfig(vocab_size=64, context=16, num_layers=24, num_heads=2, width=64, dropout=0.0))
     num_parameters = sum(each.numel() for each in module.parameters())

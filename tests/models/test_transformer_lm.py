@@ -21,7 +21,7 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize(("num_layers", "published"), [(22, 1.2e9), (32, 1.7e9)])
 def test_number_of_parameters(num_layers: int, published: float) -> None:
-    """The article reports 1.2 billion for 22 layers. 32 layers have 1.7 billion."""
+    """The article reports 1.2 billion parameters for 22 layers. 32 layers have 1.7 billion parameters."""
     with torch.device("meta"):
         model = TransformerLM(TransformerLMConfig(num_layers=num_layers))
     assert sum(each.numel() for each in model.parameters()) == pytest.approx(published, rel=0.01)

@@ -71,7 +71,7 @@ def test_values(source: str, precision: str, tmp_path: Path) -> None:
 WIDTH, DEPTH = 1024, 16
 MODEL_MIB = 2 * WIDTH * WIDTH * 4 * DEPTH / 2**20
 BLOCK_MIB = MODEL_MIB / DEPTH
-MARGIN_MIB = 24  # loaded code and fragmentation of the allocator
+MARGIN_MIB = 24  # margin for loaded code and fragmentation of the allocator
 MEASURE = """
 import ctypes, gc, sys
 from pathlib import Path

@@ -363,7 +363,7 @@ def test_one_region_is_in_memory_and_unchanged_parameters_are_not_written() -> N
     loss.backward()
     parameters.end_backward()
     assert (most, casts) == (1, 2), "only the weights of the current block exist, and their copies in bfloat16"
-    # The last region stays for its backward, and the first region is in memory after the backward.
+    # The last region stays in memory for its backward, and the first region is in memory after the backward.
     assert (tier.num_reads, tier.num_writes) == (2 * num_regions - 1, num_regions), "each write is a gradient"
     assert all(each.grad is None for each in network.parameters() if parameters.region_of(each) is not None)
     parameters.release()
@@ -414,7 +414,7 @@ def test_an_error_in_a_forward_keeps_no_region() -> None:
             network(X[:, 1:])
         with pytest.raises(RuntimeError):
             network.blocks[1](X[:, 1:])
-        assert sum(parameters.is_here(each) for each in parameters.regions) <= 2  # this region and the next one
+        assert sum(parameters.is_here(each) for each in parameters.regions) <= 2  # this region and the next region
     assert torch.equal(network(X), expected)
 
 

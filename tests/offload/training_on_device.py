@@ -117,7 +117,8 @@ def _steps(
     *,
     forbids_waits: bool = False,
 ) -> list[Tensor]:
-    """Train two micro-batches per step, and return the losses. From the third step on, the host must not wait."""
+    """Train two micro-batches per step, and return the losses. From the third step on, the host must not wait for the
+    device."""
     inside = {} if parameters is None else {each: region for region in parameters.regions for each in region.parameters}
     optimizers = {each: torch.optim.AdamW([each], lr=1e-2) for each in network.parameters()}
     losses = []

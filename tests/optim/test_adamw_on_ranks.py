@@ -67,7 +67,8 @@ def on_one_rank(pool: RankPool, optimizer: str, precision: str = "32-true", clip
 @pytest.mark.parametrize(("layout", "optimizer"), covering(LAYOUTS, NAMES))
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
     """The order of sums changes the last bit of a gradient, which can select the adjacent code. This affects one of
-    some thousands of codes, and no code in most of these runs, which then agree as closely as in float32."""
+    several thousand codes. In most of these runs, no code is affected, and the results agree as closely as in
+    float32."""
     strategy, num_ranks, shard_size = layout
     micro_batch = GLOBAL_BATCH // num_ranks
     setup = Setup(strategy, num_ranks, shard_size, micro_batch=micro_batch, optimizer=optimizer, clip=0.5, num_steps=12)

@@ -120,7 +120,7 @@ def test_rounding_is_unbiased_over_steps(bits: int) -> None:
     assert ((mean_ratio - ratio) / code).abs().max() < 0.03
     code = root.amax(1, keepdim=True).sqrt() / 2**bits
     mean_root = torch.stack([each.sqrt() for each, _ in held]).mean(0)
-    above = root.sqrt() > code  # no code exists below the first one
+    above = root.sqrt() > code  # no code exists below the first code
     assert ((mean_root - root.sqrt()) / code).abs()[above].max() < 0.03
 
 

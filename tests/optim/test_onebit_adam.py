@@ -18,7 +18,7 @@ from roomier.optim.sign_code import BLOCK
 from tests.covering import covering
 from tests.ranks.pool import RankPool
 
-# Sizes that divide evenly and unevenly, sizes below the number of ranks, and sizes above a block.
+# Sizes that the number of ranks divides or does not divide, sizes below the number of ranks, and sizes above a block.
 SHAPES = [(16, 32), (7,), (1,), (130, 3), (2, 2, 300)]
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-8, 0.1
 

@@ -1,4 +1,4 @@
-"""1-bit Adam in training: compared with AdamW, in the engine and the Trainer, and rejected inputs."""
+"""1-bit Adam in training: a comparison with AdamW, runs with the engine and the Trainer, and rejected inputs."""
 
 from __future__ import annotations
 

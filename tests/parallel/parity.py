@@ -101,7 +101,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Trained:
-    """Result of a training: the loss and gradient norm of each step, and the final weights."""
+    """Result of a training run: the loss and gradient norm of each step, and the final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -218,7 +218,7 @@ def whole_weights(module: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Distance:
-    """Relative distances between two trainings: the maximum over losses, over norms, and over weight tensors.
+    """Relative distances between two training runs: the maximum over losses, over norms, and over weight tensors.
 
     The root mean square of a weight tensor counts as at least 0.1, because a bias that starts at zero contains mostly
     rounding errors of its gradient.

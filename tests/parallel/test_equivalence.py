@@ -27,7 +27,8 @@ from tests.ranks.pool import RankPool
 TOLERANCES = {"64-true": 1e-10, "32-true": 1e-5}
 FIRST_STEP_IN_BF16 = 1e-5
 
-# Strategy, number of ranks, ranks per replica. A single rank uses the same code of the engine.
+# A layout consists of the strategy, the number of ranks, and the number of ranks per replica. A single rank uses the
+# same engine code.
 LAYOUTS = [
     ("single", 1, None),
     *((strategy, num_ranks, None) for strategy in ("ddp", "zero1", "zero2", "zero3") for num_ranks in (2, 4)),

@@ -1,4 +1,4 @@
-"""Several runs of one process group use the same mesh, so that all ranks communicate in the same process groups."""
+"""Several runs in one process group use the same mesh, so that all ranks communicate in the same process groups."""
 
 import torch
 import torch.distributed as dist

@@ -229,7 +229,7 @@ class InPlace(Regression):
 
 
 class AloneInRoot(Regression):
-    """A network of one layer."""
+    """A network with a single layer."""
 
     def make_network(self) -> nn.Module:
         return nn.Linear(WIDTH, 1)

@@ -13,7 +13,7 @@ from tests.parallel.parity import Setup, Trained, distance, train_bare, whole_we
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
 
-STEP_SAMPLES = 8  # samples of the global batch
+STEP_SAMPLES = 8  # number of samples in the global batch
 
 
 class Samples(Dataset[dict[str, Tensor]]):

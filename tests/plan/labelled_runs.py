@@ -166,7 +166,7 @@ def train_plain(recipe: str, start: Mapping[str, Tensor]) -> Run:
 
 
 def groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of an optimizer: matrices decay, biases and norms do not."""
+    """Return the parameter groups of an optimizer. Matrices decay, but biases and norms do not decay."""
     trained = [each for each in network.parameters() if each.requires_grad]
     return [
         {"params": [each for each in trained if each.dim() >= 2], "weight_decay": weight_decay},
@@ -206,7 +206,7 @@ class MasterWeights(torch.optim.AdamW):
     """AdamW on float32 weights, which are rounded to the bfloat16 weights of the network after each step.
 
     Attributes:
-        masters: the float32 weight of each weight.
+        masters: the float32 master weight of each weight.
     """
 
     def __init__(self, network: nn.Module) -> None:

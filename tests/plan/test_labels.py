@@ -1,4 +1,4 @@
-"""Every label of a choice, verified by training runs of the plan with and without the choice.
+"""Every label of a choice is verified with training runs of the plan with and without the choice.
 
 The runs of an exact choice have the same bits. The runs of a near choice differ within a bound on rounding errors. The
 runs of an approximate choice differ by more than this bound.

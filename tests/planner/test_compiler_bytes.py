@@ -1,4 +1,4 @@
-"""Host memory of the compiler for the update of low-bit states, in both kinds of forecasts."""
+"""Host memory that the compiler requires for the update of low-bit states, in both kinds of forecasts."""
 
 from __future__ import annotations
 

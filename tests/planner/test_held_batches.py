@@ -76,7 +76,8 @@ def test_a_forecast_holds_as_many_micro_batches_as_the_loop(like: str, num_held:
     once = plan_from_flags(optimizer="sgd", accelerator=machine.device.kind)
     several = replace(once, batch=replace(once.batch, accumulate_grad_batches=4))
     before, after = (dry_run(workload, plan, like=like).peak_bytes for plan in (once, several))
-    gradients = abs(after - before - (num_held - 1) * BATCH_BYTES)  # of earlier micro-batches, in addition
+    # gradients of earlier micro-batches, in addition to the batches
+    gradients = abs(after - before - (num_held - 1) * BATCH_BYTES)
     assert gradients <= 4 * sum(each.numel() for each in workload.module.parameters()) + 64  # and losses
     forecast = Estimator(workload, machine).estimate(several, 64)
     assert forecast.tensor_bytes == pytest.approx(after, rel=1e-3)

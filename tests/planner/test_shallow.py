@@ -1,4 +1,4 @@
-"""Deep models traced with a few blocks have the timeline of the full model, byte for byte."""
+"""Deep models that are traced with a few blocks have byte for byte the same timeline as the full model."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_a_plan_that_exceeds_the_disk_is_not_chosen() -> None:
     assert choice.chosen is None
     assert any("offloads more than fits in the disk of a node" in each.reason for each in choice.considered)
     error = str(no_plan_fits(language(1), auto(), choice, prices=prices))
-    assert "needs 3.0 KiB on each rank" in error  # not a plan whose offloaded data does not fit
+    assert "needs 3.0 KiB on each rank" in error  # the error suggests no plan whose offloaded data does not fit
 
 
 def test_a_model_without_blocks_keeps_its_parameters() -> None:

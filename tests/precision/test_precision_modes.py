@@ -1,4 +1,4 @@
-"""Each precision mode computes the same as a bare loop with torch's tools."""
+"""Each precision mode computes the same values as a bare loop with torch's tools."""
 
 import copy
 import json
@@ -281,7 +281,7 @@ def test_convolutions_follow_the_matmul_mode(make_trainer, module, data, level, 
 
 
 def test_two_optimizers_clipped_before_either_steps(make_trainer):
-    """Each optimizer is unscaled once, and the scale is updated once for both."""
+    """Each optimizer is unscaled once, and the scale is updated once for both optimizers."""
 
     class Pair(roomier.Module):
         automatic_optimization = False

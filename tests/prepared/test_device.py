@@ -1,4 +1,4 @@
-"""A script on a device computes the numbers of the CPU, without races between its streams."""
+"""A script on a device computes the same numbers as on the CPU, without races between its streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared loaders: the same batches as Accelerate's loaders, and resumption."""
+"""Prepared loaders yield the same batches as Accelerate's loaders, and can resume."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Runs:
         **options: Any,
     ) -> Trainer:
         """Start a new run under ``folder``, or resume the existing run (``ckpt_path="last"``)."""
-        # After a resume, random numbers that do not come from the checkpoint differ.
+        # After a resume, random numbers whose state is not restored from the checkpoint differ.
         seed_everything(self.next_seed() if (self.root / folder).exists() else 1)
         quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
         trainer = Trainer(default_root_dir=self.root / folder, accelerator="cpu", **{**quiet, **options})

@@ -207,7 +207,7 @@ def test_the_ledger_is_equal_to_the_ledger_of_an_undisturbed_run(
 
 
 class Numbers(Dataset[Tensor]):
-    """Dataset in which sample i is i, and which records the samples that were read."""
+    """Dataset that records the samples that were read. Sample i is i."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples

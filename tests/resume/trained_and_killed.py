@@ -206,7 +206,7 @@ def check_nothing_lost(root: Path, committed: int, reference: list[dict]) -> Non
 
 
 def check_same(root: Path, reference_root: Path) -> None:
-    """Check at the end that the log, the last checkpoint and the folders are equal to the undisturbed run."""
+    """Check at the end that the log, the last checkpoint and the folders equal those of the undisturbed run."""
     ends = [checkpoint.find_last(each) for each in (reference_root, root)]
     folders = [end.parent.parent for end in ends]
     assert rows_of(folders[0]) == rows_of(folders[1])

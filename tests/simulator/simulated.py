@@ -1,4 +1,4 @@
-"""The device ``simulated``. ``register`` adds it to the process, where it remains.
+"""The device ``simulated``. ``register`` adds the device to the process until the process ends.
 
 The other functions control the simulation and report what the program did. ``docs/design/simulator.md`` describes the
 model. The environment variable ``SIMULATED_WITHOUT`` names capabilities to remove, separated by commas.
@@ -142,7 +142,8 @@ def set_memory_limit(num_bytes: int) -> None:
 
 
 def set_device_count(count: int) -> None:
-    """Set the number of devices of this process. Call it before the first backward pass, which starts their threads."""
+    """Set the number of devices of this process. Call this function before the first backward pass, which starts the
+    threads of the devices."""
     _extension.set_device_count(count)
 
 

@@ -1,7 +1,7 @@
 """Run functions of tests in processes that have the simulated accelerator.
 
-A process that has registered the device keeps it, so tests do not register it in the process of pytest. The fixture
-``on_simulated`` forks ranks from a server with the device. See [Note: forked ranks] in ``tests/ranks/pool.py``.
+A process that has registered the device keeps the device, so tests do not register it in the process of pytest. The
+fixture ``on_simulated`` forks ranks from a server with the device. See [Note: forked ranks] in ``tests/ranks/pool.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulator.build import missing_requirement
 
 
 class SimulatedRanks:
-    """Callable that runs functions on ranks with a simulated device each.
+    """Callable that runs functions on ranks, each of which has a simulated device.
 
     Example::
 

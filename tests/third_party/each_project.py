@@ -1,4 +1,5 @@
-"""Runs the slow tests of third-party projects, each in a separate environment that uses the packages of this one.
+"""Run the slow tests of third-party projects. Each project has a separate environment, which uses the packages of this
+environment.
 
 Usage: ``python tests/third_party/each_project.py [PROJECT ...]``. The environments are created in
 ``.venv-third-party/`` of the current folder. torch and Lightning are not replaced.
@@ -24,7 +25,7 @@ PROJECTS = {
     "lightly": "test_lightly.py",
     "asteroid": "test_asteroid.py",
 }
-# Its version for Lightning 2 excludes recent versions of torchmetrics, and it requires torchaudio for one loss.
+# Asteroid's version for Lightning 2 excludes recent versions of torchmetrics, and requires torchaudio for one loss.
 WITHOUT_DEPENDENCIES = {
     "asteroid": (
         *("asteroid==0.7.0", "asteroid-filterbanks", "julius", "einops", "torch_optimizer", "pytorch_ranger"),

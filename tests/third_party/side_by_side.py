@@ -1,4 +1,4 @@
-"""Runs of third-party projects with Lightning's Trainer and with roomier's."""
+"""Runs of third-party projects with Lightning's Trainer and with roomier's Trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def both(
     """Fit the module and data that ``make`` returns under Lightning and under roomier, with equal seeds.
 
     Args:
-        library: ``lightning.pytorch``, or ``pytorch_lightning`` for modules of this package.
+        library: ``"lightning.pytorch"``, or ``"pytorch_lightning"`` for modules of this package.
     """
     runs = []
     for kind in (library.Trainer, Trainer):

@@ -1,4 +1,5 @@
-"""The package datasets: rejected as a loader, and read by a DataLoader with an exact resume."""
+"""Datasets from the package datasets are rejected as loaders. A DataLoader can read such a dataset and resume
+exactly."""
 
 from collections.abc import Callable
 from pathlib import Path

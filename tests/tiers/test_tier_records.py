@@ -42,7 +42,7 @@ def make_tier(kind: str, num_buffers: int, scratch: Scratch) -> Tier:
 
 
 class Model:
-    """Calls of a tier, and the content that its records must have."""
+    """State of the test: a tier, and the content that its records must have."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier

@@ -33,7 +33,7 @@ from roomier.train.settling.settle import settle
 
 
 class FakeEngine:
-    """Plain SGD without a plan."""
+    """Engine that runs plain SGD without a plan."""
 
     allows_inference_mode, trace = True, 0
     blocks: Sequence[nn.Module] = ()

@@ -1,4 +1,4 @@
-"""Gradients are freed after the update, and later if a hook may read them."""
+"""Gradients are freed after the update, or later if a hook may read the gradients."""
 
 from __future__ import annotations
 

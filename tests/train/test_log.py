@@ -254,7 +254,7 @@ def test_monitor_reads_values_of_the_module_at_the_end_of_the_training_epoch(mak
 
 
 def test_same_name_in_a_step_and_at_the_end_of_the_epoch(make_trainer, rows):
-    """Two hooks log two values with one name. Both are kept separately."""
+    """Two hooks log different values with the same name. Both are kept separately."""
     module = Logs(
         training_step=lambda m, batch, i: m.log("x", batch[0, 0]),
         on_train_epoch_end=lambda m: m.log("x", 9.0),

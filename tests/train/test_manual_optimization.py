@@ -11,7 +11,7 @@ import roomier
 
 
 class Gan(roomier.Module):
-    """Two optimizers that alternate. Each uses only the gradients of its parameters."""
+    """Module with two optimizers that alternate. Each optimizer uses only the gradients of its parameters."""
 
     automatic_optimization = False
 

@@ -58,7 +58,7 @@ class AsksAnother(Outer):
 
 
 def test_module_is_rejected_by_a_second_trainer_during_a_run(make_trainer):
-    """The second Trainer would remove the techniques and the logging of the first. A copy is accepted."""
+    """The second Trainer would remove the techniques and the logging of the first Trainer. A copy is accepted."""
     data = [torch.randn(4, 2) for _ in range(2)]
     module = AsksAnother(lambda module: make_trainer().validate(copy.deepcopy(module), data, verbose=False))
     trainer = make_trainer(max_epochs=1)

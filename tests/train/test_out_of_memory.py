@@ -80,7 +80,7 @@ def test_error_contains_measurement_forecast_and_a_suggestion(make_trainer: Make
 
 
 class Failing(nn.Module):
-    """Module that can run out of memory. Its hook replaces its input by a tensor that only this call references."""
+    """Module that can run out of memory. Its hook replaces its input with a tensor that only this call references."""
 
     def __init__(self, seen: list[weakref.ref[torch.Tensor]]) -> None:
         super().__init__()

@@ -49,7 +49,8 @@ def sequence_batches(count):
 
 
 CASES = {
-    # The number of labels over which the loss of a model averages: a causal model drops the first label of each row.
+    # Function that counts the labels over which a model averages its loss. A causal model drops the first label of each
+    # row.
     "gpt2": (gpt2, token_batches, lambda batch: int((batch["labels"][:, 1:] != -100).sum())),
     "bert": (bert, token_batches, lambda batch: int((batch["labels"] != -100).sum())),
     "t5": (t5, token_batches, lambda batch: int((batch["labels"] != -100).sum())),

@@ -1,4 +1,4 @@
-"""Process-wide settings apply inside a run and are restored; the profiler writes its trace."""
+"""Process-wide settings apply inside a run and are restored afterwards. The profiler writes its trace."""
 
 import json
 

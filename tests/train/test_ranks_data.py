@@ -153,7 +153,7 @@ def curve(size: int, accumulate: int, shuffle: bool, drop_last: bool) -> list[fl
 
 @pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
 def test_same_batches_produce_the_same_steps(on_ranks, shuffle: bool, drop_last: bool):
-    """45 samples: the last global batch of an epoch has 5, which 2 and 4 ranks cannot divide evenly."""
+    """With 45 samples, the last global batch of an epoch has 5 samples, which 2 and 4 ranks cannot divide evenly."""
     alone = curve(1, 1, shuffle, drop_last)
     assert len(alone) == 2 * (5 if drop_last else 6)
     for size in (2, 4):

@@ -1,4 +1,4 @@
-"""Validation, test and predict on several ranks return the values of one rank, including uneven last batches."""
+"""On several ranks, validate, test and predict return the same values as on one rank, even with uneven last batches."""
 
 import warnings
 from typing import Any

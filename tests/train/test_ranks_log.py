@@ -1,4 +1,4 @@
-"""Values logged on several ranks: identical on all ranks, with rows from the first rank."""
+"""Values that are logged on several ranks are identical on all ranks, and the first rank writes the rows."""
 
 from collections.abc import Mapping
 from typing import Any

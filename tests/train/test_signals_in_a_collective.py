@@ -1,4 +1,4 @@
-"""A rank that waits in a collective for a rank that does not respond exits after a second signal."""
+"""If a rank waits in a collective for a rank that does not respond, the waiting rank exits after a second signal."""
 
 import os
 import signal

@@ -97,7 +97,7 @@ def test_lengths(make_trainer, keywords, num_trained, num_steps, epochs):
 @pytest.mark.parametrize("limit", [0, 0.0])
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_steps": 5}])
 def test_no_training_batches(make_trainer, limit, length):
-    """As in Lightning, no step runs, and the run ends."""
+    """As in Lightning, the run ends without a step."""
     module, trainer = Counts(), make_trainer(limit_train_batches=limit, **length)
     trainer.fit(module, numbered(4))
     assert module.trained == []

@@ -1,4 +1,4 @@
-"""Errors about arguments of 2020 and 2021 show the current call with the given values, and this call works."""
+"""Errors about arguments from 2020 and 2021 show the current call with the given values, and this call works."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A module with dropout, shuffled data, and tools to compare the state after two runs."""
+"""A module with dropout, shuffled data, and functions that compare the state after two runs."""
 
 from typing import Any
 

@@ -50,7 +50,7 @@ _INSTEAD = {
 
 
 class Settings:
-    """The settings of a Trainer and its running loop.
+    """The settings of a Trainer, and the loop that is running.
 
     Args:
         plan: the requested plan.

@@ -11,7 +11,7 @@ import roomier
 
 
 class ToyModule(roomier.Module):
-    """Linear model of random data.
+    """Linear model for random data.
 
     Args:
         lr: learning rate.

@@ -1,6 +1,7 @@
 """A small run in which a rank hangs: ``HOW RANK [Trainer keywords as JSON]``.
 
-It writes to the folder ``NOTES`` an empty file named after the id of each process, and a file when the rank hangs.
+For each process, the folder ``NOTES`` receives an empty file that is named after the process id. When the rank hangs,
+the folder receives another file.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A small run that fails as its arguments specify: ``WHAT RANK [Trainer keywords as JSON]``.
 
-It writes to the folder ``NOTES`` an empty file named after the id of each process, a file with the sockets of each rank
-in the second step (address, port, status), and a file when the rank fails.
+The folder ``NOTES`` receives an empty file for each process, which is named after the process id, a file with the
+sockets of each rank in the second step (address, port, status), and a file when the rank fails.
 """
 
 import json
@@ -46,7 +46,7 @@ def go_wrong(what: str) -> None:
 
 
 def wait_for_partition() -> None:
-    """Wait until each rank has read that the other is in a step, and until the test has disconnected the ranks."""
+    """Wait until each rank has read that the other rank is in a step, and until the test has disconnected the ranks."""
     thread, rank = heartbeat._heartbeat, os.environ["RANK"]
 
     def is_peer_in_step() -> bool:
