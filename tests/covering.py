@@ -7,7 +7,7 @@ import pytest
 
 
 def covering(rows: Sequence[Any], columns: Sequence[Any], per_row: int = 1) -> list[Any]:
-    """Return all pairs of ``rows`` and ``columns`` as parameters, most of them marked slow.
+    """Return all pairs of ``rows`` and ``columns`` as parameters, most of which are marked slow.
 
     Each row is combined with ``per_row`` columns that are not slow. Consecutive rows start at consecutive columns, so
     every column is covered as well if there are at least as many rows as columns.

@@ -1,4 +1,4 @@
-"""Budgets with offloading to host memory, tested with copies that are outside the memory of torch."""
+"""Budgets with offloading to host memory, tested with copies outside the memory that torch measures."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_two_calls_on_the_device_never_exceed_the_bound(seed: int) -> None:
         options = [Option(0, 0, 0, sizes[each], num_calls[each] if sizes[each] else 0) for each in range(last + 1)]
         return peak_bytes([Stage((option,), 0) for option in options], [0] * len(options))
 
-    moved: list[int] = []  # positions of the offloaded calls in the order
+    moved: list[int] = []  # positions of the offloaded calls in ``order``
     for place, block in enumerate(order):
         moved += [place] if sizes[block] else []
         assert sum(sizes[order[each]] for each in moved[-2:]) <= counted(max(order[: place + 1]))

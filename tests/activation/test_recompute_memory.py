@@ -56,7 +56,7 @@ def kept_and_peak(policy: str, num_layers: int) -> tuple[int, int]:
 
 
 def kept_per_block(policy: str) -> float:
-    """Return the saved bytes per block, in units of the input of a block."""
+    """Return the saved bytes per block, in units of the size of a block's input."""
     return (kept_and_peak(policy, 8)[0] - kept_and_peak(policy, 4)[0]) / 4 / INPUT
 
 

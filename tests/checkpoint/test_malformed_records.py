@@ -1,4 +1,4 @@
-"""Malformed records with valid checksums: loading raises an error that names the file and the field, or is correct.
+"""Malformed records with valid checksums: loading succeeds, or raises an error that names the file and the field.
 
 A program that can write a checkpoint can compute its checksums. Loading such a checkpoint may fail, but only with a
 CheckpointError. The error must be raised before the state of the run changes, without waiting, and without reading

@@ -101,7 +101,7 @@ def assert_each_element_is_stored_once(path: Path) -> None:
     num_stored: dict[str, int] = {}
     for file_path in path.glob("*.safetensors"):
         with safe_open(file_path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 size = file.get_tensor(name).numel()
                 num_stored[name] = num_stored.get(name, 0) + size
     tensors = full_tensors()

@@ -1,4 +1,4 @@
-"""``roomier report``: forecast and measurement of a run as a table, JSON and a page."""
+"""``roomier report``: the forecast and the measurement of a run, as a table, JSON and a page."""
 
 from __future__ import annotations
 

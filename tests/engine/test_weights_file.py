@@ -51,7 +51,7 @@ def write(network: nn.Module, path: Path) -> Path:
 
 
 def write_in_two(network: nn.Module, folder: Path) -> Path:
-    """Write a folder of two files with an index."""
+    """Write the weights into a folder of two files and an index."""
     state = network.state_dict()
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     weight_map = {name: names[index % 2] for index, name in enumerate(state)}

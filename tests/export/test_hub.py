@@ -32,7 +32,7 @@ class FakeHub(ThreadingHTTPServer):
         repositories: requests that created a repository.
         committed: content of each committed file, by path.
         tokens: values of the header that contains the access token.
-        status: HTTP status of commits.
+        status: HTTP status of the response to a commit.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The example of the README runs, and every file that the README links to exists."""
+"""The example in the README runs, and every file that the README links to exists."""
 
 import json
 import re

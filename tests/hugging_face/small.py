@@ -59,7 +59,7 @@ def small(class_name: str, *, dropout: float = 0.0, **settings: Any) -> Any:
     Args:
         class_name: class of ``transformers``, such as ``"BertForMaskedLM"``.
         dropout: rate of every dropout in the model.
-        settings: other settings of the configuration. The sizes of all models have the names that BERT uses.
+        settings: other settings of the configuration. For every model, the names of sizes are the names that BERT uses.
     """
     kind = getattr(transformers, class_name)
     type_name = kind.config_class.model_type

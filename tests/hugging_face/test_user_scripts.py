@@ -89,8 +89,8 @@ def test_batch_without_labels_is_rejected(make_trainer: MakeTrainer) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "t5", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_recomputation_of_the_model_and_of_the_trainer(make_trainer: MakeTrainer, name: str) -> None:
-    """Used separately and together, both yield weights that are bit-identical to a run without a cache, including
-    dropout."""
+    """Used separately and together, both yield weights that are bit-identical to those of a run without a cache,
+    including dropout."""
     found = []
     for by_model, by_trainer in ((False, None), (True, None), (False, "full"), (True, "full")):
         model = KINDS[name].model()

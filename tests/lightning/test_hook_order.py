@@ -270,7 +270,7 @@ def test_hooks_after_an_error(tmp_path):
 
 
 def test_callbacks_with_a_monitor_run_last_at_the_end_of_an_epoch(tmp_path):
-    """EarlyStopping and ModelCheckpoint read the values of the module's hook, at any position in the list."""
+    """EarlyStopping and ModelCheckpoint read the values that the module's hook logs, at any position in the list."""
 
     class LogsLate(OneRate):
         def on_train_epoch_end(self) -> None:

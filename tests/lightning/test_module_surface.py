@@ -258,7 +258,7 @@ def test_copies_have_the_class_of_the_user(tmp_path):
 
 
 def test_object_can_alternate_between_both_trainers(tmp_path):
-    """The result equals a run with one Trainer."""
+    """The result equals the result of a run with one Trainer."""
 
     def train(kinds: list[Any]) -> Line:
         torch.manual_seed(0)

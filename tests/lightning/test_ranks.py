@@ -1,4 +1,4 @@
-"""A LightningModule on two ranks equals a run on one rank with the same global batch."""
+"""A run of a LightningModule on two ranks equals a run on one rank with the same global batch."""
 
 from pathlib import Path
 from typing import Any

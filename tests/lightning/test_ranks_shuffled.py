@@ -1,4 +1,4 @@
-"""A shuffled DataLoader has the order of torch in one process, and the same order on several ranks."""
+"""A shuffled DataLoader uses the same order as torch in one process, and this order on several ranks as well."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every reference model trains under zero3 on 2 ranks as in a plain loop in one process.
+"""Every reference model trains with zero3 on 2 ranks and in a plain loop in one process, with equal results.
 
 BatchNorm uses the statistics of a micro-batch. The plain loop therefore accumulates the micro-batches of the ranks.
 SwAV compares the embeddings of all ranks, so its reference is ddp on 2 ranks. The runs are in float64, where 1e-9 is

@@ -150,7 +150,7 @@ def difference(loop: str, setting: dict[str, Any], strategy: str, num_ranks: int
 
 
 def bound_of(name: str, num_ranks: int) -> float:
-    """Return the bound of the difference.
+    """Return the upper bound for the difference.
 
     One process computes the same operations, except for compiled code and chunks of a loss. In 3 steps of AdamW, an
     error of a few eps in the gradients causes relative errors of the weights below 1e-5 in float32, and below 0.05 in

@@ -1,5 +1,4 @@
-"""For many configurations, the result of a run that was stopped and resumed is bit-identical to an uninterrupted
-run."""
+"""For many configurations, a run that was stopped and resumed is bit-identical to an uninterrupted run."""
 
 import random
 from collections.abc import Callable, Iterator

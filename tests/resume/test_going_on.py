@@ -1,4 +1,4 @@
-"""Resume of a run: its position, the restored state, and runs without steps or checkpoints to resume."""
+"""Resuming a run: its position, the restored state, and runs without steps or checkpoints to resume."""
 
 import os
 import subprocess

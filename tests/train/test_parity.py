@@ -154,7 +154,8 @@ def test_tolerance_distinguishes_a_mean_of_means_from_the_mean(make_trainer):
 
 
 def test_last_step_of_an_epoch_may_be_smaller(make_trainer, rows):
-    """Seven micro-batches in windows of three: the last step has one micro-batch, whose mean is its loss."""
+    """Seven micro-batches in windows of three: the last step has one micro-batch, so its loss is the mean of this
+    micro-batch."""
     torch.manual_seed(1)
     module = TrainedTagger()
     bare = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""Hugging Face models train without a wrapper, and equal a bare loop."""
+"""Hugging Face models train without a wrapper, and the results equal those of a bare loop."""
 
 import copy
 

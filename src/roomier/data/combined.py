@@ -18,10 +18,10 @@ class CombinedLoader(Iterable[Any]):
 
     A Trainer accepts this class and Lightning's class. The modes are:
 
-    - ``"min_size"``: one batch of each loader per step, until the shortest loader ends.
-    - ``"max_size_cycle"``: one batch of each loader per step, until the longest loader ends. Shorter loaders restart,
+    - ``"min_size"``: one batch from each loader per step, until the shortest loader ends.
+    - ``"max_size_cycle"``: one batch from each loader per step, until the longest loader ends. Shorter loaders restart,
       with a new shuffle.
-    - ``"max_size"``: one batch of each loader per step, until the longest loader ends. The batch of a loader that has
+    - ``"max_size"``: one batch from each loader per step, until the longest loader ends. The batch of a loader that has
       ended is None.
     - ``"sequential"``: one loader after another, one batch per step.
 

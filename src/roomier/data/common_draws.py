@@ -31,7 +31,7 @@ class CommonDraws:
         return self._states is not None
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Reset the separate states to a function of ``seed`` and ``epoch``."""
+        """Set the separate states to values that depend only on ``seed`` and ``epoch``."""
         outer = _states()
         seed_generators(mix_seed(seed, epoch))
         self._states = _states()

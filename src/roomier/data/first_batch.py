@@ -39,7 +39,7 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
 
     For a list of batches, the returned batch is the largest batch. For other loaders, the returned batch is the first
     batch or a batch with the same number of samples. For a CombinedLoader in mode ``"sequential"``, the returned batch
-    is the largest of the batches of its loaders. In other modes, the returned batch contains one batch of each loader.
+    is the largest of the batches of its loaders. In other modes, the returned batch has one batch from each loader.
 
     Args:
         loader: loader of a run.

@@ -89,7 +89,7 @@ class Joined(NamedTuple):
 
     Attributes:
         parts: indices of the loaders.
-        batches: one batch of each loader in ``parts``.
+        batches: one batch from each loader in ``parts``.
     """
 
     parts: Sequence[int]

@@ -393,7 +393,7 @@ class Trainer(LastCall):
         """Save the state of the last fit in the folder ``filepath``. Every rank must call this method.
 
         If a hook of a running fit calls this method, the checkpoint is written at the end of the step. A fit that
-        resumes from this checkpoint is bit-identical.
+        resumes from this checkpoint is bit-identical to an uninterrupted fit.
 
         Args:
             filepath: the folder to create.

@@ -144,7 +144,7 @@ def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, marg
     counts = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials, "max_val": max_val}
     for name, value in counts.items():
         if not isinstance(value, int) or value < 1:
-            raise RoomierError(name, value, "must be an integer of at least 1", "Use 1 or more")
+            raise RoomierError(name, value, "must be a positive integer", "Use 1 or more")
     if not 0.0 <= margin < 1.0:
         raise RoomierError("margin", margin, "must be at least 0 and less than 1", "Use a number such as 0.05")
 
