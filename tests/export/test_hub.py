@@ -26,7 +26,7 @@ TOKEN = "hf_for_this_test"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Server that implements the requests of the hub that create a repository and commit files.
+    """Server that implements the hub's requests for creating a repository and committing files.
 
     Attributes:
         repositories: requests that created a repository.

@@ -1,4 +1,4 @@
-"""Only the folder ``device`` names an accelerator's module of torch. Other code uses capabilities."""
+"""Only the folder ``device`` names torch's modules for accelerators. Other code uses capabilities."""
 
 import re
 from pathlib import Path

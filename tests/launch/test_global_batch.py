@@ -13,7 +13,8 @@ from roomier.run.global_batch import GlobalBatch
     [
         (GlobalBatch(8, 2, 4), 2, 8, GlobalBatch(8, 4, 2)),  # fewer ranks, more micro-batches
         (GlobalBatch(8, 2, 2), 4, 8, GlobalBatch(8, 1, 4)),
-        (GlobalBatch(8, 1, 2), 4, 8, GlobalBatch(4, 1, 4)),  # more ranks than micro-batches, so smaller micro-batches
+        # with more ranks than micro-batches, the micro-batches are smaller
+        (GlobalBatch(8, 1, 2), 4, 8, GlobalBatch(4, 1, 4)),
         (GlobalBatch(8, 1, 4), 3, 8, None),
         (GlobalBatch(6, 1, 4), 3, 6, GlobalBatch(4, 2, 3)),
         (GlobalBatch(8, 1, 4), 2, 16, GlobalBatch(16, 1, 2)),  # a script that divides the batch among the ranks

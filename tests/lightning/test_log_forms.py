@@ -267,7 +267,7 @@ def test_two_names_of_one_column_print_a_notice_in_a_lightning_module(tmp_path, 
     trainer = make_trainer(roomier.Trainer, tmp_path, max_epochs=1)
     trainer.fit(Overlaps(), batches())
     assert float(trainer.callback_metrics["loss_epoch"]) == 5.0
-    assert "log('loss_epoch'): the value is written to the column 'loss_epoch', like 'loss'" in capsys.readouterr().err
+    assert "log('loss_epoch'): is written to the column 'loss_epoch', like 'loss'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Processor time and memory of planning."""
+"""Processor time and memory that planning requires."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
 """A job for torchrun in which one rank is killed: ``faulty_job.py FOLDER STRATEGY STEPS RANK AFTER_S ASYNC``.
 
-In its first attempt, another process sends SIGKILL to rank RANK, AFTER_S seconds after the start of the fit.
+In the first attempt of the job, another process sends SIGKILL to rank RANK, AFTER_S seconds after the start of the fit.
 Rank 0 writes the loss and the samples of each step to ``steps.jsonl``.
 """
 

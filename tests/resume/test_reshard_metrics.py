@@ -20,7 +20,7 @@ from tests.resume.reshard import GLOBAL_BATCH, NUM_SAMPLES, Classifier, Samples
 
 
 class Measured(Classifier):
-    """Module with metrics of the sample ids: a mean, a maximum and a list."""
+    """Module with metrics over the sample ids: a mean, a maximum and a list."""
 
     def __init__(self) -> None:
         super().__init__()

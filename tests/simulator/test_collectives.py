@@ -183,7 +183,7 @@ def test_a_missing_wait_for_a_collective_is_reported(on_simulated: SimulatedRank
 
 
 def free_what_a_collective_reads(waits: bool) -> list[str]:
-    """Free a tensor of a different stream with ``record_stream``, and allocate on this stream."""
+    """Free a tensor of a different stream after ``record_stream``, and allocate a new tensor on that stream."""
     computing, copying = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
     with copying:
         x = torch.ones(4, device=DEVICE)

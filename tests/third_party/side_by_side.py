@@ -29,7 +29,7 @@ SEPARATE = "requires {name} in a separate environment: python tests/third_party/
 
 
 def quiet_trainer(kind: Any, folder: Path, **keywords: Any) -> Any:
-    """Return a Trainer of class ``kind`` without files and output."""
+    """Return a Trainer of class ``kind`` that writes no files and prints no output."""
     quiet = {f"enable_{what}": False for what in ("checkpointing", "progress_bar", "model_summary")}
     return kind(**{"accelerator": "cpu", "logger": False, "default_root_dir": folder, **quiet, **keywords})
 

@@ -101,7 +101,7 @@ LOADERS: dict[str, Any] = {
 
 
 def run(loader: Any, make: Any = Net, **keywords: Any) -> tuple[list[float], list[torch.Tensor], Plan, torch.Tensor]:
-    """Return the losses of a fit, its weights, its plan, and the random state after it."""
+    """Return the losses of a fit, its weights, its plan, and the random state after the fit."""
     roomier.seed_everything(7)
     module = make()
     trainer = roomier.Trainer(**{**QUIET, "max_epochs": 1, **keywords})

@@ -83,7 +83,7 @@ def bare_loop(module, batches, accumulate, clip):
 
 
 def largest_distance(module, other):
-    """Return the largest difference of a parameter relative to its norm."""
+    """Return the largest difference of a parameter, relative to its norm."""
     pairs = zip(module.parameters(), other.parameters(), strict=True)
     return max(float(((a - b).norm() / b.norm()).detach()) for a, b in pairs)
 

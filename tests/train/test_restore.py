@@ -1,4 +1,4 @@
-"""Memory allocations of a resume."""
+"""Memory allocations during a resume."""
 
 import torch
 from torch.optim import AdamW

@@ -181,8 +181,7 @@ class Results:
             problem = f"would be written to the column {column!r}, which the name {taken[column]!r} already uses"
             if not self._allows_overlaps:
                 raise RoomierError("log", name, problem, "Use a different name for one of them")
-            notice(f"log({name!r}): the value is written to the column {column!r}, like {taken[column]!r}. Use a "
-            f"different name")
+            notice(f"log({name!r}): is written to the column {column!r}, like {taken[column]!r}. Use a different name")
         if entry is not None and entry.reduce_fx == new.reduce_fx:
             new.value, new.total, new.weight, new.metric = entry.value, entry.total, entry.weight, entry.metric
             new.is_unseen = entry.is_unseen
