@@ -213,6 +213,7 @@ def test_folder_instead_of_a_file(tmp_path: Path):
         (lambda data: data[:-2], "was truncated or extended"),
         (lambda data: data + b"\0", "was truncated or extended"),
         (lambda data: data[:8] + b"\x02" + data[9:], "format version 2"),
+        (lambda data: data[:12] + b"\x03" + data[13:], "3 bytes per token"),
     ],
 )
 def test_damaged_file(hundred: Path, damage: Any, problem: str):

@@ -19,7 +19,7 @@ from roomier import Module, Trainer
 from roomier.attention.watch import AttentionWatch
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
-from roomier.engine.compile import CompiledForward, compile_blocks
+from roomier.engine.compile import CompiledForward, _report_uncompiled, compile_blocks
 from roomier.models.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -230,9 +230,12 @@ def test_the_attention_kernel_of_compiled_blocks_is_reported(
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_layers_of_hugging_face_with_a_cache_share_a_graph(make_trainer: Make) -> None:
+def test_layers_of_hugging_face_with_a_cache_share_a_graph(
+    make_trainer: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    _report_uncompiled.cache_clear()  # the notice is printed once per process
     weights, val_losses = {}, {}
     sizes = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16, "vocab_size": 20}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -246,5 +249,6 @@ def test_layers_of_hugging_face_with_a_cache_share_a_graph(make_trainer: Make) -
         weights[compiles] = weights_of(model)
         val_losses[compiles] = trainer.callback_metrics["val_loss"]
     assert torch_private.num_compiled_graphs() - before == 1  # blocks with a cache are not compiled in evaluation
+    assert capsys.readouterr().err.count("blocks with a key-value cache run uncompiled in evaluation") == 1
     torch.testing.assert_close(weights[True], weights[False], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(val_losses[True], val_losses[False], rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """Sockets of runs on a single machine, which other machines cannot reach."""
 
 import os
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import roomier
 from roomier.bench.rank_processes import run_on_ranks
+from roomier.core.errors import RoomierError
 from roomier.core.loopback import is_loopback, keep_on_loopback
 from roomier.core.world import World
 from roomier.launch.meet import open_store
@@ -107,6 +109,13 @@ def test_the_store_of_a_single_machine_listens_on_the_loopback(address: str, loc
     assert opened
     assert all(each.is_on_loopback for each in opened)
     assert (store.host, store.port) in {(each.address, each.port) for each in opened if each.listens}
+
+
+def test_a_port_that_is_taken_is_reported_with_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(RoomierError, match=r"cannot listen on this port of 127\.0\.0\.1: .*in use"):
+            open_store(World(0, 2, local_size=2), environ, 20.0)
 
 
 def test_host_names_are_not_loopback_addresses() -> None:

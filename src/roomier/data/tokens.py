@@ -184,8 +184,11 @@ def _read_header(path: Path) -> _Header:
     if len(head) < _HEADER_BYTES:
         raise DataError("path", str(path), f"has an incomplete header of {len(head)} bytes", _REWRITE)
     _, version, token_bytes, num_tokens, vocab_size, end = _FIELDS.unpack_from(head)
-    if version != _VERSION or token_bytes not in _DTYPES:
+    if version != _VERSION:
         problem = f"has format version {version}, but this release supports only version {_VERSION}"
+        raise DataError("path", str(path), problem, _REWRITE)
+    if token_bytes not in _DTYPES:
+        problem = f"has a header with {token_bytes} bytes per token, which must be one of {sorted(_DTYPES)}"
         raise DataError("path", str(path), problem, _REWRITE)
     expected = _HEADER_BYTES + num_tokens * token_bytes
     if num_bytes != expected:

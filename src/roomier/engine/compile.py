@@ -122,7 +122,7 @@ def _has_cache(arguments: tuple[Any, ...]) -> bool:
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or not any(isinstance(each, caches.Cache) for each in arguments):
         return False
-        _report_uncompiled()
+    _report_uncompiled()
     return True
 
 

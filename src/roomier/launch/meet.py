@@ -71,9 +71,8 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
     except (DistError, OSError) as error:
         if is_server:
             action = "Set MASTER_PORT to a free port, the same for all ranks"
-            raise RoomierError(
-                "MASTER_PORT", port, "rank 0 cannot use this port, because it is taken", action
-            ) from error
+            problem = f"rank 0 cannot listen on this port of {address}: {str(error).partition(chr(10))[0]}"
+            raise RoomierError("MASTER_PORT", port, problem, action) from error
         problem = f"rank {world.rank} could not connect to rank 0 within {timeout_s:g} s"
         action = "Check that rank 0 is running, that its host name resolves on this node, and that the port is open"
         raise RoomierError("MASTER_ADDR", f"{address}:{port}", problem, action) from error

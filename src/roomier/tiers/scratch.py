@@ -187,4 +187,6 @@ def _create(folder: Path) -> tuple[Path, int]:
         except OSError as error:
             path.unlink(missing_ok=True)
             action = "Choose a writable folder on a local disk with offload={'folder': ...}"
-            raise TierError(FIELD, str(folder), f"does not accept locked files: {error}", action) from error
+            raise TierError(
+                FIELD, str(folder), f"does not allow a scratch file to be created and locked: {error}", action
+            ) from error
