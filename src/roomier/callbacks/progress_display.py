@@ -57,9 +57,9 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"
 
 
-def _count_text(surviving_path: Standing) -> str:
-    total = f"/{surviving_path.num_total:.0f}" if math.isfinite(surviving_path.num_total) else ""
-    return f"batch {surviving_path.num_done}{total}"
+def _count_text(standing: Standing) -> str:
+    total = f"/{standing.num_total:.0f}" if math.isfinite(standing.num_total) else ""
+    return f"batch {standing.num_done}{total}"
 
 
 class Display(Protocol):
@@ -71,10 +71,10 @@ class Display(Protocol):
 
     redraws_between_log_steps: bool
 
-    def draw(self, surviving_path: Standing) -> None:
+    def draw(self, standing: Standing) -> None:
         """Show the progress."""
 
-    def end(self, surviving_path: Standing) -> None:
+    def end(self, standing: Standing) -> None:
         """Show the progress at the end of a stage."""
 
     def close(self) -> None:
@@ -92,25 +92,25 @@ class BarDisplay:
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
-    def draw(self, surviving_path: Standing) -> None:
-        stage = _stage(surviving_path)
+    def draw(self, standing: Standing) -> None:
+        stage = _stage(standing)
         progress = self._started()
         if stage not in self._tasks:
             self._tasks[stage] = progress.add_task("", text="")
         progress.update(
             self._tasks[stage],
-            description=surviving_path.title,
-            completed=surviving_path.num_done,
-            total=surviving_path.num_total if math.isfinite(surviving_path.num_total) else None,
-            text=" | ".join(surviving_path.texts(_count_text(surviving_path))),
+            description=standing.title,
+            completed=standing.num_done,
+            total=standing.num_total if math.isfinite(standing.num_total) else None,
+            text=" | ".join(standing.texts(_count_text(standing))),
         )
         progress.refresh()
 
-    def end(self, surviving_path: Standing) -> None:
-        self.draw(surviving_path)
+    def end(self, standing: Standing) -> None:
+        self.draw(standing)
         # The bar of an evaluation during training is removed. The last bar of a display remains visible.
         if len(self._tasks) > 1 and self._progress is not None:
-            self._progress.remove_task(self._tasks.pop(_stage(surviving_path)))
+            self._progress.remove_task(self._tasks.pop(_stage(standing)))
             self._progress.refresh()
 
     def close(self) -> None:
@@ -133,8 +133,8 @@ class BarDisplay:
         return self._progress
 
 
-def _stage(surviving_path: Standing) -> str:
-    return surviving_path.title.split(" ")[0]
+def _stage(standing: Standing) -> str:
+    return standing.title.split(" ")[0]
 
 
 class LineDisplay:
@@ -145,13 +145,13 @@ class LineDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def draw(self, surviving_path: Standing) -> None:
-        texts = surviving_path.texts("" if surviving_path.step_text else _count_text(surviving_path))
+    def draw(self, standing: Standing) -> None:
+        texts = standing.texts("" if standing.step_text else _count_text(standing))
         # print instead of rich, because rich requires a third of a millisecond to print a plain line
-        print(" | ".join([surviving_path.title, *texts]), file=self._console.file, flush=True)
+        print(" | ".join([standing.title, *texts]), file=self._console.file, flush=True)
 
-    def end(self, surviving_path: Standing) -> None:
-        if not surviving_path.step_text:
-            self.draw(surviving_path)
+    def end(self, standing: Standing) -> None:
+        if not standing.step_text:
+            self.draw(standing)
 
     def close(self) -> None: ...
