@@ -83,7 +83,7 @@ class HostMemory:
         self._content = torch.empty(0, dtype=torch.uint8)
         self.storage = self._content.untyped_storage()
         self._buffer: Tensor | None = None
-        self._shared: Tensor | None = None  # owns the memory of the buffer, except while is_here is True
+        self._shared: Tensor | None = None  # while is_here is True, owns the memory that _content had before
 
     @property
     def is_here(self) -> bool:

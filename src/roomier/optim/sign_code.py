@@ -104,8 +104,8 @@ class SignCode:
         return pieces.from_rows(self._encode(index, padded, rows, self._counts[index]))
 
     def encode_piece(self, index: int, piece: Tensor, row: Tensor, rank: int, *, takes_largest: bool = False) -> Tensor:
-        """Write the code of ``piece``, the shard of ``rank``, to ``row``, and return the values that the code
-        represents.
+        """Write the code of ``piece``, the flat shard of ``rank``, to ``row``, and return the values that the code
+        represents as a flat tensor.
 
         Args:
             takes_largest: use the largest absolute value as scale, so that decoded values are encoded without error.

@@ -20,8 +20,8 @@ class Lever:
     """A memory technique with one keyword.
 
     Attributes:
-        keyword: argument of the Trainer. The strategy ``{"name": "auto", "allow": [keyword]}`` may also use the lever
-            if it is not exact.
+        keyword: argument of the Trainer. The strategy ``"auto"`` uses a lever that is not exact only if its keyword is
+            allowed, as in ``{"name": "auto", "allow": [keyword]}``.
         field: field of the Plan, ``"section.name"``. The default value of the field disables the lever.
         on: value of the field if the keyword is True.
         words: name of the lever in descriptions of a plan.

@@ -260,9 +260,9 @@ class OffloadPlan(Part):
             the gradients is known. If the norm requires clipping, the update is repeated from the previous states.
             ``"auto"`` selects one of these modes.
         buffers: number of buffers in host memory for optimizer states on disk. With 3, the states of one unit can be
-            read while the states of two other units are updated and written. With 1, states are read when they are
-            needed, and the memory of the buffer is free between updates. This setting needs the least memory, but the
-            update waits for the disk.
+            read while the states of a second unit are updated and the states of a third unit are written. With 1,
+            states are read when they are needed, and the memory of the buffer is free between updates. This setting
+            needs the least memory, but the update waits for the disk.
     """
 
     SECTION: ClassVar[str] = "offload"

@@ -245,7 +245,8 @@ class Accelerator(Storage):
         """Return a context for the forward pass, backward pass and update of one micro-batch.
 
         Gradients accumulate until the last micro-batch of an optimizer step, or until the last batch of the loader.
-        Before that micro-batch, ``optimizer.step``, ``optimizer.zero_grad`` and ``scheduler.step`` have no effect.
+        Before that micro-batch, ``optimizer.step``, ``optimizer.zero_grad`` and ``scheduler.step`` have no effect. If
+        ``step_scheduler_with_optimizer`` is False, ``scheduler.step`` always has an effect.
         """
         self._accumulation.advance()
         with ExitStack() as stack:
@@ -307,7 +308,7 @@ class Accelerator(Storage):
             The norm over all ranks before clipping (a 0-dim tensor).
 
         Raises:
-            TrainingError: scaled or sharded gradients are still accumulated. The error is also raised if
+            TrainingError: scaled or sharded gradients are still being accumulated. The error is also raised if
                 ``parameters`` were read before the model was sharded.
         """
         own = self._begin_clip("clip_grad_norm_", parameters)
@@ -319,7 +320,7 @@ class Accelerator(Storage):
         """Clamp each element of the gradients of ``parameters`` to ``[-clip_value, clip_value]``.
 
         Raises:
-            TrainingError: scaled or sharded gradients are still accumulated. The error is also raised if
+            TrainingError: scaled or sharded gradients are still being accumulated. The error is also raised if
                 ``parameters`` were read before the model was sharded.
         """
         own = self._begin_clip("clip_grad_value_", parameters)

@@ -129,8 +129,9 @@ class PreparedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`.
 
-        A notice is printed if the saved epoch cannot continue in the same order. This happens if either the saved or
-        the resumed run has a single rank, because a single rank draws the order from a different generator.
+        A notice is printed if the saved epoch cannot continue in the same order. If the user's sampler has
+        no generator, this happens if only the saved run or only the resumed run has a single rank, because a single
+        rank draws the order from the default generator.
         """
         start = state["start"]
         if start is not None and ("generator" in start) != (self._generator is not None):

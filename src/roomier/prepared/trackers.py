@@ -94,4 +94,4 @@ def _number(name: str, value: Any) -> float:
 
 
 NO_TRACKER = Nothing()
-"""Tracker on all ranks except rank 0, which ignores all calls."""
+"""Tracker that ignores all calls, for all ranks except rank 0."""

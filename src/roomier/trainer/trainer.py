@@ -117,7 +117,7 @@ class Trainer(LastCall):
         fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
         val_check_interval: number of training batches between two validations (int), or fraction of an epoch (float).
             The default is one epoch.
-        check_val_every_n_epoch: validate every n epochs. With None, ``val_check_interval`` spans several epochs.
+        check_val_every_n_epoch: validate every n epochs. With None, ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: number of validation batches to run before training. -1 runs all batches.
         log_every_n_steps: number of optimizer steps between two rows of the log.
         reload_dataloaders_every_n_epochs: call ``train_dataloader`` and ``val_dataloader`` again after this number of

@@ -147,7 +147,8 @@ class _RangeTest(Callback):
         self.losses: list[float] = []
 
     def take_groups(self, run: Run, name: str, probe: float) -> None:
-        """Take control of the learning rates of the optimizer's parameter groups, and disable the schedulers.
+        """Take control of the learning rates of the optimizer's parameter groups. With automatic optimization, also
+        disable the schedulers.
 
         Args:
             run: the run of the trial.
