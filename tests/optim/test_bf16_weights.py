@@ -209,8 +209,8 @@ def test_one_rank_resumes_two_ranks_bit_for_bit(on_ranks: RankPool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("precision", "optimizer", "kept"),
     [
-        ("bf16-true", {"name": "lion", "weight_rounding": "stochastic"}, "kept 'split'"),
-        ("32-true", {"name": "lion"}, "kept 'split'"),
+        ("bf16-true", {"name": "lion", "weight_rounding": "stochastic"}, "weight_rounding='split'"),
+        ("32-true", {"name": "lion"}, "weight_rounding='split'"),
     ],
 )
 def test_a_resume_cannot_change_the_representation_of_weights(

@@ -176,7 +176,7 @@ def test_errors_on_several_ranks(on_ranks: RankPool) -> None:
     patterns = (
         "one model per Accelerator.*'ddp'",
         r"torch\.no_grad\(\)",
-        r"if accelerator\.sync_gradients: accelerator\.clip_grad_norm_",
+        r"Call accelerator\.clip_grad_norm_\(\.\.\.\) only if accelerator\.sync_gradients is True",
         r"Pass model\.parameters\(\) of the prepared model",
         r"Call accelerator\.backward\(loss\)",
         "pad_across_processes",

@@ -26,7 +26,7 @@ from roomier.tiers.scratch import Scratch
 NOT_A_FOLDER = {
     "missing": (lambda path: path / "missing", "does not exist"),
     "a file": (lambda path: Path(__file__), "is not a folder"),
-    "read-only": (lambda path: Path("/proc"), "is not writable|does not accept"),  # the second for root
+    "read-only": (lambda path: Path("/proc"), "is not writable|does not allow"),  # the second for root
 }
 
 

@@ -130,7 +130,7 @@ def test_longer_run_keeps_the_saved_schedule_with_a_notice(make_trainer, data, c
     make_trainer(max_epochs=2).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
     assert "from the checkpoint, instead of" not in capsys.readouterr().err
     make_trainer(max_epochs=3).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
-    assert "T_max=2 of the checkpoint" in capsys.readouterr().err
+    assert "T_max=2 from the checkpoint" in capsys.readouterr().err
 
 
 class Plain(Scheduled):
