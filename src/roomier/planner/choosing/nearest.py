@@ -129,8 +129,8 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
 
 
 class _Peaks:
-    """Peaks of plans that were not requested. A peak is a closed-form forecast, which a dry run confirms if the plan
-    fits.
+    """Peaks of plans that were not requested. A peak is a closed-form forecast, or, if the plan fits, the result of a
+    dry run.
 
     Attributes:
         machine: machine to plan for.
