@@ -249,8 +249,8 @@ class TrainerView(Protocol):
 
     @property
     def shapes(self) -> Any:
-        """The model of the last fit as it was before the run was built. Its tensors have no values. None if no callback
-        needs this model."""
+        """A copy of the module of the last fit, created before the module was built. Its tensors have no values. None
+        if the copy is not needed or cannot be created."""
 
     @property
     def choice(self) -> Any:

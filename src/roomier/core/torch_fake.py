@@ -75,7 +75,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def updates_together(kind: str) -> bool:
-    """Return whether optimizers of torch update all parameters together by default (``foreach``) on such a device."""
+    """Return whether torch's optimizers update all parameters together by default (``foreach``) on ``kind`` devices."""
     return kind not in ("cpu", "mps")
 
 

@@ -93,8 +93,8 @@ class BatchFeed(Feed):
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws() if share.divides or draws_apart else None
-        self._num_before = 0  # Number of batches of all ranks that were done when this feed started.
-        self._first = 0  # Number of batches of this rank that were done when this feed started.
+        self._num_before = 0  # Number of batches of all ranks that were done when this feed started the epoch.
+        self._first = 0  # Number of batches of this rank that were done when this feed started the epoch.
 
     @property
     def loaders(self) -> Sequence[Any]:

@@ -99,7 +99,8 @@ def loaders_in(loaders: Any, name: str) -> dict[str, Any]:
     ``"train_dataloaders['a']"``.
 
     Raises:
-        DataError: there is no loader, one of the loaders yields no batches, or one of the loaders is a CombinedLoader.
+        DataError: there is no loader, an object is neither a loader nor a list of batches, or one of the loaders is a
+            CombinedLoader.
     """
     found = dict(_named(loaders, name, is_top=True))
     if not found:

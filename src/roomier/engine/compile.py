@@ -81,8 +81,8 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, plan: Comp
         plan: the backend and the mode.
 
     Raises:
-        RoomierError: ``blocks`` is empty, a package that the compiler requires is missing, or torch does not have the
-            backend or the mode.
+        RoomierError: ``blocks`` is empty, a requirement of torch's compiler, such as Triton, is missing, or torch does
+            not have the backend or the mode.
     """
     if not blocks:
         action = "Define model_blocks() on the model to return its repeated layers, or call torch.compile on the model"

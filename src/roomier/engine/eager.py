@@ -138,7 +138,7 @@ class EagerEngine:
         """Run forward and backward for one micro-batch. Its activations are freed when this method returns.
 
         Returns:
-            The weighted loss on which backward ran (0-dim, detached). None if the step returned None or has no terms.
+            The weighted loss on which backward ran (0-dim, detached). None if there is no loss or no loss term.
         """
         hooks = self.hooks
         for begin_micro_batch in self._moments.begin_micro_batch:

@@ -59,7 +59,7 @@ class EmptyBuffer:
     version: int
 
     def is_written(self) -> bool:
-        """Return whether the buffer was replaced or written and contains no NaN."""
+        """Return whether the buffer was replaced or written, and contains no NaN."""
         now = getattr(self.owner, self.attribute)
         if now is self.tensor and torch_private.version_of(now) == self.version:
             return False

@@ -35,7 +35,7 @@ from roomier.launch.late_messages import end_of, names_of, note_of, position_of,
 from roomier.launch.records import Activity, Late, Position, Record, Verdict
 
 _OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
-_MARGIN_S = 5.0  # added to the number of ticks that the other ranks need to read a record of rank 0
+_MARGIN_S = 5.0  # added to the duration of the ticks in which the other ranks read a record of rank 0
 _BEFORE_KILL_S = 1.5
 _heartbeat: Heartbeat | None = None
 

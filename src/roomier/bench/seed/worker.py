@@ -76,7 +76,7 @@ class Repeated(Dataset[Sample]):
 
 
 def training_of(settings: Mapping[str, Any]) -> Training:
-    """Return the model and the data that ``settings`` selects: a size in :data:`MODELS`, or a minGPT of other size."""
+    """Return the model and the data that ``settings`` selects: a size in :data:`MODELS`, or a minGPT of any size."""
     own = settings["own_size"]
     if own is not None:
         return minigpt(own["n_layer"], own["n_head"], own["n_embd"], context=own["block_size"])
