@@ -124,7 +124,7 @@ class Source:
                 pin_memory=pin_memory,
                 draws_order=draws_order,
             )
-        else:  # use the user's loader unchanged, because roomier does not shuffle evaluation data
+        else:  # the user's sampler determines the order, because roomier creates no order for an evaluation
             whole = _evaluated(loader, name, ranks.world, pin_memory)
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
             self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
