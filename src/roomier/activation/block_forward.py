@@ -1,11 +1,11 @@
-"""Forward of a block that saves selected activations for backward and recomputes all others.
+"""Forward pass of a block that saves selected activations for backward and recomputes all others.
 
 [Note: recomputation]
 Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The autograd graph of a block is the same as without
 recomputation, but its saved tensors are placeholders. A second forward pass computes the saved tensors when the
-backward first reads one of them. Inputs need not require gradients, and gradient hooks and ``backward(inputs=...)``
-work. The random states and the autocast state are the same as in the first forward pass. The reentrant variant would
-run a separate backward inside the backward and bypass the hooks that reduce gradients.
+backward pass first reads one of them. Inputs need not require gradients, and gradient hooks and
+``backward(inputs=...)`` work. The random states and the autocast state are the same as in the first forward pass. The
+reentrant variant would run a separate backward pass inside the first one and bypass the hooks that reduce gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Keep(StrEnum):
 
 
 class BlockForward(WrappedForward):
-    """Forward of a block. If gradients are disabled, as in evaluation, the original forward runs.
+    """Wrapper for the ``forward`` method of a block. If gradients are disabled, as in evaluation, the original method runs.
 
     Args:
         module: the block.
@@ -90,7 +90,7 @@ class BlockForward(WrappedForward):
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward while the compiler traces it. :class:`MovingForward` offloads the saved tensors."""
+        """Run the forward pass while the compiler traces it. :class:`MovingForward` offloads the saved tensors."""
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}
@@ -98,7 +98,8 @@ class BlockForward(WrappedForward):
 
 
 class MovingForward(WrappedForward):
-    """Wrapper for the compiled forward of a block that offloads the tensors that the compiled forward saves."""
+    """Wrapper for the compiled forward pass of a block that offloads the tensors that the compiled forward pass
+    saves."""
 
     def __init__(self, block: BlockForward, offload: Offload) -> None:
         super().__init__(block.module)

@@ -3,13 +3,13 @@ time.
 
 [Note: the peak of a step as sums over the first blocks]
 Blocks run forward in one order and backward in the reverse order. Therefore, at each moment, a number ``k`` exists such
-that the first ``k`` blocks have saved activations and no other block has. A moment is within the forward or the
-backward of one block, or between two blocks. The memory in use at a moment is:
+that the first ``k`` blocks have saved activations and no other block has. A moment is within the forward or backward
+pass of one block, or between two blocks. The memory in use at a moment is:
 
     (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
-While the backward of a block runs, all its activations exist, whether they were saved or recomputed. Therefore, the
-memory at the moments of a block depends only on the choices for the blocks *before* it, and on the peak of its own
+While the backward pass of a block runs, all its activations exist, whether they were saved or recomputed. Therefore,
+the memory at the moments of a block depends only on the choices for the blocks *before* it, and on the peak of its own
 recomputation.
 
 [Note: why the choice is optimal]
@@ -23,7 +23,7 @@ choice is still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
 At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). At a given
-moment, all offloaded calls on the device belong to blocks between their forward and their backward. Therefore, the
+moment, all offloaded calls on the device belong to blocks between their forward and backward passes. Therefore, the
 total size of the two largest calls of the first ``k`` blocks is an upper bound. If the block that runs at this moment
 is offloaded, only one other offloaded call is on the device. When options are compared, each offloaded call is counted
 with the size of the largest allowed call. Therefore, a state contains only the number of offloaded calls (zero, one, or
@@ -52,8 +52,8 @@ class Option:
     """One option for saving the activations of a block.
 
     Attributes:
-        kept_bytes: bytes in use from the forward of the block to its backward, in addition to the minimum; can be
-            negative.
+        kept_bytes: bytes in use from the forward pass of the block to its backward pass, in addition to the minimum;
+            can be negative.
         own_peak_bytes: peak of all memory on the device while this block runs forward or backward, if all blocks before
             it save the minimum.
         lost_ns: time that the option costs per step, in nanoseconds.
@@ -71,12 +71,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Stage:
-    """Block with its options. Stages are in the order of the forward.
+    """Block with its options. Stages are in the order of the forward pass.
 
     Attributes:
         options: options of the block. The first option is the minimum, with 0 additional bytes.
         outside_peak_bytes: peak of all memory on the device outside of blocks, while this block and all blocks before
-            it are between their forward and their backward. These blocks save the minimum.
+            it are between their forward and backward passes. These blocks save the minimum.
     """
 
     options: tuple[Option, ...]
@@ -176,7 +176,8 @@ def _useful(kept: Numbers, lost: Numbers, num_moved: Numbers, before: Numbers) -
 
 
 def _not_beaten(order: Numbers, lost: Numbers) -> Numbers:
-    """Return the indices in ``order`` (ascending bytes) whose lost time is less than at all previous indices."""
+    """Return the indices in ``order`` (ascending bytes) whose lost time is less than the lost time at every previous
+    index."""
     sorted_lost = lost[order]
     is_needed = np.ones(len(order), bool)
     is_needed[1:] = sorted_lost[1:] < np.minimum.accumulate(sorted_lost)[:-1]

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are in use on a device, at each moment of a step.
+"""Total size in bytes of the tensors on a device, at each moment of a step.
 
 If the allocator of the device reports memory statistics, the numbers come from the allocator. Otherwise, the storages
 that operations use are counted. A storage is counted from the operation that returns it until Python frees it. A
@@ -45,7 +45,7 @@ class LiveBytes(Protocol):
         ...
 
     def level(self) -> int:
-        """Return the bytes that are in use now."""
+        """Return the number of bytes that are in use now."""
         ...
 
     def take_peak(self) -> int:

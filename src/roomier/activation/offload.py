@@ -243,7 +243,7 @@ class Visit:
         return [parcel for each in self.parcels if (parcel := each()) is not None]
 
     def end(self, copies: Copies) -> None:
-        """End the forward of the block. The copies to the host have already started."""
+        """End the forward pass of the block. The copies to the host have already started."""
         self._mark = copies.mark()
 
     def come_back(self, copies: Copies) -> None:
@@ -348,7 +348,8 @@ class Offload:
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:
-        """Return a context manager for the forward of a block. In this context, tensors that autograd saves are moved.
+        """Return a context manager for the forward pass of a block. In this context, tensors that autograd saves are
+        moved.
 
         Entering the context returns a function that moves a tensor that autograd does not save itself. The function
         returns None for a tensor that stays on the device.
@@ -369,7 +370,7 @@ class Offload:
             visit.end(self._copies)
 
     def arrive(self, visit: Visit) -> None:
-        """Make the tensors of ``visit`` available on the device when its backward begins or continues."""
+        """Make the tensors of ``visit`` available on the device when its backward pass begins or continues."""
         if self._current is visit:
             return
         self._current = visit

@@ -1,5 +1,5 @@
-"""Record of a step in which each block saves only its input: the bytes at each moment, and the cost of saving more
-activations.
+"""Record of a step in which each block saves only its input: the memory in use at each moment, and the cost of saving
+more activations.
 
 [Note: one step determines the peak of every choice]
 When a block is recomputed in backward, the block creates exactly the activations that it could have saved. The increase
@@ -39,7 +39,7 @@ KEEPS = (Keep.INPUT, Keep.PRODUCTS, Keep.ALL)
 
 @dataclass(eq=False)
 class Call:
-    """One call of a block, with its forward and its recomputation in backward.
+    """One call of a block, with its forward pass and its recomputation in backward.
 
     All bytes are relative to a block that saves only its input.
 
@@ -47,9 +47,9 @@ class Call:
         block: index of the block.
         kept_bytes: additional bytes for each value of Keep; None if the call was never recomputed because no gradient
             was required.
-        idle_bytes: bytes of products that the backward does not need.
+        idle_bytes: bytes of products that the backward pass does not need.
         start_level: bytes in use at the beginning of the first forward pass.
-        rise_bytes: difference between the peak of the second forward and the bytes in use at its beginning.
+        rise_bytes: difference between the peak of the second forward pass and the bytes in use at its beginning.
         output_bytes: bytes of the output.
         outputs: storages of the output that still exist.
         shared_bytes: bytes of the output that the block also saves, for each value of Keep.
@@ -91,7 +91,7 @@ class Moment:
         phase: phase of ``own``: ``"forward"``, ``"again"`` (recomputation) or ``"backward"``; ``"outside"`` if ``own``
             is None.
         own: block call to which the interval belongs; None outside of blocks.
-        alive: calls that are between their forward and their backward, except ``own``.
+        alive: calls that are between their forward and backward passes, except ``own``.
     """
 
     peak_bytes: int
@@ -104,7 +104,7 @@ class Recorder:
     """Recorder of a step between :meth:`start` and :meth:`stop`.
 
     Args:
-        blocks: forwards of the blocks.
+        blocks: wrappers of the forward passes of the blocks.
         device: device of the step.
         live: measurement of the bytes in use; None uses the measurement for ``device``.
 
@@ -208,7 +208,7 @@ class Recorder:
             kept_bytes = {Keep.PRODUCTS: call.products_bytes, Keep.ALL: self.live.level() - start_level}
             call.unmoved_bytes = max(kept_bytes[Keep.ALL] - call.own_moved_bytes, 0)
             if watch.num_operations == call.num_operations and watch.last() is not None:
-                # the second forward reached the last operation, so its output is saved
+                # the second forward pass reached the last operation, so its output is saved
                 call.shared_bytes[Keep.ALL] = call.output_bytes
             shared = call.shared_bytes if call.outputs else {}
             call.kept_bytes = {keep: kept_bytes.get(keep, 0) - shared.get(keep, 0) for keep in KEEPS}
@@ -309,7 +309,7 @@ class _SavedStorages:
 
     Attributes:
         num_bytes: bytes of all storages, each counted once.
-        made_bytes: bytes of the storages that the forward created.
+        made_bytes: bytes of the storages that the forward pass created.
     """
 
     def __init__(self, watch: _Watch, offload: Offload | None) -> None:

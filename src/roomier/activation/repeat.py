@@ -24,7 +24,7 @@ _PRINTED: list[str] = []
 
 
 class Buffers:
-    """Buffers of a block that its forward modifies, for example running statistics.
+    """Buffers of a block that its forward pass modifies, for example running statistics.
 
     The modified buffers are determined in the first forward pass. The values of buffers are compared, because kernels
     that write statistics do not increase the version counters of autograd.
@@ -43,7 +43,7 @@ class Buffers:
         return {(module, name): each for module in modules for name, each in module.named_buffers(recurse=False)}
 
     def may_change(self, place: _Place) -> bool:
-        """Return True if the forward can change the buffer at ``place``."""
+        """Return True if the forward pass can change the buffer at ``place``."""
         return self._changing is None or place in self._changing
 
     def learn(self, before: dict[_Place, Tensor], versions: dict[_Place, int]) -> None:
@@ -51,10 +51,10 @@ class Buffers:
 
         Args:
             before: copies of the buffers that can change.
-            versions: version counters of all other buffers before the forward.
+            versions: version counters of all other buffers before the forward pass.
 
         Raises:
-            RoomierError: the forward changed a buffer that the first forward pass did not change.
+            RoomierError: the forward pass changed a buffer that the first forward pass did not change.
         """
         now = self.places()
         if self._changing is None:

@@ -40,8 +40,9 @@ class Profile:
 
     Attributes:
         order: indices of the blocks that were recomputed, in the order of their first forward pass.
-        stages: a first stage for the moments at which no block is between its forward and its backward, then one stage
-            for each of these blocks. The first stage has a single option, and the others have one for each of ``WAYS``.
+        stages: a first stage for the moments at which no block is between its forward and backward passes, then one
+            stage for each of these blocks. The first stage has a single option, and the others have one for each of
+            ``WAYS``.
     """
 
     order: tuple[int, ...]
@@ -67,7 +68,8 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         own = 0 if moment.own is None else places.get(moment.own.block, 0)
         if own:
             own_moments[own].append(moment)
-        if not own or last > own:  # outside of blocks, or while a later block is between its forward and its backward
+        # Outside of blocks, or while a later block is between its forward and backward passes.
+        if not own or last > own:
             outside_bytes[last] = max(outside_bytes[last], base_bytes + moment.peak_bytes)
     stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():
@@ -139,7 +141,8 @@ def _call_after(call: Call, recorder: Recorder) -> Call:
 def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
     """Return the time of the copies of ``call`` that computation does not hide, in nanoseconds.
 
-    Copies to the host run during the forward of ``after``, and copies back run during the backward of ``after``.
+    Copies to the host run during the forward pass of ``after``, and copies back run during the backward pass of
+    ``after``.
     """
     out_ns, back_ns = (call.moved_bytes * each for each in (times.out_ns, times.back_ns))
     shown_ns = max(out_ns - total_ns(after.spans), 0) + max(back_ns - total_ns(after.backward_spans), 0)

@@ -3,8 +3,8 @@
 [Note: layers change their class in place]
 Adding an adapter to a layer changes the layer's class to a class that has the old class as a base, as ``fully_shard``
 does. Therefore, the layer keeps its place in the model, its names in the state dict and its hooks. References to the
-layer remain valid, and ``isinstance(layer, nn.Linear)`` is still true. In a quantized layer, the forwards call each
-other in the order ``[Adapted, InFewBits, nn.Linear]``.
+layer remain valid, and ``isinstance(layer, nn.Linear)`` is still true. In a quantized layer, the ``forward`` methods
+call each other in the order ``[Adapted, InFewBits, nn.Linear]``.
 """
 
 from __future__ import annotations

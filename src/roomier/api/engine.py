@@ -26,16 +26,16 @@ class StepHooks:
     """Functions of the training loop that the engine calls inside ``forward_backward``.
 
     Attributes:
-        before_backward: called with each loss before its backward.
+        before_backward: called with each loss before its backward pass.
         after_backward: called after each backward pass.
         zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward pass of a window, as in
-            Lightning. If None, the gradients are freed before that forward, so the peak memory is lower.
+            Lightning. If None, the gradients are freed before that forward pass, so the peak memory is lower.
         keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
             update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.
         transfer: called instead of moving a micro-batch to the device.
-        batch_start: called with each micro-batch on the device and its index in the window, before its forward.
-        batch_loss: called after the backward of each micro-batch with its loss (0-dim, detached) and its index.
+        batch_start: called with each micro-batch on the device and its index in the window, before its forward pass.
+        batch_loss: called after the backward pass of each micro-batch with its loss (0-dim, detached) and its index.
         batch_end: called at the end of each micro-batch with its index, except the last micro-batch of the window. The
             training loop ends the last micro-batch after the update.
         is_skipping: returns True on every rank if a hook on any rank requested to skip this step.
@@ -156,11 +156,11 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Restore the module's original forward. Call this after the last step."""
+        """Restore the module's original ``forward`` method. Call this after the last step."""
         ...
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of one loss, for manual optimization."""
+        """Run the backward pass of one loss, for manual optimization."""
         ...
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:

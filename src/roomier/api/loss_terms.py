@@ -3,8 +3,8 @@
 [Note: weighted accumulation]
 Let ``g_i`` be the gradient of a loss that is a mean over the ``n_i`` terms of micro-batch ``i``. The gradient of the
 full batch is ``sum(n_i * g_i) / sum(n_i)``. The mean of the ``g_i`` differs from this gradient if the ``n_i`` differ.
-The engine weights each micro-batch by ``n_i / sum(n_i)`` before its backward, so the counts must be known before the
-first backward pass. The counts are computed from the batches on the host, so no synchronization with a device is
+The engine weights each micro-batch by ``n_i / sum(n_i)`` before its backward pass, so the counts must be known before
+the first backward pass. The counts are computed from the batches on the host, so no synchronization with a device is
 required.
 """
 

@@ -158,7 +158,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
     # Steps of automatic optimization ----------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of ``loss``."""
+        """Run the backward pass of ``loss``."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -347,7 +347,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of ``loss`` with loss scaling and hooks, in manual optimization.
+        """Run the backward pass of ``loss`` with loss scaling and hooks, in manual optimization.
 
         Raises:
             RoomierError: ``automatic_optimization`` is True.

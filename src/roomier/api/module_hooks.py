@@ -53,7 +53,7 @@ class ModuleHooks(nn.Module):
         """Called at the end of an epoch, before metrics of the epoch are reduced and logged."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before the forward of a micro-batch. Return -1 to skip the rest of the epoch."""
+        """Called before the forward pass of a micro-batch. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after a micro-batch. For the last micro-batch of a step, this hook is called after the update.

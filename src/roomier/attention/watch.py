@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 @dataclass
 class AttentionReport:
-    """Number of calls of each kernel in the forward of one micro-batch.
+    """Number of calls of each kernel in the forward pass of one micro-batch.
 
     Attributes:
         calls: number of calls by kernel, shape and dtype.

@@ -32,7 +32,7 @@ class HoldsAverage(Callback):
     def _swap(self, trainer: TrainerView) -> None:
         """Exchange the weights of the model with their average."""
         assert self._average is not None
-        with torch.inference_mode(False):  # tensors that are written in inference mode cannot be trained
+        with torch.inference_mode(False):  # tensors created in inference mode cannot be used in training
             trainer.engine.settle()
             self._average.swap()
             trainer.engine.settle()

@@ -304,7 +304,7 @@ class SpikeGuard(Callback):
 
 
 class _Undo:
-    """Object that restores the state that a forward and a backward pass changed: logged values and buffers."""
+    """Object that restores the state that a forward pass and a backward pass changed: logged values and buffers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

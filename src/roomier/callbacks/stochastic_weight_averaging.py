@@ -259,7 +259,7 @@ def update_batch_norms(trainer: TrainerView) -> None:
             for batch_idx, batch in enumerate(islice(batches, None if math.isinf(limit) else int(limit))):
                 _forward(trainer, batch, batch_idx)
         except DataError as error:
-            if not run.ranks.is_alone:  # the other ranks wait for this rank, in a forward or in the sum below
+            if not run.ranks.is_alone:  # the other ranks wait for this rank, in a forward pass or in the sum below
                 raise
             notice(f"StochasticWeightAveraging: the statistics of BatchNorm are incomplete: {error}")
     run.engine.settle()

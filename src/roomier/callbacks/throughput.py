@@ -148,10 +148,10 @@ _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int
 def flops_per_token(model: nn.Module) -> float:
     """Return the FLOPs per token: 6 for each trained parameter in matrix products, and 4 for each frozen parameter.
 
-    The forward, the gradient of the input and the gradient of the parameter each require 2 FLOPs: one multiplication
-    and one addition. See section 2.1 of Kaplan et al. 2020, "Scaling Laws for Neural Language Models". The count omits
-    attention scores, which are small if the sequence is shorter than about 6 times the width. The count also omits
-    embeddings, except embeddings that are tied to an output layer.
+    The forward pass, the gradient of the input and the gradient of the parameter each require 2 FLOPs: one
+    multiplication and one addition. See section 2.1 of Kaplan et al. 2020, "Scaling Laws for Neural Language Models".
+    The count omits attention scores, which are small if the sequence is shorter than about 6 times the width. The count
+    also omits embeddings, except embeddings that are tied to an output layer.
     """
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     multiplied = {

@@ -66,7 +66,7 @@ class _Config:
 
 
 class _Node:
-    """Substitute for a value in an OmegaConf container, stored in ``_val``."""
+    """Substitute for the node of a value in an OmegaConf container. The node stores the value in ``_val``."""
 
 
 class _Facts:

@@ -20,8 +20,8 @@ def all_gather(data: Any, ranks: Ranks, device: torch.device, group: Any = None,
 
     Args:
         group: process group; None selects all ranks.
-        has_gradients: True if the result is differentiable. In the backward, the gradient of the result is summed over
-            the ranks, and each rank receives its slice of the sum.
+        has_gradients: True to make the result differentiable. In the backward pass, the gradient of the result is
+            summed over the ranks, and each rank receives its slice of the sum.
     """
 
     def gathered(leaf: Any) -> Tensor:

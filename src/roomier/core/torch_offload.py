@@ -92,7 +92,7 @@ class ShardGroup:
         self._group = group
         self.name = name
         self.shards = [Shard(each) for each in group.fsdp_params]
-        group._reset_sharded_params = True  # otherwise, the first forward would copy padded shards to new memory
+        group._reset_sharded_params = True  # otherwise, the first forward pass would copy padded shards to new memory
 
     def before_unshard(self, call: Callable[[], object]) -> None:
         """Call ``call`` before each all-gather, including the all-gathers that ``fully_shard`` prefetches.
@@ -122,7 +122,7 @@ class ShardGroup:
 
 def _copying_stream(group: Any, async_op: bool) -> Any:
     if group.device.type == "cpu" or not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):
-        return None  # there is no such stream on the CPU, or before the first forward
+        return None  # there is no such stream on the CPU, or before the first forward pass
     copying, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
     return copying
 
@@ -146,7 +146,8 @@ class Gathers:
     def wait_for(self, stream: torch.Stream) -> None:
         """Make the subsequent all-gathers wait for the work that was submitted to ``stream``."""
         for context in {id(group.comm_ctx): group.comm_ctx for group in self._groups}.values():
-            copying = getattr(context, "all_gather_copy_in_stream", None)  # this stream exists after the first forward
+            # This stream exists after the first forward pass.
+            copying = getattr(context, "all_gather_copy_in_stream", None)
             if copying is not None:
                 copying.wait_stream(stream)
 

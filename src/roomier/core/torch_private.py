@@ -36,7 +36,7 @@ def make_wrapper(
 
 
 def keeps_graph() -> bool:
-    """Return whether the current backward retains its graph (``retain_graph=True``)."""
+    """Return whether the current backward pass retains its graph (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -278,7 +278,7 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 
 def last_forward_value(metric: Any) -> Any:
-    """Return the result of the last forward of a torchmetrics metric (private name, torchmetrics 1.4 to 1.9)."""
+    """Return the result of the last forward pass of a torchmetrics metric (private name, torchmetrics 1.4 to 1.9)."""
     return metric._forward_cache
 
 

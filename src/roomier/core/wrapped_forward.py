@@ -1,4 +1,4 @@
-"""Replacements for the forward of a module, and their removal."""
+"""Replacements for the ``forward`` method of a module, and their removal."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 
 class WrappedForward:
-    """Replacement for ``module.forward`` that calls the original forward. Subclasses add behavior.
+    """Replacement for ``module.forward`` that calls the original method. Subclasses add behavior.
 
     The replacement is an object instead of a closure, so that ``copy.deepcopy`` of the module also copies the wrapper.
-    The copied wrapper calls the forward of the copied module.
+    The copied wrapper calls the ``forward`` method of the copied module.
 
     Attributes:
         forward: the original forward.
-        reads_weights_later: True if parameters of the module are also read after its forward. These parameters must not
-            be freed before the backward of the module.
-        is_compiled: True if the compiler traces the original forward.
+        reads_weights_later: True if parameters of the module are also read after its forward pass. These parameters
+            must not be freed before the backward pass of the module.
+        is_compiled: True if the compiler traces the original ``forward`` method.
     """
 
     reads_weights_later = False
@@ -32,12 +32,12 @@ class WrappedForward:
 
 
 def install(module: nn.Module, wrapped: WrappedForward) -> None:
-    """Replace the forward of ``module`` with ``wrapped``. Hooks of the module run before and after ``wrapped``."""
+    """Replace ``module.forward`` with ``wrapped``. Hooks of the module run before and after ``wrapped``."""
     module.forward = wrapped
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Return whether a :class:`WrappedForward` compiles the forward of ``module``."""
+    """Return whether a :class:`WrappedForward` compiles ``module.forward``."""
     forward: Any = module.forward
     while isinstance(forward, WrappedForward):
         if forward.is_compiled:
@@ -47,10 +47,11 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def unwrap(module: nn.Module) -> None:
-    """Remove every :class:`WrappedForward` from ``module`` and its submodules, and restore the original forwards."""
+    """Remove every :class:`WrappedForward` from ``module`` and its submodules, and restore the original ``forward``
+    methods."""
     for part in module.modules():
         while isinstance(wrapped := part.__dict__.get("forward"), WrappedForward):
             if getattr(wrapped.forward, "__func__", None) is type(part).forward:
-                del part.__dict__["forward"]  # the original forward is the method of the class
+                del part.__dict__["forward"]  # the original ``forward`` is the method of the class
             else:
                 part.forward = wrapped.forward

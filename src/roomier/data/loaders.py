@@ -5,10 +5,10 @@ of batches.
 A list of batches is one loader, but a list of loaders is several loaders. The elements of the list determine its kind:
 
 - A list, tuple or dict that contains a DataLoader or a CombinedLoader, at any depth, is a collection of loaders,
-  because a DataLoader is never a batch. All other elements must be loaders or lists of batches.
-- Without a DataLoader, a list or tuple is a collection of loaders if each element is a loader (:func:`is_loader`). A
-  dict is a collection of loaders if each value is a loader, a collection of loaders or a list of batches, and not all
-  values are lists.
+  because DataLoaders and CombinedLoaders are never batches. All other elements must be loaders or lists of batches.
+- A list or tuple without a DataLoader or a CombinedLoader is a collection of loaders if each element is a loader
+  (:func:`is_loader`). A dict without them is a collection of loaders if each value is a loader, a collection of loaders
+  or a list of batches, and not all values are lists of batches.
 - Any other list or tuple is a list of batches.
 
 ``CombinedLoader(loaders, mode)`` always contains several loaders.

@@ -2,8 +2,8 @@
 
 [Note: turns]
 Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks all-gather the parameters of a sharded model
-together, so every rank runs the same number of forwards. In the last round, some ranks may have no batch left. These
-ranks evaluate the last batch of the loader again, and the repeated result is not counted.
+together, so every rank runs the same number of forward passes. In the last round, some ranks may have no batch left.
+These ranks evaluate the last batch of the loader again, and the repeated result is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Turn(NamedTuple):
     Attributes:
         batch: host batch.
         number: index of the batch among the batches of all ranks.
-        counts: True if the batch belongs to this rank. If False, the forward runs only because other ranks require it.
+        counts: True if the batch belongs to this rank. If False, the forward pass runs only because other ranks require
+            it.
     """
 
     batch: Any

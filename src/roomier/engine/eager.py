@@ -169,7 +169,7 @@ class EagerEngine:
         return scaled
 
     def _add_no_terms(self, window: Window, loss: Tensor) -> None:
-        # A micro-batch without loss terms has the loss 0/0 and does not contribute, so its backward is skipped. If
+        # A micro-batch without loss terms has the loss 0/0 and does not contribute, so its backward pass is skipped. If
         # other ranks wait for this rank's gradients, backward runs and produces zeros instead.
         if self.ranks.is_alone:
             return
@@ -245,11 +245,11 @@ class EagerEngine:
         self._parallel.trained_parameters_changed()
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
-        """Enter ``context`` around the next training forward only."""
+        """Enter ``context`` around the next training forward pass only."""
         self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:
-        """Restore the module's original forward, and close the updates. Call this method after the last step."""
+        """Restore the module's original ``forward`` method and close the updates. Call this after the last step."""
         self._updates.close()
         self._levers.undo()
 

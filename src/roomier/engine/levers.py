@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Levers:
-    """Techniques that are installed in the forward of a network.
+    """Techniques that are installed in the ``forward`` methods of a network.
 
     Attributes:
         network: the network in which the techniques are installed.
@@ -51,7 +51,7 @@ class Levers:
             torch.autograd.graph.increment_version(list(self.output_layer.parameters()))
 
     def undo(self) -> None:
-        """Restore the forwards of the network and free offloaded activations. The parameters keep their values."""
+        """Restore the original ``forward`` methods, and free offloaded activations. Parameters keep their values."""
         unwrap(self.network)
         self.recompute.close()
 

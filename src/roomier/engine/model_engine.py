@@ -23,7 +23,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class ModelEngine(PreparedEngine):
-    """A :class:`PreparedEngine` with separate calls for the forward, the backward and the update.
+    """A :class:`PreparedEngine` with separate calls for the forward pass, the backward pass and the update.
 
     Gradients are averaged over the ranks, as in DistributedDataParallel. Several engines can share one backward pass;
     see :meth:`chain`.
@@ -39,8 +39,8 @@ class ModelEngine(PreparedEngine):
 
     Attributes:
         is_sharded: whether gradients are sharded across ranks.
-        reduces: whether the backward pass of the next forward reduces the gradients across the ranks. If False, the
-            gradients accumulate on each rank.
+        reduces: whether the next backward pass reduces the gradients across the ranks. If False, the gradients
+            accumulate on each rank.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class ModelEngine(PreparedEngine):
         # Autocast returns 16-bit outputs, and a loss in the loop would be computed in 16 bits. If the loss is computed
         # in chunks, the output is a placeholder for logits that are never materialized, so it is not converted.
         self._widens = facts.precision.autocast_dtype is not None and levers.output_layer is None
-        # The script computes the loss after the forward, so the watches of the loss end with the first backward.
+        # The script computes the loss after the forward pass, so the watches of the loss end with the first backward
+        # pass.
         watches = levers.forward_context.watches
         self._loss_watches: list[Any] = [each for each in watches if getattr(each, "is_of_loss", False)]
         watches[:] = [each for each in watches if each not in self._loss_watches]
@@ -82,8 +83,8 @@ class ModelEngine(PreparedEngine):
         """Return the output of the network. Outputs in 16 bits are converted to float32 under autocast.
 
         Args:
-            args: positional arguments of the forward.
-            kwargs: keyword arguments of the forward.
+            args: positional arguments of the ``forward`` method.
+            kwargs: keyword arguments of the ``forward`` method.
 
         Raises:
             TrainingError: the network is sharded, and inference mode is enabled.
@@ -109,7 +110,7 @@ class ModelEngine(PreparedEngine):
         return self.module(*args, **kwargs)
 
     def chain(self, other: ModelEngine) -> None:
-        """Run the backward of ``other`` around the backward of this engine, with the same loss scale.
+        """Run the backward pass of ``other`` around the backward pass of this engine, with the same loss scale.
 
         One backward pass can compute the gradients of several models, such as a generator and a discriminator. An
         engine reduces its gradients only if the backward pass reaches an output of its network.
@@ -127,7 +128,7 @@ class ModelEngine(PreparedEngine):
             self._end_watches()
             return
         self._is_before_any_backward = self._is_in_backward = False
-        with self._backward_context():  # only sharded models prepare a backward, and these are never chained
+        with self._backward_context():  # only sharded models prepare a backward pass, and these are never chained
             self.hooks.backward(loss, *args, **kwargs)
         if self._is_in_backward:
             for end_backward in self._moments.end_backward:

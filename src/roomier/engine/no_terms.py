@@ -12,11 +12,11 @@ from torch import Tensor
 
 @contextmanager
 def zero_gradients(loss: Tensor) -> Iterator[Tensor]:
-    """Yield a zero loss in place of ``loss``, which is 0/0. Inside the context, the backward of the zero loss computes
-    zero gradients.
+    """Yield a zero loss in place of ``loss``, which is 0/0. Inside the context, the backward pass of the zero loss
+    computes zero gradients.
 
-    The backward must run, because other ranks wait for the gradients of this rank. Zero times the derivative of 0/0 is
-    NaN, so the gradient that enters each node of the graph is set to zero.
+    The backward pass must run, because other ranks wait for the gradients of this rank. Zero times the derivative of
+    0/0 is NaN, so the gradient that enters each node of the graph is set to zero.
 
     Args:
         loss: the loss (0-dim) with its graph.

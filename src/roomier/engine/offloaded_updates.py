@@ -6,9 +6,9 @@ All modes compute bit-identical updates. They differ in when the units are updat
 
 - *plain*: units are updated after backward, one after the other.
 - *deferred*: units outside the blocks are updated after backward. The unit of a block is updated immediately before the
-  next forward of the block, while the device still computes earlier blocks. The values of the parameter groups (such as
-  the learning rate) at the time of the step are stored with the gradients.
-- *speculative*: a unit is updated in the last backward of a step, as soon as its gradients are complete. The step
+  next forward pass of the block, while the device still computes earlier blocks. The values of the parameter groups
+  (such as the learning rate) at the time of the step are stored with the gradients.
+- *speculative*: a unit is updated in the last backward pass of a step, as soon as its gradients are complete. The step
   accepts this update if the gradients and the parameter groups are unchanged. Clipping with the factor 1 does not
   change the gradients. If the gradients or the groups changed, the step restores the previous weights and states, and
   the unit is updated again as in *plain*. The step compares the version counters of the gradients, so changes by hooks
@@ -24,9 +24,9 @@ would delay backward. The separate stream waits for the stream on which the grad
 waits for the updates when the step accepts them.
 
 [Note: gathered ahead]
-With sharded parameters, the forward of a unit starts the all-gather of the next unit. The deferred update of a unit
-must therefore be complete before the forward of the preceding unit. The hook of each unit completes the updates of all
-units up to the next unit.
+With sharded parameters, the forward pass of a unit starts the all-gather of the next unit. The
+deferred update of a unit must therefore be complete before the forward pass of the preceding unit. The hook of each
+unit completes the updates of all units up to the next unit.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class OffloadedUpdates(Updates):
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
         device: the device of the parameters.
         gathers: object that makes the all-gathers of the parameters wait for updates.
-        gathers_ahead: whether updates are completed one unit ahead, because the forward of a unit and the all-gather of
-            the next unit run at the same time.
+        gathers_ahead: whether updates are completed one unit ahead, because the forward pass of a unit and the
+            all-gather of the next unit run at the same time.
         parameters: the parameters in a tier, or an object without effect if all parameters stay on the device.
         batch_plan: settings for clipping.
 
@@ -131,7 +131,7 @@ class OffloadedUpdates(Updates):
         self._device, self._gathers, self._gathers_ahead = device, gathers, gathers_ahead
         self._unit_of = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters}
         self._homes: Homes = homes_of(optimizers)
-        self._pending: dict[int, _Pending] = {}  # keys are in the order of the forwards
+        self._pending: dict[int, _Pending] = {}  # keys are in the order of the forward passes
         self._speculations: dict[int, _Speculation] = {}
         self._waiting: dict[int, set[Tensor]] = {}  # parameters of each unit whose gradients are not complete
         self._is_last = True
@@ -147,7 +147,7 @@ class OffloadedUpdates(Updates):
             self._watch_gradients()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
-        """Prepare the forward of a step. If parameters are gathered ahead, complete the first pending update."""
+        """Prepare the forward pass of a step. If parameters are gathered ahead, complete the first pending update."""
         self._reject_all()  # left over from a step without an update, such as a step that a hook skipped
         self._homes = homes_of(self._optimizers)
         self._parameters.begin_step(list(self._pending))
@@ -155,11 +155,11 @@ class OffloadedUpdates(Updates):
             self.complete(next(iter(self._pending)))
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Prepare the forward of a micro-batch."""
+        """Prepare the forward pass of a micro-batch."""
         self._is_last = is_last
 
     def backward(self, run: Callable[..., None]) -> None:
-        """Compute gradients. The last backward of a step starts reading the states from the tier."""
+        """Compute gradients. The last backward pass of a step starts reading the states from the tier."""
         self._complete_all()  # updates of blocks whose forward did not run
         if self._is_last and self._tries_speculation():
             self._waiting = {
@@ -339,7 +339,7 @@ class OffloadedUpdates(Updates):
             return
         parameters = list(pending.gradients)
         current = [each.grad for each in parameters]
-        # The forward of a step can run inside autocast and inside torch.inference_mode or no_grad.
+        # The forward pass of a step can run inside autocast and inside torch.inference_mode or no_grad.
         with torch.autocast(self._device.type, enabled=False), with_options(self._homes, pending.options):
             try:
                 for parameter, gradient in pending.gradients.items():

@@ -19,7 +19,7 @@ class Parallel(Protocol):
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
         root_parameters: parameters of blocks whose gradients are reduced after the gradients of all blocks.
         units: modules that each all-gather their parameters together, in forward order; empty without sharding.
-        gathers_ahead: whether the forward of a unit starts the all-gather of the next unit's parameters.
+        gathers_ahead: whether the forward pass of a unit starts the all-gather of the next unit's parameters.
     """
 
     loss_factor: float
@@ -39,7 +39,7 @@ class Parallel(Protocol):
         ...
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Prepare the forward of the next micro-batch of a step."""
+        """Prepare the forward pass of the next micro-batch of a step."""
         ...
 
     def begin_backward(self) -> None:

@@ -37,13 +37,13 @@ class ParametersOnDevice:
         """Free the gradients of the last step, except the gradients of the units in ``pending``."""
 
     def watch(self) -> AbstractContextManager[Any] | None:
-        """Return a context for the first forward, or None. The context raises an error if code reads a parameter that
-        is not on the device."""
+        """Return a context for the first forward pass, or None. The context raises an error if code reads a parameter
+        that is not on the device."""
         return None
 
     def watch_forwards(self, complete: Callable[[int], object]) -> None:
         """Call ``complete`` with the number of a unit each time its parameters have been brought to the device for a
-        forward."""
+        forward pass."""
 
     def end_backward(self) -> None:
         """Move complete gradients to the tier. Call this method after each backward pass."""

@@ -9,10 +9,10 @@ optimizer and raises an error.
 
 [Note: weights that change during backward]
 A weight is written while backward runs. Its gradient is complete after all operations that used the weight have run
-their backward, so no later operation reads the weight. The exception is an operation that used the detached weight. For
-this operation, autograd detects the write and raises an error. With activation recomputation, a block is recomputed
-before the first of its operations with saved tensors runs its backward. The weights of the block are updated after all
-their gradients are complete.
+their backward passes, so no later operation reads the weight. The exception is an operation that used the detached
+weight. For this operation, autograd detects the write and raises an error. With activation recomputation, a block is
+recomputed before the first of its operations with saved tensors runs its backward pass. The weights of the block are
+updated after all their gradients are complete.
 
 [Note: clipping by norm]
 The clipping factor depends on all gradients. ``"exact"`` runs two backward passes for one forward pass. The first
@@ -110,7 +110,7 @@ class StepInBackward(Updates):
         self._watch_parameters()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
-        """Prepare the forward of a step. Parameters may have been unfrozen or added to an optimizer since the last
+        """Prepare the forward pass of a step. Parameters may have been unfrozen or added to an optimizer since the last
         step.
 
         Raises:

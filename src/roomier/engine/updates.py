@@ -40,10 +40,10 @@ class Updates:
     away: Container[nn.Parameter] = frozenset()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
-        """Prepare the forward of a step."""
+        """Prepare the forward pass of a step."""
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Prepare the forward of a micro-batch."""
+        """Prepare the forward pass of a micro-batch."""
 
     def backward(self, run: Callable[..., None]) -> None:
         """Compute the gradients of a step.

@@ -3,7 +3,7 @@
 [Note: late ranks]
 A rank is late if it makes no progress while another rank waits for it. There are two cases:
 
-- The rank is silent: it publishes no new records. In this case, the process of the rank is stopped, or a native call
+- The rank is silent: it publishes no new records. In this case, the process of the rank is suspended, or a native call
   holds the interpreter lock.
 - The rank is behind: it has begun fewer operations in a process group than another rank, and more operations in no
   group. The training thread of this rank must hang outside of a collective, because a rank that waits in a collective

@@ -22,8 +22,8 @@ class LazyForward(WrappedForward):
         chunk_tokens: number of rows of logits in a chunk; None uses the default.
 
     Attributes:
-        reads_weights_later: True, because the weights of the layer are read after its forward. The weights must remain
-            unsharded until then.
+        reads_weights_later: True, because the weights of the layer are read after its forward pass. The weights must
+            remain unsharded until then.
         use: record of the operations that use the logits.
     """
 
@@ -47,7 +47,8 @@ class LazyForward(WrappedForward):
 
 
 def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_tokens: int | None) -> nn.Linear:
-    """Replace the forward of the output layer of ``network``, so that the cross-entropy of its logits runs in chunks.
+    """Replace the ``forward`` method of the output layer of ``network``, so that the cross-entropy of its logits runs
+    in chunks.
 
     Args:
         network: the model.

@@ -1,10 +1,11 @@
 """Cross-entropy of the output of a linear layer, computed in chunks of rows.
 
-[Note: gradients in the forward]
+[Note: gradients in the forward pass]
 The gradient of the logits of a token depends on other tokens only through a common factor. This factor comes from the
-mean or the loss scale. Therefore, the forward computes the logits and losses of each chunk and adds the contribution of
-the chunk to the gradients of the layer's input, weight and bias. The backward multiplies these gradients by the common
-factor. Logits are computed once. The saved gradients are as large as the input and the parameters.
+mean or the loss scale. Therefore, the forward pass computes the logits and losses of each chunk and adds the
+contribution of the chunk to the gradients of the layer's input, weight and bias. The backward pass multiplies these
+gradients by the common factor. Logits are computed once. The saved gradients are as large as the input and the
+parameters.
 
 The suffixes of tensor names use the letters of :mod:`roomier.models.gpt` and two additional letters:
 
@@ -83,9 +84,9 @@ def linear_cross_entropy(
 
     Raises:
         RuntimeError: a target is not the index of a class. On a GPU, a device assertion fails instead.
-        TrainingError: the backward uses ``create_graph``.
+        TrainingError: the backward pass uses ``create_graph``.
     """
-    if not torch.is_grad_enabled():  # the forward of an autograd.Function always runs without gradients
+    if not torch.is_grad_enabled():  # ``forward`` of an autograd.Function always runs without gradients
         hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
         bias_V = None if bias_V is None else bias_V.detach()
     with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -100,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         inputs = (hidden_ND, weight_VD, bias_V)
         ctx.how, ctx.needs = how, tuple(ctx.needs_input_grad[:3])
-        if how.reduction == "none":  # each loss has a separate factor, which only the backward receives
+        if how.reduction == "none":  # each loss has a separate factor, which only the backward pass receives
             losses_N, _ = _in_chunks(*inputs, targets_N, how, needs=(False, False, False))
             ctx.save_for_backward(*inputs, targets_N)
             return losses_N.to(how.dtypes[-1])
@@ -171,8 +172,8 @@ def _in_chunks(
             continue
         if factors_N is not None:
             slope_CV.mul_(factors_N[rows, None])
-        # The loss scale is unknown in the forward. Slopes are in [-1, 1], and many slopes are close to 0, so they are
-        # scaled in float16.
+        # The loss scale is unknown in the forward pass. Slopes are in [-1, 1], and many slopes are close to 0, so they
+        # are scaled in float16.
         scale = _fp16_scale(hidden_CD) if dtype is torch.float16 and factors_N is None else None
         if grad_bias is not None:
             grad_bias += slope_CV.sum(0)
