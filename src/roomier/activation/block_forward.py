@@ -40,7 +40,7 @@ class Keep(StrEnum):
 
 
 class BlockForward(WrappedForward):
-    """Wrapper for the ``forward`` method of a block. If gradients are disabled, as in evaluation, the original method runs.
+    """Wrapper for the ``forward`` method of a block. Without gradients, as in evaluation, the original method runs.
 
     Args:
         module: the block.
