@@ -1,4 +1,7 @@
-"""Accelerate script with two changed lines. Run it with ``torchrun --nproc-per-node 2 accelerate_script.py``."""
+"""Accelerate script with two changed lines.
+
+Run it with ``torchrun --nproc-per-node 2 examples/accelerate_script.py``.
+"""
 
 import torch
 from torch import nn
