@@ -10,7 +10,7 @@ A rank is late if it makes no progress while another rank waits for it. There ar
   has already begun this collective.
 
 The waiting time for a late rank starts when another rank begins to wait for it. If a step is slow on all ranks, no rank
-is late. The duration of the slowest step so far is added to each time limit.
+is late. The duration of the slowest micro-batch so far is added to each time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TICK_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds, to which the duration of the slowest step is added.
+    """Time limits in seconds, to which the duration of the slowest micro-batch is added.
 
     Attributes:
         end_s: time after which the run ends.
