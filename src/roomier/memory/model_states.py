@@ -84,7 +84,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
 
     Args:
         units: result of :func:`roomier.memory.weights.units_with_weights`, with the root first and the other units in
-            the order of the forward.
+            the order of the forward pass.
         layout: the settings of the Plan that determine the bytes.
         state_bytes: function that returns the bytes of the optimizer states; see :mod:`roomier.optim.state_bytes`.
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
@@ -172,7 +172,7 @@ class _ShardedStep:
             self._forward()
             is_first, is_last = index == 0, index == layout.num_micro_batches - 1
             self._backward(is_first=is_first, is_last=is_last)
-            if layout.num_backwards > 1:  # fully_shard discards the recorded forward order after the first backward
+            if layout.num_backwards > 1:  # fully_shard discards the forward order after the first backward pass
                 self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
         self.moments.append(Moment("update", self.now))
 

@@ -247,7 +247,8 @@ class MemoryTracker:
         return [change.num_bytes for change in self._changes[index:]]
 
     def saved_bytes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that each module allocated in its forward and that its backward needs."""
+        """Return the sizes of the tensors that each module allocated in its forward pass and that its backward pass
+        needs."""
         found: dict[str, list[int]] = {}
         for each in self._changes:
             if each.phase == "forward" and each.num_bytes > 0 and each.storage.kind is Kind.ACTIVATION:
@@ -372,7 +373,7 @@ class MemoryTracker:
                     self._record(tensor, Kind.OPTIMIZER_STATE, existed=True)
 
     def _note_gradients(self) -> None:
-        # Optimizers that step in backward free the gradients before the backward ends.
+        # Optimizers that step in backward free the gradients before the backward pass ends.
         for parameter in self._owned_once:
             if parameter.grad is not None:
                 self._record(parameter.grad, Kind.GRADIENT)

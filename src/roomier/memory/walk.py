@@ -3,16 +3,16 @@
 [Note: when ``fully_shard`` allocates]
 A unit is all-gathered into one buffer and copied from this buffer into its parameters. On gloo, the buffer of the next
 unit is filled during the computation, because ``parallel/shard.py`` sets explicit prefetching. On other backends, the
-buffer of a unit in the forward exists until the next unit is copied from a separate buffer (torch 2.13,
+buffer of a unit in the forward pass exists until the next unit is copied from a separate buffer (torch 2.13,
 ``FSDPParamGroup.wait_for_unshard``). In a backward pass, all backends prefetch the next buffer.
 
-After the backward of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed. On
-gloo, the shards of the other ranks are received into the result and into separate buffers. All buffers are freed when
-the reduction is complete. A reduction that may stay pending is completed before the next reduction, or at the end of
-backward. With sequential communication, no reduction stays pending, and no unit is prefetched. On other backends, the
-single buffer exists until the next unit requires a buffer. The reduced shard of this rank is its gradient. The inputs
-of the root and of embeddings have no gradient, so the gradients of these units are reduced at the end of the backward
-of the model.
+After the backward pass of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed.
+On gloo, the shards of the other ranks are received into the result and into separate buffers. All buffers are freed
+when the reduction is complete. A reduction that may stay pending is completed before the next reduction, or at the end
+of backward. With sequential communication, no reduction stays pending, and no unit is prefetched. On other backends,
+the single buffer exists until the next unit requires a buffer. The reduced shard of this rank is its gradient. The
+inputs of the root and of embeddings have no gradient, so the gradients of these units are reduced at the end of the
+backward pass of the model.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def frees_parameters(self) -> bool:
-        """True if units are resharded after their forward."""
+        """True if units are resharded after their forward pass."""
         return self.strategy in ("zero3", "hsdp")
 
     @property
@@ -214,10 +214,10 @@ class Note(NamedTuple):
 class Walk:
     """Simulates the units of a sharded step and records the bytes at each moment.
 
-    The caller determines when a unit is required, when its gradients are computed, and when its backward ends.
+    The caller determines when a unit is required, when its gradients are computed, and when its backward pass ends.
 
     Args:
-        units: units in the order of the forward.
+        units: units in the order of the forward pass.
         layout: the settings of the Plan that determine the bytes.
         sizes: bytes of each unit; None computes them.
 
@@ -272,16 +272,16 @@ class Walk:
                 self._send(each, phase)
 
     def gathered_ahead(self, unit: int) -> Sequence[int]:
-        """Return the units that are prefetched during the forward of ``unit``."""
+        """Return the units that are prefetched during the forward pass of ``unit``."""
         return [unit + 1] if self.layout.on_gloo and unit + 1 < len(self.units) else []
 
     def end_forward(self, unit: int) -> None:
-        """End the forward of ``unit``."""
+        """End the forward pass of ``unit``."""
         if self.layout.frees_parameters and not self.units[unit].is_root:
             self._free(unit)
 
     def end_forward_of_all(self) -> None:
-        """End the forward of the model."""
+        """End the forward pass of the model."""
         self._free_buffer()
 
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
@@ -302,7 +302,7 @@ class Walk:
         return self.layout.accumulates_unsharded and each.sum_dtype == each.gathered_dtype
 
     def end_backward(self, unit: int, *, is_first: bool, is_last: bool) -> None:
-        """End the backward of ``unit``. The flags mark the first and the last micro-batch of a step."""
+        """End the backward pass of ``unit``. The flags mark the first and the last micro-batch of a step."""
         size, layout = self.sizes[unit], self.layout
         is_summed = self.units[unit].sum_dtype == self.units[unit].gathered_dtype
         if layout.accumulates_unsharded and not is_last:
@@ -320,7 +320,7 @@ class Walk:
             self._reduce(unit, whole_bytes, is_new=is_first or layout.accumulates_unsharded)
 
     def end_backward_of_all(self) -> None:
-        """End the backward of the model."""
+        """End the backward pass of the model."""
         self._free_sent()
         if self.layout.steps_in_backward:
             self.now[_GRADIENT] -= sum(each.kept_gradient for each in self.sizes)
@@ -369,7 +369,7 @@ class Walk:
             self.note("backward", unit, "cast")
         if layout.steps_in_backward:
             self.now[_GRADIENT] -= size.part
-        # Tensors of the reduction over replicas are retained until the backward ends.
+        # Tensors of the reduction over replicas are retained until the backward pass ends.
         if layout.strategy == "hsdp" and size.output:
             self._summed_bytes += size.output
         else:

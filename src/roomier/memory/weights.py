@@ -60,8 +60,8 @@ class Unit:
         gathered_dtype: dtype of the computation and of the gradients.
         sum_dtype: dtype in which gradients are reduced.
         is_root: True for the unit that contains the weights outside all other units.
-        ends_late: True if the inputs of the unit have no gradient, so that its backward ends with the backward of the
-            model.
+        ends_late: True if the inputs of the unit have no gradient, so that its backward pass ends with the backward
+            pass of the model.
         is_looked_up: True for an embedding, which is not all-gathered for backward.
         is_inner: True for the norms and embeddings of a block. The preceding unit contains the other weights of the
             block.

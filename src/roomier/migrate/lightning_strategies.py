@@ -246,7 +246,7 @@ def _fsdp(answers: Answers, strategy: object) -> None:
 
 
 def answer_mixed_precision(answers: Answers, mixed: Any) -> None:
-    """Record the answers to torch's MixedPrecision, or to a dict of its fields."""
+    """Record an answer to each setting in ``mixed``, which is torch's ``MixedPrecision`` or a dict of its fields."""
     fields = mixed if isinstance(mixed, Mapping) else vars(mixed)
     parameter = fields.get("param_dtype")
     if parameter is not None:

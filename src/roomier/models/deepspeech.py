@@ -50,7 +50,7 @@ class DeepSpeechConfig:
         for field in ("num_bands", "num_letters", "num_layers", "width", "channels"):
             if getattr(self, field) < 1:
                 raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
-        if self.num_bands < _KERNELS[0]:  # oneDNN crashes in the backward if the kernel is larger than the input
+        if self.num_bands < _KERNELS[0]:  # oneDNN crashes in the backward pass if the kernel is larger than the input
             problem = f"must be at least {_KERNELS[0]}, the kernel size of the first convolution"
             raise RoomierError("num_bands", self.num_bands, problem, "Compute spectrograms with longer windows")
 

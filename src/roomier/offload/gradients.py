@@ -1,4 +1,4 @@
-"""Gradients that leave the device after the backward of their region.
+"""Gradients that leave the device after the backward pass of their region.
 
 The gradients of later micro-batches are added on the device. The earlier sum is copied to the device, the new gradients
 are added, and the new sum is moved to the tier. The result equals the sum that autograd computes if gradients stay on
@@ -45,7 +45,7 @@ class OffloadedGradients:
         self._awaits_update: set[Region] = set()
 
     def begin_step(self) -> None:
-        """Begin a step, before its first forward. Parameters can have been unfrozen since the last step.
+        """Begin a step, before its first forward pass. Parameters can have been unfrozen since the last step.
 
         Gradients of earlier steps belong to pending updates, which run when the region of the gradients is used.
         """

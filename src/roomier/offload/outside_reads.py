@@ -23,7 +23,7 @@ _METADATA = frozenset(
     )
 ) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_contiguous}
 """Functions that return properties of a parameter instead of its values. ``fully_shard`` calls some of these functions
-before its first forward."""
+before its first forward pass."""
 
 
 def _reads_only_metadata(func: Any) -> bool:

@@ -1,7 +1,7 @@
 """Parameters that are on the device only while their region computes.
 
-The parameters of a region are brought to the device before its forward and before its backward. The backward begins
-when autograd reaches an output of the region or reads one of its saved tensors, whichever happens first. See
+The parameters of a region are brought to the device before its forward and before its backward pass. The backward pass
+begins when autograd reaches an output of the region or reads one of its saved tensors, whichever happens first. See
 [Note: when regions arrive and leave] in ``residency.py``.
 """
 
@@ -60,20 +60,20 @@ class OffloadedParameters(Residency):
         }
 
     def install(self) -> None:
-        """Wrap the forwards of the modules that read the regions. :func:`roomier.core.wrapped_forward.unwrap` removes
-        the wrappers.
+        """Wrap the forward methods of the modules that read the regions. :func:`roomier.core.wrapped_forward.unwrap`
+        removes the wrappers.
 
         Call this method before other wrappers are installed, so that activations are recomputed inside this wrapper.
         """
         for module, regions in self._reads.items():
             install(module, RegionForward(module, self, regions))
-            # Hooks of the user can read parameters before the forward.
+            # Hooks of the user can read parameters before the forward pass.
             hook = partial(_before_forward, self, regions)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     @contextmanager
     def running(self, regions: Regions) -> Iterator[None]:
-        """Keep ``regions`` on the device inside the context, in which a forward reads them."""
+        """Keep ``regions`` on the device inside the context, in which a forward pass reads them."""
         self._running.append(regions)
         try:
             self.use(regions)

@@ -2,7 +2,7 @@
 
 A region is a block, or a submodule outside the blocks that contains no block, such as an embedding or an output layer.
 Parameters of modules that contain blocks belong to no region and stay on the device, because code outside the forward
-of a region reads them. Parameters that two regions share belong to the first of these regions.
+pass of a region reads them. Parameters that two regions share belong to the first of these regions.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def large_modules(network: nn.Module, blocks: Sequence[nn.Module], min_bytes: in
 def modules_with(
     network: nn.Module, blocks: Sequence[nn.Module], regions: Sequence[Region]
 ) -> dict[nn.Module, tuple[Region, ...]]:
-    """Return the modules whose forwards read parameters of ``regions``, with the regions that each of them reads."""
+    """Return the modules whose forward methods read parameters of ``regions``, with the regions that each of them
+    reads."""
     home = {parameter: region for region in regions for parameter in region.parameters}
     found = {}
     for _, module in _modules_of(network, set(blocks)):

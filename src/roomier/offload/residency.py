@@ -2,8 +2,8 @@
 
 [Note: when regions arrive and leave]
 A region is brought to the device when it is used. Then all other regions leave the device, with two exceptions: regions
-whose forward is running, and the region that is expected next, which is copied to the device in the background. The
-order of the regions is learned from the previous pass. A wrong expectation affects only the duration of the pass. A
+whose forward pass is running, and the region that is expected next, which is copied to the device in the background.
+The order of the regions is learned from the previous pass. A wrong expectation affects only the duration of the pass. A
 region whose parameters did not change leaves without being written.
 
 [Note: parameters that are away]
@@ -50,7 +50,7 @@ class Residency:
     Args:
         network: the model.
         regions: the regions.
-        reads: regions that are used together, in the expected order of their forwards.
+        reads: regions that are used together, in the expected order of their forward passes.
         tier: tier with the records of :func:`record_sizes`.
         device: the device.
         values: function that returns the initial value of a parameter on the meta device, or None if the value is
@@ -59,8 +59,8 @@ class Residency:
     Attributes:
         regions: the argument ``regions``.
         gradients: the gradients of the regions.
-        before_use: functions that are called with a region after the region was brought to the device for its forward.
-            A function that changes parameters calls :meth:`changed`.
+        before_use: functions that are called with a region after the region was brought to the device for its forward
+            pass. A function that changes parameters must call :meth:`changed`.
 
     Raises:
         PlanError: the model has no regions.
@@ -89,7 +89,7 @@ class Residency:
         self._placeholders: dict[Region, list[Tensor]] = {}
         self._versions: dict[Region, list[int]] = {}
         self._is_changed: set[Region] = set()
-        self._running: list[Regions] = []  # regions whose forwards are running
+        self._running: list[Regions] = []  # regions whose forward passes are running
         self._leaving: list[Region] = []
         self._follows = _registration_order(reads)
         self._last: tuple[int, Regions] = (FORWARD, ())
@@ -164,7 +164,7 @@ class Residency:
 
     def release(self) -> None:
         """Move all regions away from the device."""
-        self._running.clear()  # a forward can have ended with an error
+        self._running.clear()  # a forward pass can have ended with an error
         self._leave_except(set())
         for region in self._leaving:
             self._memory[region].free()

@@ -60,7 +60,7 @@ class OffloadedShards(Residency):
 
     Args:
         network: the model.
-        groups: the groups of shards, in the order of the forwards.
+        groups: the groups of shards, in the order of the forward passes.
         regions: result of :func:`sharded_regions` for ``groups``.
         tier: tier with the records of :func:`roomier.offload.residency.record_sizes`.
         device: the device.

@@ -16,8 +16,8 @@ class Unit:
 
     Attributes:
         parameters: the parameters, which belong to no other unit.
-        module: the block that contains all these parameters. Its forward reads the parameters before any other code in
-            a step. None for parameters outside the blocks.
+        module: the block that contains all these parameters. Its forward pass reads the parameters before any other
+            code in a step. None for parameters outside the blocks.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -42,7 +42,7 @@ def units_of(parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module], a
 
     Args:
         parameters: the parameters that the optimizers update.
-        modules: modules that share no parameter with code outside them, in the order of their forwards.
+        modules: modules that share no parameter with code outside them, in the order of their forward passes.
         apart: parameters that do not belong to the unit of their module.
     """
     left = dict.fromkeys(parameters)
@@ -71,7 +71,7 @@ def units_around(regions: Iterable[Sequence[nn.Parameter]], parameters: Sequence
     """Return the units of ``parameters``: one unit for the parameters outside ``regions``, then one for each region.
 
     Args:
-        regions: parameters that leave the device together, in the order of their forwards.
+        regions: parameters that leave the device together, in the order of their forward passes.
     """
     left = dict.fromkeys(parameters)
     inside = [Unit(tuple(each for each in region if each in left)) for region in regions]

@@ -27,7 +27,7 @@ class OwnGradients(Unsharded):
         ranks: all ranks of the run.
 
     Attributes:
-        runner: module that runs a step in its forward.
+        runner: module that runs a step in its ``forward``.
         loss_factor: the number of ranks, because the optimizer averages over the ranks.
     """
 

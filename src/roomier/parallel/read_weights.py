@@ -1,9 +1,9 @@
 """Search for layers whose weight another module reads without calling the layer.
 
-``fully_shard`` all-gathers the weights of a unit when the forward of the unit is called. A weight that another forward
-reads as ``self.table.weight`` must belong to a unit that is already unsharded when the weight is read. The layers are
-found in the bytecode of the forwards and of the methods that the forwards call. For example, DeBERTa reads its table of
-relative positions in this way.
+``fully_shard`` all-gathers the weights of a unit when the ``forward`` of the unit is called. A weight that another
+``forward`` reads as ``self.table.weight`` must belong to a unit that is already unsharded when the weight is read. The
+layers are found in the bytecode of the ``forward`` methods and of the methods that they call. For example, DeBERTa
+reads its table of relative positions in this way.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _DESCRIPTIONS = ("dtype", "device", "shape", "ndim", "size")
 
 
 def layers_read_by_others(network: nn.Module) -> set[nn.Module]:
-    """Return the layers of ``network`` whose name precedes ``.weight`` in the code of a forward."""
+    """Return the layers of ``network`` whose name precedes ``.weight`` in the code of a ``forward`` method."""
     names = {name for kind in set(map(type, network.modules())) for name in _names_read(kind)}
     return {child for each in network.modules() for name, child in each.named_children() if name in names}
 
 
 @cache
 def _names_read(kind: Hashable) -> frozenset[str]:
-    """Return the names that precede ``.weight`` in the methods that the forward of the class ``kind`` can call."""
+    """Return the names that precede ``.weight`` in the methods that ``forward`` of the class ``kind`` can call."""
     if getattr(kind, "__module__", "").startswith("torch."):
         return frozenset()
     pending, seen, found = list(_STARTS), set(_STARTS), set[str]()

@@ -46,7 +46,7 @@ class Replicas(Unsharded):
         compression: gradient compression; None disables it.
 
     Attributes:
-        runner: module that runs a step in its forward.
+        runner: module that runs a step in its ``forward``.
         loss_factor: the number of ranks, by which DDP divides the gradients.
 
     Raises:

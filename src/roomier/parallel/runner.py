@@ -1,4 +1,4 @@
-"""Module that runs a training step in its forward, so that module wrappers apply to the step."""
+"""Module that runs a training step in its ``forward``, so that module wrappers apply to the step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from roomier.core.errors import TrainingError
 
 
 class StepRunner(nn.Module):
-    """Module that contains ``network`` and whose forward runs any function that uses the network.
+    """Module that contains ``network`` and whose ``forward`` runs any function that uses the network.
 
     ``DistributedDataParallel`` and ``fully_shard`` act before and after a forward pass. ``training_step`` is not a
     forward pass, so the engine calls it through this module.

@@ -5,8 +5,8 @@ ZeRO (Rajbhandari et al. 2020, section 5) shards optimizer states (stage 1), gra
 (stage 3) across ranks. With ``fully_shard``, a stage is the combination of two choices:
 
 - *When gradients are reduced*: once per optimizer step (stage 1), or after every micro-batch (stages 2 and 3).
-- *When unsharded parameters are freed*: after backward (stages 1 and 2), or after the forward of each block (stage 3).
-  In stage 3, backward runs another all-gather.
+- *When unsharded parameters are freed*: after backward (stages 1 and 2), or after the forward pass of each block (stage
+  3). In stage 3, backward runs another all-gather.
 
 [Note: units]
 A unit is a set of parameters that one collective all-gathers. Blocks and large layers outside the blocks (an embedding,
@@ -60,8 +60,8 @@ MULTIPLYING = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-# The forward of these modules reads the weights of submodules without calling the submodules. A submodule that is not
-# called runs no forward pre-hook, so it must not become a separate unit.
+# These modules read the weights of submodules in forward without calling the submodules. A submodule that is not called
+# runs no forward pre-hook, so it must not become a separate unit.
 READING_PARTS = (nn.MultiheadAttention,)
 _LARGE = 0.02  # fraction of the model's parameters above which a layer outside the blocks becomes a unit
 _FEW = 0.002  # fraction of a block's parameters up to which its layers in float32 belong to the root
@@ -73,7 +73,7 @@ class Sharding:
 
     Args:
         mesh: device mesh from :func:`roomier.parallel.mesh.make_mesh`.
-        frees_parameters: reshard the parameters of each unit after its forward (ZeRO-3).
+        frees_parameters: reshard the parameters of each unit after its forward pass (ZeRO-3).
         reduces_each_micro_batch: reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
         compute_dtype: autocast dtype; None if autocast is disabled.
         wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
@@ -109,17 +109,17 @@ class Shards:
 
     Attributes:
         sharding: settings of the sharding.
-        runner: module that runs a step. The forward of this module unshards the parameters that the step requires.
+        runner: module that runs a step. The forward pass of this module unshards the parameters that the step requires.
         loss_factor: 1, because gradients are summed over the ranks.
         allows_inference_mode: False, because buffers that an all-gather allocates in inference mode cannot be used in
             training.
-        trace: hash of the sequence of units whose forward has run. Ranks match collectives by their order, so a rank
-            that runs different units would silently combine shards of different parameters. Ranks compare the hashes to
-            detect such a mismatch.
+        trace: hash of the sequence of units whose forward pass has run. Ranks match collectives by their order, so a
+            rank that runs different units would silently combine shards of different parameters. Ranks compare the
+            hashes to detect such a mismatch.
         late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
         root_parameters: parameters inside units that belong to the root; see :func:`root_parameters_of`.
         units: the modules that are units, without the root, in the order of the network.
-        gathers_ahead: whether the forward of a unit starts the all-gather of the next unit.
+        gathers_ahead: whether the forward pass of a unit starts the all-gather of the next unit.
     """
 
     loss_factor = 1.0
@@ -135,7 +135,7 @@ class Shards:
         self._parameters: list[nn.Parameter] | None = None  # sharded parameters, as registered between steps
         self.runner: nn.Module = StepRunner(network)
         self.trace = 0
-        # If some ranks may skip a layer, its forward must not start a collective. In this case, only blocks become
+        # If some ranks may skip a layer, its forward pass must not start a collective. In this case, only blocks become
         # units, and all other layers belong to the root.
         units = closed_blocks(network, blocks) if sharding.finds_unused else units_of(network, blocks)
         # The root is sharded first, because it includes small layers from inside the units. Autocast casts the
@@ -159,10 +159,11 @@ class Shards:
                 unit.set_modules_to_backward_prefetch([unit])
 
     def begin_run(self) -> None:
-        """Set whether each unit is resharded after its forward. Call this method after all forwards have been wrapped.
+        """Set whether each unit is resharded after its forward pass. Call this method after all forward methods have
+        been wrapped.
 
         The ZeRO stage determines whether units are resharded. However, a unit stays unsharded if it contains a
-        :class:`~roomier.core.wrapped_forward.WrappedForward` that reads weights after the forward.
+        :class:`~roomier.core.wrapped_forward.WrappedForward` that reads weights after the forward pass.
         """
         for unit in self._units[1:]:  # the root stays unsharded
             parts = unit.modules()
@@ -173,7 +174,7 @@ class Shards:
         self.trace = (self.trace * 1_000_003 + number) % 2**31
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Configure the collectives for the next micro-batch of a step, before its forward."""
+        """Configure the collectives for the next micro-batch of a step, before its forward pass."""
         self._is_last = is_last
         if is_first:
             self._whole.begin_step()
@@ -182,7 +183,7 @@ class Shards:
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
-            # With deferred gradient reduction, torch 2.13 fails on a unit whose forward never ran. To avoid this
+            # With deferred gradient reduction, torch 2.13 fails on a unit whose forward pass never ran. To avoid this
             # failure, each unit is unsharded once.
             self._was_gathered = True
             for unit in self._units:
@@ -222,7 +223,8 @@ class Shards:
 
     def _gather_root_again(self) -> None:
         # Backward reshards all units. With manual optimization, the training step continues after its backward or
-        # update, and requires the unsharded root with the current values. Blocks are all-gathered in their forward.
+        # update, and requires the unsharded root with the current values. Blocks are all-gathered in their forward
+        # pass.
         if self.sharding.by_hand:
             self._units[0].reshard()
             self._units[0].unshard()
@@ -230,7 +232,7 @@ class Shards:
     def release(self) -> None:
         """Reshard all units, for example after an evaluation or before named parameters are accessed."""
         for unit in self._units:
-            if torch_private.is_being_gathered(unit):  # prefetched, but its forward did not run
+            if torch_private.is_being_gathered(unit):  # prefetched, but its forward pass did not run
                 unit.unshard()
             unit.reshard()
 

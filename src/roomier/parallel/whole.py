@@ -60,7 +60,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Sum the gradients over the ranks. Call after the backward of the last micro-batch."""
+        """Sum the gradients over the ranks. Call after the backward pass of the last micro-batch."""
         trained = sorted((each for each in self.parameters if each.requires_grad), key=_dtype_name)
         for _, group in groupby(trained, _dtype_name):
             self._add_up(list(group))

@@ -135,7 +135,7 @@ def speculation_has_reduced_gradients(plan: Plan) -> Iterator[PlanError]:
     """Reject speculative updates if a gradient is not complete or can be infinite when a block finishes backward."""
     if plan.offload.update != "speculative":
         return
-    action = "Use 'deferred', which updates while the next forward computes"
+    action = "Use 'deferred', which updates each block before its next forward pass"
     if plan.offload.parameters != "none":
         problem = "is not supported with offloaded parameters, whose gradients leave the device in backward"
         yield PlanError("offload.update", "speculative", problem, action)

@@ -255,10 +255,10 @@ class OffloadPlan(Part):
         share: fraction in [0, 1] of each rank's optimizer states, in bytes, that is stored in the lower tier. The
             fraction is rounded to full units. The other states stay on the device.
         update: time at which blocks are updated. All modes produce bitwise identical results. ``"plain"`` updates the
-            blocks one by one after backward. ``"deferred"`` updates each block immediately before its next forward,
-            while earlier blocks compute. ``"speculative"`` updates each block in the last backward, before the norm of
-            the gradients is known. If the norm requires clipping, the update is repeated from the previous states.
-            ``"auto"`` selects one of these modes.
+            blocks one by one after backward. ``"deferred"`` updates each block immediately before its next forward
+            pass, while earlier blocks compute. ``"speculative"`` updates each block in the last backward pass, before
+            the norm of the gradients is known. If the norm requires clipping, the update is repeated from the previous
+            states. ``"auto"`` selects one of these modes.
         buffers: number of buffers in host memory for optimizer states on disk. With 3, the states of one unit can be
             read while the states of a second unit are updated and the states of a third unit are written. With 1,
             states are read when they are needed, and the memory of the buffer is free between updates. This setting

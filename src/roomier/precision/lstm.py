@@ -22,7 +22,7 @@ from roomier.precision.policy import Precision
 
 
 class WithoutOneDNN(WrappedForward):
-    """Wrapper that runs the forward of a module with torch's own kernels instead of oneDNN's kernels."""
+    """Wrapper that runs the forward pass of a module with torch's own kernels instead of oneDNN's kernels."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = torch.backends.mkldnn.enabled

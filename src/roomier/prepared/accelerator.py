@@ -378,7 +378,7 @@ class Accelerator(Storage):
         return map_tensors(lambda each: each[: loader.num_kept(len(each))], data)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that begins each epoch after ``num_batches`` batches of this rank."""
+        """Return a loader that skips the first ``num_batches`` batches of this rank in each epoch."""
         prepared = dataloader if type(dataloader) is PreparedLoader else self._prepared_loader(dataloader)
         return prepared.without_first(num_batches)
 

@@ -173,7 +173,7 @@ class PreparedLoader:
         set_loader_epoch(self.loader, epoch)
 
     def without_first(self, num_batches: int) -> PreparedLoader:
-        """Return a loader that begins each epoch after ``num_batches`` batches of this rank."""
+        """Return a loader that skips the first ``num_batches`` batches of this rank in each epoch."""
         later = copy.copy(self)
         if self._share.divides or isinstance(self.loader.dataset, IterableDataset) or not can_be_rebuilt(self.loader):
             later._num_discarded += num_batches

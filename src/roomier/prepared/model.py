@@ -13,7 +13,7 @@ from roomier.engine.optimizer_state import shard_like
 
 
 class PreparedModel(nn.Module):
-    """Model whose forward runs in the precision and with the strategy of a Plan.
+    """Model whose forward pass runs in the precision and with the strategy of a Plan.
 
     The attributes and methods of the network that ``nn.Module`` does not have are available on the prepared model.
     Calls to these methods do not use the engine.

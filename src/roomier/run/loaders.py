@@ -93,7 +93,7 @@ class RunLoaders:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of samples per micro-batch on each rank; None if the number is unknown and cannot be changed."""
+        """Number of samples per micro-batch on each rank; None if roomier cannot change this number."""
         return batch_size_of(self.train_loader)
 
     def first_batch(self) -> Any:
@@ -146,7 +146,8 @@ class RunLoaders:
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and their limits on batches over all ranks.
+        """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and the maximum number of batches of each
+        source, summed over all ranks.
 
         Raises:
             DataError: no data is available, or a loader of ``"predict"`` combines batches of several loaders.

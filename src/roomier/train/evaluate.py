@@ -138,7 +138,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
     """Return a function that runs the hooks and the step of one batch, and returns the output of the step.
 
     The arguments of the function are the batch, the index of the batch on this rank, and whether the batch is counted.
-    A batch that is not counted runs only because other ranks require the forward of this rank. Its result is None.
+    A batch that is not counted runs only because other ranks require the forward pass of this rank. Its result is None.
 
     Args:
         dataloader_idx: index of the loader; None if the run has only one loader.

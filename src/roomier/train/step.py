@@ -74,7 +74,7 @@ class TrainingStep:
         self.batch_idx = self._first_batch - 1
 
     def start(self, batch: Any, index: int) -> None:
-        """Call the hooks that run before the forward of the micro-batch at ``index`` in the window.
+        """Call the hooks that run before the forward pass of the micro-batch at ``index`` in the window.
 
         Args:
             batch: the micro-batch on the device.
@@ -89,7 +89,7 @@ class TrainingStep:
                 self.skips_epoch = True
 
     def take_loss(self, loss: Tensor, index: int) -> None:
-        """Store the loss of the micro-batch's backward, for the hooks that run afterwards."""
+        """Store the loss of the micro-batch's backward pass, for the hooks that run afterwards."""
         self._loss = loss
 
     def end(self, index: int = -1) -> None:

@@ -238,7 +238,7 @@ class Trainer(LastCall):
         """Train ``model``.
 
         Args:
-            model: a :class:`roomier.Module`, or any ``nn.Module`` whose forward returns a loss.
+            model: a :class:`roomier.Module`, or any ``nn.Module`` whose ``forward`` returns a loss.
             train_dataloaders: a DataLoader, a list of batches, an iterable of batches, or a DataModule.
             val_dataloaders: one loader or a list of loaders, of the same types as ``train_dataloaders``.
             datamodule: a DataModule that provides the data in place of loaders.

@@ -38,7 +38,8 @@ def attribute_of(model: nn.Module, name: str = "") -> str:
 
 
 def set_attribute(model: nn.Module, name: str, learning_rate: float) -> None:
-    """Set ``name`` to ``learning_rate`` on ``model`` and in its ``hparams``, if they contain this name."""
+    """Set the attribute ``name`` of ``model`` and the entry ``name`` of its ``hparams`` to ``learning_rate``. An
+    attribute or entry that does not exist is not created."""
     hparams = _hparams(model)
     if name in hparams:
         hparams[name] = learning_rate

@@ -104,7 +104,7 @@ _GROUPS: list[tuple[str, str, str]] = [
     (
         "flops_profiler",
         "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-        "use callbacks=[Throughput()] or the argument profiler",
+        "use callbacks=[Throughput()] or profiler=...",
     ),
     ("comms_logger", "enabled prof_all prof_ops verbose debug comms_logger", "use profiler='torch'"),
     ("tensorboard", "enabled output_path job_name", "logger='tensorboard' writes TensorBoard files"),

@@ -32,7 +32,7 @@ def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> i
     """Return the nanoseconds per step that the recomputation of a block adds.
 
     Args:
-        forward: work of the block's forward over all micro-batches.
+        forward: work of the block's forward pass over all micro-batches.
         keep: activations that the block saves.
         plan: plan that contains the number of micro-batches.
         device: device that computes.

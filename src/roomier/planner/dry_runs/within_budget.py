@@ -3,10 +3,11 @@
 [Note: a step within a budget]
 Three steps are known, in which all blocks save only their input, their input and the results of matrix products, or all
 activations. At any time, the steps differ in the bytes that are saved by blocks between their forward and their
-backward, and in the memory of the running block. The difference after the forward of a block is the memory that the
-activations of this block require. These values define the optimization problem that a run solves after its measured
-step (:mod:`roomier.activation.choose`). For a given choice, the intervals of each block come from the step in which all
-blocks save the activations that this block saves. The difference in the bytes that the earlier blocks save is added.
+backward pass, and in the memory of the running block. The difference after the forward pass of a block is the memory
+that the activations of this block require. These values define the optimization problem that a run solves after its
+measured step (:mod:`roomier.activation.choose`). For a given choice, the intervals of each block come from the step in
+which all blocks save the activations that this block saves. The difference in the bytes that the earlier blocks save is
+added.
 
 A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
 the same bytes.
@@ -55,8 +56,8 @@ def remark_of(keeps: Mapping[str, Keep]) -> str:
 
 
 class NotNestedError(UnexpectedStepError):
-    """Raised if the blocks do not run backward in the reverse order of their forward, or if the steps have different
-    orders."""
+    """Raised if the blocks do not run backward in the reverse order of their forward passes, or if the steps have
+    different orders."""
 
     def __str__(self) -> str:
         return "runs its blocks in an order for which no activation budget can be computed"
@@ -108,13 +109,13 @@ class _Sections:
     Attributes:
         keys: phase and block of each section; empty strings for the sections between two visits.
         parts: intervals of each section. A section between two visits can be empty.
-        order: blocks that run backward, in the order of their forward.
-        num_alive: for each section, the number of blocks that are between their forward and their backward, excluding
-            the block of the section.
+        order: blocks that run backward, in the order of their forward passes.
+        num_alive: for each section, the number of blocks that are between their forward and their backward pass,
+            excluding the block of the section.
     """
 
     def __init__(self, intervals: Sequence[Interval], blocks: Collection[str]) -> None:
-        # A block without a backward saves no activations.
+        # A block without a backward pass saves no activations.
         needed = {each.place for each in intervals if each.phase == "backward" and each.place in blocks}
         self.keys = [_OUTSIDE]
         self.parts: list[list[Interval]] = [[]]

@@ -99,7 +99,7 @@ def _packed(kernel: Callable[..., Any], given: Tensor, lengths: Tensor, batch_fi
 
 
 class _Packing(torch.autograd.Function):
-    """Packing operation whose backward allocates a full gradient of the input, as in torch."""
+    """Packing operation whose backward pass allocates a full gradient of the input, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ def _refuse(module: Module) -> None:
             raise RoomierError("model", name, "is lazy and has no shape yet", action)
     if any("_roomier_shards" in each.__dict__ for each in module.modules()):
         problem = "was sharded by an earlier run, so no other plan can be evaluated on it"
-        action = "Set the strategy of that run, or load its checkpoint into a new model"
+        action = "Use the same strategy as that run, or load its checkpoint into a new model"
         raise RoomierError("model", type(module).__name__, problem, action)
 
 

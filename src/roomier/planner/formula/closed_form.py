@@ -217,7 +217,7 @@ class _CutStep(_Step):
             yield _interval(visit.execution, moments)
 
     def _end_late(self, *, is_first: bool, is_last: bool) -> None:
-        """Complete the units whose backward ends with the backward of the model."""
+        """Complete the units whose backward pass ends with the backward pass of the model."""
         walk = self._walk
         for unit in self._order.late:
             walk.take_over_gradients(unit, is_first=is_first)
@@ -238,10 +238,11 @@ class Order:
 
     Attributes:
         root: the unit that is gathered during the full step; None if the model has no such unit.
-        num_forward: number of executions that belong to the forward.
+        num_forward: number of executions that belong to the forward pass.
         units_at: for each execution, the units that are required from its start. A block comes before its norms.
-        ending_at: for each execution, the units whose backward ends with the execution. Norms come before their block.
-        late: units whose backward ends with the backward of the model.
+        ending_at: for each execution, the units whose backward pass ends with the execution. Norms come before their
+            block.
+        late: units whose backward pass ends with the backward pass of the model.
         gathering: units in the order in which a backward pass gathers them.
     """
 

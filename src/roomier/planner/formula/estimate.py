@@ -117,8 +117,9 @@ class Estimator:
 
         With an activation budget, the activations that a run would choose to save are computed; see [Note: a step
         within a budget]. This choice cannot be computed if blocks also offload activations, or if blocks do not run
-        backward in the reverse order of their forward. In these cases, the peak equals the budget, limited to the range
-        between the peak with full recomputation and the peak without recomputation, and ``remark`` states this.
+        backward in the reverse order of their forward passes. In these cases, the peak equals the budget, limited to
+        the range between the peak with full recomputation and the peak without recomputation, and ``remark`` states
+        this.
 
         Raises:
             RoomierError: ``build`` rejects the plan, or an activation budget is too small.

@@ -5,14 +5,14 @@ The optimizer states of a unit are on the device while the unit is updated. At t
 unit are copied to the host, and the states of the next unit are copied to the device. Therefore, the states of at most
 three units are on an accelerator. The states that were copied to the host last stay on the device until the next states
 are copied to the host. Between two updates, the states of the next unit are already on the device. The gradients of a
-deferred update exist until the update, which is in the forward of the next step. With sharded parameters, a deferred
-update is complete before the forward of the preceding unit. A speculative update runs at the end of the backward of its
-block.
+deferred update exist until the update, which is in the forward pass of the next step. With sharded parameters, a
+deferred update is complete before the forward pass of the preceding unit. A speculative update runs at the end of the
+backward pass of its block.
 
 Parameters are on the device while their block computes, together with the parameters of the next block. In backward,
-the gradients of the previous block are copied to the host at the same time. At the end of the backward of a block, its
-gradients exist twice, as autograd tensors and as the record that is copied to the tier. In an update, the parameters
-and gradients of the unit and the updated parameters of the previous unit are on the device.
+the gradients of the previous block are copied to the host at the same time. At the end of the backward pass of a block,
+its gradients exist twice, as autograd tensors and as the record that is copied to the tier. In an update, the
+parameters and gradients of the unit and the updated parameters of the previous unit are on the device.
 
 On a CPU, the states of a unit are updated in the buffers of the disk tier, so the buffers are the only additional
 memory.
@@ -81,7 +81,7 @@ class Offloaded:
         on_cpu: whether the device is the host.
         num_micro_batches: number of micro-batches per optimizer step.
         num_state_buffers: number of buffers for optimizer states on disk.
-        completes_ahead: number of units by which deferred updates are ahead of the forward.
+        completes_ahead: number of units by which deferred updates are ahead of the forward pass.
         in_buckets: whether gradients are in the buckets of DDP. DDP replaces its buckets in its second step, while
             deferred updates still use the earlier buckets.
     """
@@ -170,8 +170,8 @@ class Offloaded:
     @property
     def update_traffic(self) -> Traffic:
         """Transfers of the updates, which read gradients, and read and write states and parameters. A deferred update
-        writes the parameters that the next forward reads in any case. The reads of parameters are estimates, because a
-        region can stay between two uses, and the read of an expected region can be discarded."""
+        writes the parameters that the next forward pass reads in any case. The reads of parameters are estimates,
+        because a region can stay between two uses, and the read of an expected region can be discarded."""
         read, written = [each.read_bytes for each in self.states], [each.record_bytes for each in self.states]
         arriving = self._gradient_sizes + (self._parameter_sizes if self.mode == "plain" else [])
         own = self._moved(self.parameter_tier, arriving, self._parameter_sizes)
@@ -257,7 +257,7 @@ class Offloaded:
         return found if index else {kind: each + self._left_bytes for kind, each in found.items()}
 
     def _with_speculative(self, timeline: Sequence[Interval]) -> list[Interval]:
-        """Add the states of the units that are updated when the backward of their block ends."""
+        """Add the states of the units that are updated when the backward pass of their block ends."""
         found = list(timeline)
         last_forward = max((index for index, each in enumerate(found) if each.phase == "forward"), default=0)
         left = len(self.states)  # index of the unit that was updated last
@@ -320,7 +320,7 @@ class Offloaded:
         }
 
     def _with_deferred(self, timeline: Sequence[Interval]) -> list[Interval]:
-        """Add the gradients and states of deferred updates to the first forward."""
+        """Add the gradients and states of deferred updates to the first forward pass."""
         first = sum(not each.place for each in self.states)  # the deferred updates follow the units outside the blocks
         found, done = list(timeline), first - 1
         for index, interval in enumerate(timeline):

@@ -2,9 +2,9 @@
 
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer. The techniques of the plan that act inside
-the forward are applied. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the states
-that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights of
-matmuls are all-gathered in 16 bits, autocast creates no copies of these weights, and the gradients have 16 bits. In
+the forward pass are applied. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the
+states that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights
+of matmuls are all-gathered in 16 bits, autocast creates no copies of these weights, and the gradients have 16 bits. In
 addition, a view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models,
 and another trace for sharded models.
 
@@ -12,7 +12,7 @@ and another trace for sharded models.
 A gradient is *complete* when it has been added to the gradient of its parameter. Until then, the gradient is pending.
 DDP copies a complete gradient into a bucket and frees the original. Later micro-batches add their gradients to the
 existing gradients. In sharded models, 16-bit gradients remain pending, because later micro-batches add these gradients
-to the 32-bit gradients only at the end of the unit's backward.
+to the 32-bit gradients only at the end of the unit's backward pass.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rise(NamedTuple):
     """Growth in bytes.
 
     Attributes:
-        activation: tensors that the forward saves for backward, including batches.
+        activation: tensors that the forward pass saves for backward, including batches.
         temporary: all other tensors that are not model states.
         gradient: gradients of unsharded parameters.
         pending: part of ``gradient`` that is not complete; see [Note: pending gradients].
@@ -99,7 +99,8 @@ class Execution:
 
     @cached_property
     def highest_moved(self) -> Rise:
-        """Growth with the highest total if each complete gradient also frees an earlier gradient."""
+        """Growth with the highest total if each complete gradient is freed with the earlier gradient of its
+        parameter."""
         return self.highest_by(-1, 2)
 
     def highest_by(self, gradient_weight: float, pending_weight: float) -> Rise:
@@ -142,7 +143,7 @@ class Visit(NamedTuple):
         begin: memory at the start.
         highest: highest memory; see :class:`Execution`.
         highest_reduced: highest memory if complete gradients are freed.
-        highest_moved: highest memory if each complete gradient also frees an earlier gradient.
+        highest_moved: highest memory if each complete gradient is freed with the earlier gradient of its parameter.
         end: memory at the end.
     """
 
@@ -169,7 +170,7 @@ class Trace:
         batch_bytes: bytes of the batch.
         executions: executions of the parts of the model, in the order in which they run.
         work: amount of computation, by phase and part of the model.
-        saved_bytes: sizes of the tensors that the forward of each part saves for backward, in execution order.
+        saved_bytes: sizes of the tensors that the forward pass of each part saves for backward, in execution order.
     """
 
     batch_size: int
@@ -233,8 +234,8 @@ class Trace:
         return mine == theirs
 
     def moved_bytes(self, places: Collection[str], min_bytes: int) -> dict[str, int]:
-        """Return the bytes that the forward of each of ``places`` saves for backward, in execution order. Only tensors
-        of at least ``min_bytes`` are counted."""
+        """Return the bytes that the forward pass of each of ``places`` saves for backward, in execution order. Only
+        tensors of at least ``min_bytes`` are counted."""
         order = dict.fromkeys(
             each.place for each in self.executions if each.phase == "forward" and each.place in places
         )
@@ -416,7 +417,7 @@ def _executions(moments: Iterator[Snapshot]) -> Iterator[Execution]:
     begin = _rise(next(moments))
     phase = "forward"
     for (phase_now, place, needs_inner), group in groupby(moments, _whereabouts):
-        phase = phase_now if phase == "forward" else phase  # phases after the backward count as backward
+        phase = phase_now if phase == "forward" else phase  # phases after the backward pass count as backward
         levels = [_rise(each) for each in group]
         yield Execution(phase, place, tuple(each.minus(begin) for each in levels), needs_inner)
         begin = levels[-1]

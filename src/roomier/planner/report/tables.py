@@ -155,7 +155,8 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
 
 
 def _common_unit(counts: Sequence[int]) -> tuple[str, int]:
-    """Return the name and the bytes of the unit in which all of ``counts`` have few digits."""
+    """Return the name and the size in bytes of a unit for ``counts``: GiB if one count is at least 1 GiB, otherwise
+    MiB."""
     largest = max(counts, default=0)
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 

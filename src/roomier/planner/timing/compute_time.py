@@ -16,9 +16,9 @@ network). These are process times on one core of an Intel Xeon with torch 2.13.
 
 The recomputation of a block costs 60 operations in addition to its computation. The additional operations come from
 hooks, random states and a second pass through the modules of the block. Python also executes code for each operation of
-the block. With ``"selective"``, Python handles each operation in both forwards. Overhead per block was measured with
-four blocks for the four models above, whose forwards have 5, 10, 30 and 7 operations. The overhead was 188, 360, 510
-and 338 lightest operations with ``"full"``, and 290, 648, 1035 and 449 with ``"selective"``.
+the block. With ``"selective"``, Python handles each operation in both forward passes. Overhead per block was measured
+with four blocks for the four models above, whose forward passes have 5, 10, 30 and 7 operations. The overhead was 188,
+360, 510 and 338 lightest operations with ``"full"``, and 290, 648, 1035 and 449 with ``"selective"``.
 
 Fusion in compiled blocks (``compile=True``) moves fewer bytes. Fusion is not modeled, because no factor was measured.
 Therefore, a compiled plan has the same forecast as the plan without compilation.
@@ -49,7 +49,7 @@ _RATES = {
 
 _LIGHTEST_OPERATIONS = 4.0
 _OPERATIONS_OF_REPEATING = 60.0  # cost of recomputing a block in each micro-batch
-_SEEN_BY_PYTHON = {Keep.INPUT: 1.5, Keep.PRODUCTS: 6.0}  # cost per operation of the block's forward, in operations
+_SEEN_BY_PYTHON = {Keep.INPUT: 1.5, Keep.PRODUCTS: 6.0}  # cost per operation of the block's forward pass, in operations
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
 
 
 def second_forward(work: Mapping[Part, Work], keeps: Mapping[str, Keep]) -> dict[Part, Work]:
-    """Return the work that the backward of each block recomputes, derived from the forward work of a step.
+    """Return the work that the backward pass of each block recomputes, derived from the forward work of a step.
 
     For a block that saves only its input, the recomputed work is the full forward. For a block that saves the results
     of products, the recomputed work is all operations except matrix products.
@@ -163,7 +163,7 @@ def recomputation_s(forward: Work, keep: Keep, plan: Plan, device: Device) -> fl
     """Return the seconds per step that the recomputation of a block adds.
 
     Args:
-        forward: work of the block's forward over all micro-batches.
+        forward: work of the block's forward pass over all micro-batches.
         keep: activations that the block saves.
         plan: plan that contains the number of micro-batches and the precision of matrix products.
         device: device that computes.

@@ -42,8 +42,8 @@ _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
 # Additional host cost of each weight in a unit. This cost was measured in process time on two gloo ranks: 13 to 30
-# additional operations per weight, for an encoder with 54 small weights and an MLP with 16 weights. The two values
-# below are in the middle of the measured range.
+# additional operations per weight, for an encoder with 54 small weights and an MLP with 16 weights. The sum of the two
+# values below is near the middle of this range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8
 _OPERATIONS_OF_WEIGHT_REDUCED = 12
 _COUNT_BYTES = 8  # ranks sum the number of terms in their losses
@@ -66,12 +66,12 @@ def step_time(
         workload: workload with the micro-batch of ``plan``.
         plan: plan with a concrete strategy.
         machine: machine that the forecast is for.
-        work: work of one optimizer step on one rank, summed over all micro-batches, by phase and part of the model, in
-            the order of the parts. ``work`` includes recomputation and excludes communication. The work of phase
-            ``"update"`` is used if the plan names no optimizer.
+        work: work of one optimizer step on one rank for each phase and part of the model, summed over all
+            micro-batches. The keys are in the order of execution. ``work`` includes recomputation and excludes
+            communication. The work of phase ``"update"`` is used if the plan names no optimizer.
         units: units of the network; None computes the units.
         kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
-            half of the bytes that the forward of the block moves outside matrix products, because each result is
+            half of the bytes that the forward pass of the block moves outside matrix products, because each result is
             written once and read once.
         away: model states in lower tiers; None if all model states are on the device.
         chosen: activations that each block saves, as chosen for an activation budget. If None and ``plan`` has an
@@ -195,7 +195,7 @@ class _Step:
         )
 
     def forward_s(self) -> float:
-        """Return the duration of the forward of all micro-batches in seconds, excluding exchanges and copies."""
+        """Return the duration of the forward pass of all micro-batches in seconds, excluding exchanges and copies."""
         return sum(
             _duration(each, self.machine.device, self.plan).on(self.machine.device)
             for (phase, _), each in self.work.items()

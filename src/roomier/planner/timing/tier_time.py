@@ -1,7 +1,7 @@
 """Time that transfers of model states between the device and lower tiers add to a step.
 
 [Note: time of the modes]
-``C`` is the duration of forward and backward, ``F`` the duration of the first forward, ``U`` the duration of the
+``C`` is the duration of forward and backward, ``F`` the duration of the first forward pass, ``U`` the duration of the
 update, and ``IO`` the duration of all transfers of the update. ``ring`` is the part of ``IO`` that fills the buffers
 during backward:
 
@@ -32,9 +32,9 @@ class Durations:
     """Durations of a step without tiers, in seconds.
 
     Attributes:
-        first_forward_s: duration of the forward of the first micro-batch.
-        forward_s: duration of the forward of all micro-batches.
-        backward_s: duration of the backward of all micro-batches.
+        first_forward_s: duration of the forward pass of the first micro-batch.
+        forward_s: duration of the forward pass of all micro-batches.
+        backward_s: duration of the backward pass of all micro-batches.
         update_s: duration of clipping and of the optimizer step.
     """
 

@@ -2,11 +2,11 @@
 
 [Note: overlap]
 On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered only while the
-previous unit computes. The reduction of a unit starts after its backward, and the computation waits for the previous
-reduction. The end of the model's backward waits for all reductions. A collective is therefore exposed only to the
-extent that it takes longer than the computation of the neighboring unit. The first all-gather and the last reduction
-are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for all buckets at the end of the
-last backward pass. The streams share one link, on which one collective is transferred at a time.
+previous unit computes. The reduction of a unit starts after its backward pass, and the computation waits for the
+previous reduction. The end of the model's backward pass waits for all reductions. A collective is therefore exposed
+only to the extent that it takes longer than the computation of the neighboring unit. The first all-gather and the last
+reduction are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for all buckets at the end
+of the last backward pass. The streams share one link, on which one collective is transferred at a time.
 
 Between ranks on a CPU, communication does not overlap with computation. The threads that send and receive data, and the
 copies to and from sockets, use the same cores as the computation. Collectives are started early
@@ -34,7 +34,7 @@ class Transfer:
         in_first: whether the transfer runs in the first micro-batch.
         in_others: whether the transfer runs in the micro-batches in the middle.
         in_last: whether the transfer runs in the last micro-batch.
-        is_late: whether the transfer waits for the end of the backward.
+        is_late: whether the transfer waits for the end of the backward pass.
     """
 
     link_s: float
@@ -48,11 +48,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the model in the forward or the backward of one micro-batch.
+    """A part of the model in the forward or the backward pass of one micro-batch.
 
     Attributes:
         duration: duration of the computation.
-        is_backward: whether the segment belongs to the backward.
+        is_backward: whether the segment belongs to the backward pass.
         gathers: all-gathers before the computation.
         reduces: reductions after the computation.
         copy_s: time to copy saved activations to the host in forward, or back to the device in backward.

@@ -69,11 +69,11 @@ class UnitTraffic:
         name: name of the unit; empty for the root.
         gather: all-gather of the weights of the unit; empty for ``ddp``.
         reduce: reduction of the gradients of the unit; for ``ddp``, the unit's share of the buckets.
-        gathers_each: whether the unit is all-gathered in the forward of each micro-batch, not only of the first
+        gathers_each: whether the unit is all-gathered in the forward pass of each micro-batch, not only of the first
             micro-batch.
         gathers_again: whether the unit is all-gathered again in each backward pass.
         reduces_each: whether the gradients are reduced after each micro-batch, not only after the last micro-batch.
-        is_last: whether the reduction waits for the end of the backward.
+        is_last: whether the reduction waits for the end of the backward pass.
         num_weights: number of weights. The host handles each weight separately.
     """
 
@@ -88,7 +88,7 @@ class UnitTraffic:
 
 
 def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machine) -> list[UnitTraffic]:
-    """Return the collectives of each unit in the order of the forward, starting with the root.
+    """Return the collectives of each unit in the order of the forward pass, starting with the root.
 
     Args:
         units: units of the network.
@@ -100,7 +100,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
         return []
     if layout.strategy == "ddp":
         return _of_replicas(units, plan, machine)
-    # An exact step in backward runs two backwards per micro-batch if gradients are clipped by norm.
+    # An exact step in backward runs two backward passes per micro-batch if gradients are clipped by norm.
     frees = layout.frees_parameters or layout.num_backwards > 1
     found = []
     known: dict[Any, tuple[Exchange, Exchange]] = {}  # cache for equal blocks

@@ -123,7 +123,7 @@ def open_run(
 
 @contextmanager
 def _closed_on_error(engine: Engine) -> Iterator[None]:
-    """Restore the forward of the model if an error occurs."""
+    """Restore the forward method of the model if an error occurs."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
 """Agreement of all ranks before each round of a stream of predictions.
 
 [Note: roll call]
-Ranks predict together, because they all-gather sharded weights in the forward and outputs after the forward. However,
+Ranks predict together, because they all-gather sharded weights in forward and outputs after the forward pass. However,
 user code runs between two predictions and may exit the stream on only one rank, with ``break``, ``close`` or an error.
 The other ranks would then wait in a collective that the exited rank never enters.
 

@@ -21,8 +21,8 @@ class CutTo:
     stays the same.
 
     Args:
-        size: maximum number of samples in a micro-batch on each rank. The size is the largest number up to ``size``
-            that divides the number of samples in a step. None uses ``number``.
+        size: maximum number of samples in a micro-batch on each rank. A micro-batch has the largest number of samples
+            that does not exceed ``size`` and divides the number of samples in a step. None uses ``number``.
         number: number of micro-batches per step.
     """
 
