@@ -146,8 +146,7 @@ class RunLoaders:
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and the maximum number of batches of each
-        source, summed over all ranks.
+        """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and their limits, in batches of all ranks.
 
         Raises:
             DataError: no data is available, or a loader of ``"predict"`` combines batches of several loaders.
