@@ -187,7 +187,7 @@ class Parcel:
         self._host = copies.to_host(self.stay(tensor))
 
     def stay(self, tensor: Tensor) -> Tensor:
-        """Hold the bytes of the storage of ``tensor`` on the device and return these bytes."""
+        """Keep the storage of ``tensor`` on the device, and return it as a tensor of bytes."""
         if self._here is None:
             self._seen, self._here = torch_private.detached(tensor), _bytes_of(tensor)
         return self._here

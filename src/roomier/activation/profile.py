@@ -44,16 +44,16 @@ class Call:
     All bytes are relative to a block that saves only its input.
 
     Attributes:
-        block: index of the block.
+        block: index of the block that was called.
         kept_bytes: additional bytes for each value of Keep; None if the call was never recomputed because no gradient
             was required.
-        idle_bytes: bytes of products that the backward pass does not need.
+        idle_bytes: total size in bytes of the products that the backward pass does not need.
         start_level: bytes in use at the beginning of the first forward pass.
         rise_bytes: difference between the peak of the second forward pass and the bytes in use at its beginning.
-        output_bytes: bytes of the output.
+        output_bytes: size of the output in bytes.
         outputs: storages of the output that still exist.
-        shared_bytes: bytes of the output that the block also saves, for each value of Keep.
-        products_bytes: bytes of all products.
+        shared_bytes: size in bytes of the outputs that the block also saves, for each value of Keep.
+        products_bytes: total size of all products in bytes.
         num_operations: number of operations of the first forward pass.
         product_spans: start and end times of each product in the second forward pass.
         spans: start and end times of the second forward pass.
@@ -243,7 +243,7 @@ class _Observed(WrappedForward):
 
 
 class _Watch:
-    """Interceptor that records the times and the bytes of products in one forward pass."""
+    """Interceptor that records the times and the sizes of products in one forward pass."""
 
     def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
         self._notes_made = notes_made
@@ -294,7 +294,7 @@ class _Watch:
         return any(each() is storage for each in self._products)
 
     def living_products_bytes(self) -> int:
-        """Return the number of bytes of products that are still in use."""
+        """Return the total size in bytes of the products that are still in use."""
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
@@ -308,8 +308,8 @@ class _SavedStorages:
     """Tensors of one forward pass that autograd saves and that ``offload`` would move.
 
     Attributes:
-        num_bytes: bytes of all storages, each counted once.
-        made_bytes: bytes of the storages that the forward pass created.
+        num_bytes: total size of all storages in bytes, each counted once.
+        made_bytes: total size in bytes of the storages that the forward pass created.
     """
 
     def __init__(self, watch: _Watch, offload: Offload | None) -> None:

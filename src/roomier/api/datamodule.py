@@ -29,8 +29,8 @@ class DataModule(HasHyperParameters):
         trainer: the last Trainer to which the DataModule was passed; None if the DataModule was not passed to a
             Trainer.
         name: name that user code may use. roomier does not use it.
-        prepare_data_per_node: run ``prepare_data`` in one process per node, for files on local disks. If False, run
-            ``prepare_data`` in only one process across all nodes, for files on shared storage.
+        prepare_data_per_node: if True, run ``prepare_data`` in one process per node, for files on local disks. If
+            False, run ``prepare_data`` in only one process across all nodes, for files on shared storage.
 
     Example:
         >>> class Numbers(roomier.DataModule):

@@ -46,7 +46,7 @@ def kept_by(callbacks: Iterable[object], *, now: bool = False) -> tuple[KeptWeig
     """Return the copies that ``callbacks`` hold.
 
     Args:
-        now: return only copies that exist already.
+        now: if True, return only copies that already exist.
     """
     found = (each for each in callbacks if isinstance(each, KeepsWeights))
     return tuple(each.kept_weights for each in found if not now or any(True for _ in each.held_weights()))

@@ -277,22 +277,22 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Args:
             name: name of the value, and of its column in the logs.
             value: a 0-dim tensor, a number, or a torchmetrics metric.
-            prog_bar: show the value in the progress bar.
-            logger: send the value to the loggers. Default: True.
-            on_step: log the value of this step. Default: True in ``training_step``.
-            on_epoch: log the value reduced over the epoch. Default: True in validation and test.
+            prog_bar: if True, show the value in the progress bar.
+            logger: if True, send the value to the loggers. Default: True.
+            on_step: if True, log the value of this step. Default: True in ``training_step``.
+            on_epoch: if True, log the value reduced over the epoch. Default: True in validation and test.
             reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``, or the function of
                 torch or Python that has one of these names. For other reductions, log a torchmetrics object.
             enable_graph: has no effect. Values are stored without their graph, as in Lightning.
-            sync_dist: with several ranks, log the value of a step reduced over all ranks with ``reduce_fx`` instead of
-                the value of the first rank. Values of an epoch are always reduced over all ranks.
+            sync_dist: if True, log the value of a step reduced over all ranks with ``reduce_fx``, instead of the value
+                of the first rank. Values of an epoch are always reduced over all ranks.
             sync_dist_group: None, or a process group of all ranks.
-            add_dataloader_idx: with several loaders, append ``/dataloader_idx_N`` to the name.
+            add_dataloader_idx: if True, append ``/dataloader_idx_N`` to the name if there are several loaders.
             batch_size: weight of this value in the mean over the epoch. Default: the size of the first dimension of the
                 first tensor in the batch. Pass the number of tokens if the value is a mean over tokens. A tensor can
                 stay on its device.
             metric_attribute: has no effect. torchmetrics objects are found among the attributes of the module.
-            rank_zero_only: log only the value of rank 0.
+            rank_zero_only: if True, log only the value of rank 0.
 
         Raises:
             RoomierError: an argument is invalid, or no step or epoch is running.
@@ -335,8 +335,8 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         """Return the optimizer or the list of optimizers, for manual optimization.
 
         Args:
-            use_pl_optimizer: return optimizers whose ``step`` increments ``global_step`` and calls the hooks. If False,
-                return the optimizers of torch.
+            use_pl_optimizer: if True, return optimizers whose ``step`` increments ``global_step`` and calls the hooks.
+                If False, return the optimizers of torch.
         """
         found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found
@@ -411,7 +411,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Args:
             data: a tensor, a number, or nested mappings, lists and tuples of tensors and numbers.
             group: a process group; None for all ranks.
-            sync_grads: propagate gradients to the rank that provided each tensor.
+            sync_grads: if True, propagate gradients to the rank that provided each tensor.
         """
         return all_gather(data, self.trainer.ranks, self.device, group, has_gradients=sync_grads)
 
@@ -437,7 +437,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Args:
             checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.
             map_location: device of the module; None leaves the module on the device on which ``__init__`` creates it.
-            strict: require that the checkpoint and the module have weights with the same names. Default:
+            strict: if True, require that the checkpoint and the module have weights with the same names. Default:
                 ``strict_loading``.
             kwargs: arguments of ``__init__`` that replace stored arguments, or that are not stored.
 

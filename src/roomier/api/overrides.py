@@ -24,7 +24,8 @@ def lightning_base(kind: type, counterpart: type) -> type | None:
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """Return True if ``obj`` or its class overrides the method ``name`` of ``base``, or of Lightning's counterpart.
+    """Return True if ``obj`` or its class overrides the method named ``name`` of ``base``, or of Lightning's
+    counterpart.
 
     As in Lightning, a method that is set to None is not an override.
     """

@@ -1,7 +1,7 @@
 """Terms over which the loss of a Hugging Face model is averaged, inferred from the model's class and configuration.
 
 [Note: no num_items_in_batch]
-Hugging Face models compute the gradient of the full batch if they receive the argument ``num_items_in_batch``. With
+Hugging Face models compute the gradient of the full batch if they receive the ``num_items_in_batch`` argument. With
 this argument, the loss of micro-batch ``i`` is ``S_i / N``: the sum over its terms, divided by the number of terms in
 all micro-batches. The engine's weights produce the same value from the plain mean, ``(S_i / n_i) * (n_i / N)``; see
 [Note: weighted accumulation]. The weights also work for models that do not accept this argument and for custom losses.

@@ -9,7 +9,7 @@ from roomier.core.errors import RoomierError
 
 
 def num_step_arguments(module: Module, name: str, num_given: int) -> int:
-    """Return how many of the arguments (batch, batch_idx, dataloader_idx) the method ``name`` accepts.
+    """Return how many of the arguments (batch, batch_idx, dataloader_idx) the method named ``name`` accepts.
 
     Args:
         module: the module with the method.

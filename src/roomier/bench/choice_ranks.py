@@ -54,7 +54,7 @@ class Seen:
     Attributes:
         candidate: the plan and its micro-batch.
         words: description of the plan.
-        peak_bytes: peak bytes of a step, on the rank with the largest peak.
+        peak_bytes: peak memory of a step in bytes, on the rank with the largest peak.
         step_s: seconds per step on the slowest rank.
     """
 
@@ -85,7 +85,7 @@ class Running:
         self.engine.step()
 
     def peak_bytes(self) -> int:
-        """Return the peak bytes of all tensors in a step, on the rank with the largest peak."""
+        """Return the peak memory of all tensors in a step in bytes, on the rank with the largest peak."""
         with tracking(self.engine) as tracker:
             self.step()
         return max(self._ranks.gather(tracker.peak().total()))

@@ -4,8 +4,8 @@ offload.
 The result is one JSON object: the settings, and the following keys.
 
 - ``resident_s``: median time of a step without offload.
-- ``raw_io_s``: time to read and write the bytes of a step of each mode. One thread reads and one thread writes, while
-  the machine does not compute.
+- ``raw_io_s``: time to read and write as many bytes as each mode transfers in a step. One thread reads and one thread
+  writes, while the machine does not compute.
 - ``modes``: for each update mode: ``step_s``, the median time of a step; ``bytes_read`` and ``bytes_written`` per step;
   ``raw_io_s`` for these bytes; ``overlap_ratio``, which is ``step_s`` divided by the larger of ``resident_s`` and
   ``raw_io_s``; ``formula_ratio``, which is ``step_s`` divided by the planner's formula for the measured durations.

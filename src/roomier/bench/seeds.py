@@ -231,7 +231,7 @@ def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
 
     Args:
         each: the published measurement.
-        runs_dry: forecast by a dry run instead of the memory formula.
+        runs_dry: if True, forecast by a dry run instead of the memory formula.
     """
     row: dict[str, Any] = {
         "source": each.source,

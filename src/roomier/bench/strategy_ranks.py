@@ -132,7 +132,7 @@ class Strategy:
     """Strategy whose memory and step time form one row of the result.
 
     Args:
-        name: name of the strategy.
+        name: name of the strategy, or of the peer with which the strategies are compared.
         settings: settings of the benchmark.
         ranks: ranks of the run.
         device: device of this rank.
@@ -162,7 +162,7 @@ class Strategy:
         return predict(network, self._plan, rank=rank)
 
     def measure_memory(self) -> dict[str, Any]:
-        """Return the bytes at the peak of a step, on the rank with the largest peak."""
+        """Return the peak memory of a step in bytes, on the rank with the largest peak."""
         is_cpu = self._device.type == "cpu"
         # an allocator also counts the strategies that stay in memory
         with self._running(keeps=self._keeps and is_cpu) as loop:

@@ -20,7 +20,7 @@ class Keep:
         top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none.
         lower_is_better: True if a lower score is better.
         monitored: True if checkpoints have scores. If False, newer checkpoints are better.
-        last: also keep the newest checkpoint.
+        last: True if the newest checkpoint is also kept.
     """
 
     top_k: int

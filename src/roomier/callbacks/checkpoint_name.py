@@ -48,8 +48,8 @@ def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_inser
 
     Args:
         metrics: values by name, including ``epoch`` and ``step``. A metric that was not logged is written as ``none``.
-        auto_insert_metric_name: write the name of each field in front of its value, for example ``step=100`` for
-            ``{step}``. A slash in the name of a metric is replaced with ``_``, because a checkpoint is one folder.
+        auto_insert_metric_name: if True, write the name of each field in front of its value, for example ``step=100``
+            for ``{step}``. A slash in the name of a metric is replaced with ``_``, because a checkpoint is one folder.
     """
     parts = []
     for literal, field, spec, _ in Formatter().parse(template):

@@ -24,7 +24,7 @@ class DeviceStatsMonitor(Callback):
     The callback reads the statistics without synchronizing with the device.
 
     Args:
-        cpu_stats: log the load of the host; None logs the load only if training runs on the CPU.
+        cpu_stats: if True, log the load of the host; None logs the load only if training runs on the CPU.
 
     Raises:
         RoomierError: the Trainer has no logger when a fit starts.

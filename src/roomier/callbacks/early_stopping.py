@@ -42,15 +42,15 @@ class EarlyStopping(Callback):
         monitor: the logged metric.
         min_delta: smallest change that counts as an improvement.
         patience: number of consecutive checks without an improvement after which the run stops.
-        verbose: print each improvement, and the reason for the stop, to standard error.
+        verbose: if True, print each improvement, and the reason for the stop, to standard error.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
-        strict: raise an error if the metric was not logged; otherwise skip that check.
-        check_finite: stop the run if the metric is NaN or infinite.
+        strict: if True, raise an error if the metric was not logged; otherwise skip that check.
+        check_finite: if True, stop the run if the metric is NaN or infinite.
         stopping_threshold: stop the run if the metric is better than this value.
         divergence_threshold: stop the run if the metric is worse than this value.
         check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). The default is
             the end of the epoch, unless an epoch has several validations or validation does not run in every epoch.
-        log_rank_zero_only: with ``verbose``, print only on the first rank.
+        log_rank_zero_only: if True, ``verbose`` prints only on the first rank.
 
     Attributes:
         best_score: best value so far (0-dim tensor); infinite before the first check.

@@ -90,7 +90,7 @@ class BaseFinetuning(Callback):
         """Yield the parameters of ``modules`` whose ``requires_grad`` equals the given value.
 
         Args:
-            train_bn: include the parameters of BatchNorm.
+            train_bn: if True, include the parameters of BatchNorm.
         """
         for each in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(each, BATCH_NORMS):
@@ -154,7 +154,7 @@ class BaseFinetuning(Callback):
 
         Args:
             lr: learning rate of the new group; None uses the rate of the first group divided by ``initial_denom_lr``.
-            train_bn: include the parameters of BatchNorm.
+            train_bn: if True, include the parameters of BatchNorm.
         """
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
@@ -286,11 +286,11 @@ class BackboneFinetuning(BaseFinetuning):
             multiplied by ``lambda_func(epoch + 1)``.
         backbone_initial_ratio_lr: initial rate of the backbone, as a fraction of the rate of the first group.
         backbone_initial_lr: initial rate of the backbone; takes precedence over ``backbone_initial_ratio_lr``.
-        should_align: limit the rate of the backbone to the rate of the first group.
+        should_align: if True, limit the rate of the backbone to the rate of the first group.
         initial_denom_lr: accepted for compatibility with Lightning, but ignored, because the initial rate of the
             backbone is always set.
-        train_bn: also train the BatchNorm layers of the backbone.
-        verbose: print both rates when an epoch starts.
+        train_bn: if True, also train the BatchNorm layers of the backbone.
+        verbose: if True, print both rates when an epoch starts.
         rounding: number of decimal places of the printed rates.
 
     Raises:

@@ -33,8 +33,9 @@ class LearningRateMonitor(Callback):
     Args:
         logging_interval: ``"step"`` (at log steps) or ``"epoch"``. The default is the interval of the scheduler, or
             ``"step"`` for an optimizer without a scheduler.
-        log_momentum: also log the momentum (the first value of ``betas``), which is 0 if the optimizer has no momentum.
-        log_weight_decay: also log the weight decay.
+        log_momentum: if True, also log the momentum (the first value of ``betas``), which is 0 if the optimizer has no
+            momentum.
+        log_weight_decay: if True, also log the weight decay.
 
     Attributes:
         lrs: all logged values of each metric.

@@ -21,9 +21,9 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
     """Callback that measures the memory of one training step by kind of tensor, prints a table to standard error, and
     logs the peak.
 
-    The metrics, such as ``anatomy/peak/activations``, are the bytes of the rank with the highest peak. The tracked step
-    and the step before it are several times slower than other steps, but compute the same values. The step before the
-    tracked step identifies the kind of each tensor.
+    The metrics, such as ``anatomy/peak/activations``, are sizes in bytes on the rank with the highest peak. The tracked
+    step and the step before it are several times slower than other steps, but compute the same values. The step before
+    the tracked step identifies the kind of each tensor.
 
     Args:
         at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. If None,

@@ -47,28 +47,28 @@ class ModelCheckpoint(Callback):
             not logged is written as ``none``, and a notice names the metric.
         monitor: logged metric, ``"step"`` or ``"epoch"``, by which checkpoints are ranked; by default, newer
             checkpoints are better. A checkpoint with the score NaN is not ranked.
-        verbose: print each save to standard error.
-        save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` means True.
+        verbose: if True, print each save to standard error.
+        save_last: if True, also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` means True.
         save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none. Without ``monitor``,
             use -1, 0 or 1.
         format: ``"folder"``, or ``"lightning"`` for a ``.ckpt`` file that ``torch.load`` and Lightning's
             ``load_from_checkpoint`` read. As in Lightning, such a file does not contain random states.
-        save_on_exception: also save the weights if an error ends the fit; see
+        save_on_exception: if True, also save the weights if an error ends the fit; see
             :class:`roomier.callbacks.OnExceptionCheckpoint`.
-        save_weights_only: omit the state that is required only to resume a run.
+        save_weights_only: if True, omit the state that is required only to resume a run.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
-        auto_insert_metric_name: write ``step=100`` instead of ``100`` for ``{step}``.
+        auto_insert_metric_name: if True, write ``step=100`` instead of ``100`` for ``{step}``.
         every_n_train_steps: number of optimizer steps between saves. Set at most one of this argument,
             ``train_time_interval`` and ``every_n_epochs``. The default is ``every_n_epochs=1``.
         train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.
         every_n_epochs: number of epochs between saves.
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
-        async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
-            host memory. The host memory must have enough space for the copy. The attributes of this callback contain
-            only committed checkpoints.
-        enable_version_counter: append ``-v1``, ``-v2``, ... if a checkpoint that must be kept has the same name; if
-            False, replace that checkpoint.
+        async_save: if True, continue training while a checkpoint is written. Training waits only until the state is
+            copied to host memory. The host memory must have enough space for the copy. The attributes of this callback
+            contain only committed checkpoints.
+        enable_version_counter: if True, append ``-v1``, ``-v2``, ... if a checkpoint that must be kept has the same
+            name; if False, replace that checkpoint.
 
     Raises:
         RoomierError: an argument is invalid.

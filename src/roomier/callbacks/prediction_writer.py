@@ -45,7 +45,7 @@ class PredictionWriter(Callback):
     Args:
         output_dir: folder for the files; created if it does not exist.
         write_interval: ``"batch"``, ``"epoch"``, or ``"batch_and_epoch"`` for both.
-        overwrite: remove prediction files of an earlier run from the folder when ``predict`` starts.
+        overwrite: if True, remove prediction files of an earlier run from the folder when ``predict`` starts.
 
     Raises:
         RoomierError: an argument is invalid. The error is also raised when ``predict`` starts if the folder already

@@ -82,7 +82,7 @@ class Display(Protocol):
 
 
 class BarDisplay:
-    """Display with one progress bar (from the package rich) for each running stage. The bar is redrawn only by
+    """Display with one progress bar (from the ``rich`` package) for each running stage. The bar is redrawn only by
     ``draw``, not by a thread."""
 
     redraws_between_log_steps = True

@@ -30,7 +30,7 @@ class Timer(Callback):
         duration: maximum training time as ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments; with None,
             the callback only measures.
         interval: check the elapsed time after each ``"step"`` or after each ``"epoch"``.
-        verbose: print a notice to standard error when ``duration`` is exceeded.
+        verbose: if True, print a notice to standard error when ``duration`` is exceeded.
 
     Raises:
         RoomierError: an argument is invalid.

@@ -41,7 +41,7 @@ class WeightAveraging(HoldsAverage):
 
     Args:
         device: device of the average; by default the device of the weights.
-        use_buffers: also average buffers (running statistics); otherwise use the buffers of the model.
+        use_buffers: if True, also average buffers (running statistics); otherwise use the buffers of the model.
         avg_fn: function ``(average, weight, num_averaged) -> average`` that replaces the mean.
         multi_avg_fn: function ``(averages, weights, num_averaged)`` that updates the list ``averages`` in place. Set at
             most one of ``avg_fn`` and ``multi_avg_fn``.
@@ -264,7 +264,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     Args:
         device: device of the average; see :class:`WeightAveraging`.
-        use_buffers: also average buffers; see :class:`WeightAveraging`.
+        use_buffers: if True, also average buffers; see :class:`WeightAveraging`.
         decay: factor of the previous average, in [0, 1].
         update_every_n_steps: update after each step whose index, counted from 0, is a multiple of this number; 0
             disables these updates.

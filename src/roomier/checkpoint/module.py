@@ -45,7 +45,7 @@ def load_module(
         path: checkpoint folder, or ``.ckpt`` file of Lightning.
         map_location: device of the module. None leaves the module on the device on which ``__init__`` creates it,
             usually the CPU.
-        strict: require that the names of the weights match; by default the module's ``strict_loading``.
+        strict: if True, require that the names of the weights match; by default the module's ``strict_loading``.
         init_arguments: arguments of ``__init__`` that replace or complete the stored hyperparameters.
 
     Raises:

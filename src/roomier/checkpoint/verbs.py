@@ -74,7 +74,7 @@ def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
 
     Args:
         path: checkpoint folder.
-        check_files: also check that every file exists and has its full size, and thus contains its tensors.
+        check_files: if True, also check that every file exists and has its full size, and thus contains its tensors.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.

@@ -32,7 +32,7 @@ def check_class_paths(arguments: Sequence[str]) -> None:
 
 
 def check_class_path(field: str, path: str) -> None:
-    """Import the class ``path``, such as ``package.module.Name``. jsonargparse resolves names without dots itself.
+    """Import the class at ``path``, such as ``package.module.Name``. jsonargparse resolves names without dots itself.
 
     Raises:
         RoomierError: the module or the class does not exist.

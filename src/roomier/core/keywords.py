@@ -63,7 +63,7 @@ def explain_unknown_keywords(
     harmless: Mapping[str, object] = _NONE_AT_ALL,
     translate: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[_Init], _Init]:
-    """Decorate ``__init__`` of the class ``owner``, so that an unknown keyword raises an error with a suggestion.
+    """Decorate ``__init__`` of the ``owner`` class, so that an unknown keyword raises an error with a suggestion.
 
     Args:
         former: mapping from former names, or names in another library, to the action that the error recommends.

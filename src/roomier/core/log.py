@@ -18,7 +18,7 @@ def notice(message: str, *, every_rank: bool = False) -> None:
     """Print one line on standard error, so that standard output contains only data.
 
     Args:
-        every_rank: print on each rank that calls this function. By default, only rank 0 prints.
+        every_rank: if True, print on each rank that calls this function. By default, only rank 0 prints.
     """
     if not _is_quiet.get() and (every_rank or is_first_rank()):
         print(f"roomier: {message}", file=sys.stderr, flush=True)

@@ -65,8 +65,8 @@ class Ranks:
         """Return a list of the ``value`` of each rank, in rank order, on every rank.
 
         Args:
-            allows_pickle: pickle objects that are not plain data. Use this option only for values that come from the
-                user. See :mod:`roomier.core.wire`.
+            allows_pickle: if True, pickle objects that are not plain data. Use this option only for values that come
+                from the user. See :mod:`roomier.core.wire`.
 
         Raises:
             RoomierError: ``value`` contains an object that cannot be sent.

@@ -159,8 +159,8 @@ def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> Abs
     tensor subclass.
 
     Args:
-        lets_compile: run the compiled code of compiled functions. The handler then receives only the operators that the
-            compiled code calls. If False, compiled functions run eagerly.
+        lets_compile: if True, run the compiled code of compiled functions. The handler then receives only the operators
+            that the compiled code calls. If False, compiled functions run eagerly.
     """
     return _CompiledInterception(handler) if lets_compile else _Interception(handler)
 

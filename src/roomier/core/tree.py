@@ -76,20 +76,20 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``. A copy from pinned memory does not block the host.
 
-    An object with a method ``to(device)``, such as a batch of graphs, is moved by calling this method.
+    An object with a ``to(device)`` method, such as a batch of graphs, is moved by calling this method.
     """
     return map_tensors(lambda leaf: moved(leaf, device), batch, moves_itself)
 
 
 def moves_itself(batch: Any) -> bool:
-    """Return whether ``batch`` is moved by its method ``to``."""
+    """Return whether ``batch`` is moved by its ``to`` method."""
     if isinstance(batch, (Mapping, list, tuple)):
         return isinstance(batch, PackedSequence)
     return callable(getattr(batch, "to", None))
 
 
 def moved(leaf: Any, device: torch.device) -> Any:
-    """Return ``leaf``, which is a tensor or an object with a method ``to``, on ``device``."""
+    """Return ``leaf``, which is a tensor or an object with a ``to`` method, on ``device``."""
     if not isinstance(leaf, Tensor):
         return leaf.to(device)
     return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.is_pinned())

@@ -35,7 +35,7 @@ def encode(value: Any, *, allows_pickle: bool = False) -> bytes:
     A NumPy scalar becomes a Python number. Without pickles, a mapping of a class outside roomier becomes a dict.
 
     Args:
-        allows_pickle: pickle objects of other types. The receiver must pass the same value to :func:`decode`.
+        allows_pickle: if True, pickle objects of other types. The receiver must pass the same value to :func:`decode`.
 
     Raises:
         RoomierError: ``value`` contains an object that cannot be sent. The error names its type.

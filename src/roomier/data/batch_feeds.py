@@ -364,7 +364,7 @@ class ReplayedFeed(BatchFeed):
 
 
 def _restarts(kind: type) -> bool:
-    """Return True if the class ``kind`` belongs to a library in which every new iterator starts a new epoch."""
+    """Return True if ``kind`` belongs to a library in which every new iterator starts a new epoch."""
     return kind.__module__.partition(".")[0] in ("torchdata", "datasets")
 
 

@@ -39,7 +39,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         batch_size: maximum number of samples in a batch.
         max_tokens: maximum number of tokens in a padded batch, which is the number of samples times the length of the
             longest sample. At least one of ``batch_size`` and ``max_tokens`` is required.
-        shuffle: use a new order in each epoch. If False, the batches are in descending order of length.
+        shuffle: if True, use a new order in each epoch. If False, the batches are in descending order of length.
         seed: seed for the order of the batches.
         batches_per_step: number of consecutive batches of similar length. Pass the number of ranks times
             ``accumulate_grad_batches``, or a multiple of this product.
@@ -206,7 +206,7 @@ def _checked(lengths: Sequence[int] | Tensor | NDArray[Any], most_tokens: int | 
 
 def _as_tensor(lengths: Any) -> Tensor:
     """Return ``lengths`` as a tensor, or an empty tensor if ``lengths`` does not contain numbers."""
-    try:  # a column of the package datasets is a sequence that torch does not accept
+    try:  # a column of the ``datasets`` package is a sequence that torch does not accept
         if isinstance(lengths, np.ndarray):
             return torch.from_numpy(np.ascontiguousarray(lengths))  # torch accepts no negative strides
         return torch.as_tensor(lengths if isinstance(lengths, Tensor) else list(lengths))

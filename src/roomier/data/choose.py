@@ -182,7 +182,7 @@ def speaks_state(loader: object) -> TypeGuard[Any]:
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
-    """Return True if ``dataset`` is a stream from the package datasets that passes its samples through a shuffle
+    """Return True if ``dataset`` is a stream from the ``datasets`` package that passes its samples through a shuffle
     buffer.
 
     The state of such a dataset does not contain the samples in the buffer, so a run that resumes from this state would

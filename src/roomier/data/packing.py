@@ -32,7 +32,7 @@ class PackedCollate:
       ``attention_mask`` are omitted.
     - With ``cumulative_lengths``: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 tensors of shape ``(N + 1,)``, and
       ``max_length_q`` and ``max_length_k``, which are integers. Hugging Face's models use these names.
-    - ``use_cache``: False, unless the argument ``use_cache`` is None.
+    - ``use_cache``: False, unless the ``use_cache`` argument is None.
 
     The Trainer weights micro-batches by their number of labels other than -100. Except for rounding, the loss and the
     gradients equal the loss and the gradients of padded batches with the same samples.

@@ -76,7 +76,7 @@ class OrderedSampler(Sampler[int]):
 
     Args:
         num_samples: length of the dataset, a positive integer.
-        shuffle: use a new permutation in each epoch. If False, the indices are in ascending order.
+        shuffle: if True, use a new permutation in each epoch. If False, the indices are in ascending order.
         seed: seed for the permutations.
         world: rank and number of ranks.
         batch_size: number of samples in a batch on one rank.

@@ -73,9 +73,9 @@ class Source:
         name: name of the argument that the user passed, such as ``"train_dataloaders"``, for errors.
         seed: seed for the order and for the random numbers of samples. The seed of rank 0 is used on all ranks.
         ranks: ranks that share the data; a single rank by default.
-        draws_order: with ``shuffle=True``, use the order that torch's sampler draws on rank 0 at the start of each
-            epoch. By default, the order depends only on (seed, epoch). Loaders in a :class:`CombinedLoader` ignore this
-            argument.
+        draws_order: if True, and the loader has ``shuffle=True``, use the order that torch's sampler draws on rank 0 at
+            the start of each epoch. By default, the order depends only on (seed, epoch). Loaders in a
+            :class:`CombinedLoader` ignore this argument.
         shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, for overfitting on a few
             batches.
         training: True for a training loop. In evaluation, the user's sampler is not replaced.

@@ -40,10 +40,10 @@ class Capabilities:
     """Features of one type of device. See [Note: capabilities are tried].
 
     Attributes:
-        has_streams: kernels and copies can run on several streams, and events can order and time them.
-        has_pinned_memory: host memory can be pinned, so that copies from it run while the host continues.
-        has_memory_statistics: the allocator reports current and peak bytes.
-        has_memory_info: the driver reports the free and the total memory.
+        has_streams: True if kernels and copies can run on several streams, and events can order and time them.
+        has_pinned_memory: True if host memory can be pinned, so that copies from it run while the host continues.
+        has_memory_statistics: True if the allocator reports current and peak bytes.
+        has_memory_info: True if the driver reports the free and the total memory.
         fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) that have fused kernels.
         dtypes: the dtypes among bfloat16, float16 and float64 in which the device computes.
     """

@@ -115,7 +115,7 @@ def build_prepared(
             parameters.
         engine_class: the class of the engine.
         max_steps: number of optimizer steps, for a schedule that ``plan`` names.
-        allows_none: allow a model without an optimizer.
+        allows_none: if True, allow a model without an optimizer.
 
     Raises:
         PlanError: there is no optimizer, both ``given`` and ``plan`` define one, an optimizer already had states when

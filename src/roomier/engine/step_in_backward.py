@@ -138,7 +138,7 @@ class StepInBackward(Updates):
         """Compute the gradients and the updates of one step.
 
         Args:
-            run: function that runs backward. It accepts the argument ``retain_graph``.
+            run: function that runs backward. It accepts the ``retain_graph`` argument.
 
         Raises:
             TrainingError: this is the second backward pass of the step, or a parameter already has a gradient.

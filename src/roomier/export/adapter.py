@@ -1,4 +1,4 @@
-"""Export of adapters to a folder that the package peft can load."""
+"""Export of adapters to a folder that the peft package can load."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def export_adapter_of(
 
 
 def _as_in_peft(a: Tensor, b: Tensor, *, is_in_out: bool) -> tuple[Tensor, Tensor]:
-    """Return ``a`` and ``b`` with the shapes (rank, in) and (out, rank), as the package peft stores them."""
+    """Return ``a`` and ``b`` with the shapes (rank, in) and (out, rank), as the peft package stores them."""
     a, b = a.detach().cpu(), b.detach().cpu()
     return (a.T, b.T) if is_in_out else (a, b)
 

@@ -1,4 +1,4 @@
-"""Upload of an exported folder to the Hugging Face hub, with the package ``huggingface_hub``."""
+"""Upload of an exported folder to the Hugging Face hub, with the ``huggingface_hub`` package."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def push_to_hub(
 
 
 def check_hub(repo_id: str) -> Any:
-    """Return the package ``huggingface_hub``, after checking that it is installed and that ``repo_id`` is a valid name.
+    """Return the ``huggingface_hub`` package, after checking that it is installed and that ``repo_id`` is a valid name.
 
     Raises:
         RoomierError: the package is not installed, or ``repo_id`` is invalid.

@@ -43,7 +43,7 @@ def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, 
 
 
 def _configuration(cls: type[nn.Module], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument ``config`` of ``cls`` if the trained module is a transformers model; otherwise, an empty
+    """Return the ``config`` argument of ``cls`` if the trained module is a transformers model; otherwise, an empty
     dict."""
     found, made_by = described.get("pretrained"), getattr(cls, "config_class", None)
     if not found or found["prefix"] or made_by is None or "config" not in inspect.signature(cls).parameters:

@@ -42,7 +42,7 @@ def export_torchscript(
         example_inputs: arguments of forward, which are optional with ``"script"``. If they are given, the outputs are
             compared with ``"script"`` as well.
         max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
-        may_exist: replace an existing file.
+        may_exist: if True, replace an existing file.
         options: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
     Raises:

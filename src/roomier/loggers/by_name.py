@@ -42,7 +42,7 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
     Loggers written for Lightning are used unchanged.
 
     Args:
-        is_dev_run: replace all loggers with a :class:`~roomier.loggers.silent.SilentLogger`.
+        is_dev_run: if True, replace all loggers with a :class:`~roomier.loggers.silent.SilentLogger`.
 
     Raises:
         PlanError: a name is unknown, a value is not a logger, or two loggers would write the same file.

@@ -19,7 +19,7 @@ _MAX_PARAMS = 100  # Maximum number of parameters per request.
 
 
 class MLFlowLogger(ServiceLogger):
-    """Logger that writes to an MLflow run. The arguments are the same as in Lightning. The package ``mlflow-skinny`` is
+    """Logger that writes to an MLflow run. The arguments are the same as in Lightning. The ``mlflow-skinny`` package is
     sufficient.
 
     Args:
@@ -33,7 +33,7 @@ class MLFlowLogger(ServiceLogger):
         prefix: prefix of each metric's name. A ``-`` separates the prefix from the name.
         artifact_location: location of the artifacts of a new experiment.
         run_id: id of a run to resume.
-        synchronous: wait until the server has received each row; None uses the default of ``mlflow``.
+        synchronous: if True, wait until the server has received each row; None uses the default of ``mlflow``.
 
     Attributes:
         experiment: the ``MlflowClient``.

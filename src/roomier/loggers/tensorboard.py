@@ -37,7 +37,7 @@ class TensorBoardLogger(GuardedLogger):
             have no effect.
 
     Raises:
-        RoomierError: the package ``tensorboard`` is not installed, or ``log_graph`` is set.
+        RoomierError: the ``tensorboard`` package is not installed, or ``log_graph`` is set.
 
     Example:
         >>> trainer = roomier.Trainer(logger=TensorBoardLogger("logs", name="gpt"))

@@ -26,7 +26,7 @@ class WandbLogger(ServiceLogger):
         name: name of the run.
         save_dir: folder of wandb's files; None uses the run folder.
         version: id of a run to resume.
-        offline: write only files, without network access, for a later upload with ``wandb sync``.
+        offline: if True, write only files, without network access, for a later upload with ``wandb sync``.
         dir: same as ``save_dir``.
         id: same as ``version``.
         anonymous: must be None, because wandb removed this argument.

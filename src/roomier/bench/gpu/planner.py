@@ -9,7 +9,7 @@ The keys of a row are:
 - ``forecast_allocated_bytes``, ``forecast_reserved_bytes``: forecasts of these two values. Both include the workspaces
   of the device's libraries;
 - ``allocated_error``, ``reserved_error``: forecast / measured - 1;
-- ``by_kind``, ``forecast_by_kind``: bytes of tensors at the peak.
+- ``by_kind``, ``forecast_by_kind``: size of the tensors of each kind at the peak, in bytes.
 """
 
 from __future__ import annotations

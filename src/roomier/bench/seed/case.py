@@ -5,8 +5,8 @@ With ``--json``, each row is one line:
 - ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: the training. ``num_parameters``,
   ``micro_batch``, ``accumulate``, ``global_batch``: sizes of the training run;
 - ``hardware``: machine of the forecast; ``ranks``: number of ranks;
-- ``forecast_bytes``: bytes of all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan fits
-  on ``hardware``; ``forecast_step_s``, ``forecast_samples_per_s``, ``forecast_epoch_s``;
+- ``forecast_bytes``: total size of all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan
+  fits on ``hardware``; ``forecast_step_s``, ``forecast_samples_per_s``, ``forecast_epoch_s``;
 - ``measured_bytes``, ``measured_by_kind``: the same peak, measured by :class:`roomier.callbacks.MemoryForecast` on the
   rank with the most memory; ``error``: forecast / measured - 1;
 - ``step_s``: median time of an optimizer step; ``step_s_all``, ``samples_per_s``, ``epoch_s``; ``losses`` of rank 0;
