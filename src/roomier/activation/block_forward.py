@@ -117,7 +117,7 @@ class _Call:
     """Repeatable call of a block.
 
     Args:
-        forward: forward of the block.
+        forward: original ``forward`` method of the block.
         leaves: leaves of the arguments and keyword arguments, in which a :class:`_Place` replaces each tensor.
         form: structure of the containers that hold the leaves. The containers are recreated for each call, because some
             containers, such as ``PackedSequence``, accept only tensors.
@@ -171,7 +171,7 @@ class Recompute:
     """Blocks that recompute or offload activations, with the methods that the engine calls in each step.
 
     Attributes:
-        blocks: forwards of the blocks, in the order of the network.
+        blocks: the :class:`BlockForward` of each block, in the order of the network.
     """
 
     def __init__(self, blocks: Sequence[BlockForward]) -> None:
@@ -193,7 +193,7 @@ class Recompute:
         """Begin a training step. Call this method before the first micro-batch of the step.
 
         Args:
-            optimizers: optimizers of the run.
+            optimizers: optimizers that update the network in this run.
             batches: micro-batches of the step.
         """
 

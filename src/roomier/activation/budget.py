@@ -46,7 +46,7 @@ class Estimates(Protocol):
     take no time."""
 
     def live_bytes(self) -> LiveBytes:
-        """Return the object that measures the bytes in use."""
+        """Return the object that measures the memory in use."""
         ...
 
     def lost_ns(self, block: int, keep: Keep) -> int:
@@ -59,8 +59,8 @@ class BudgetedRecompute(Recompute):
     """Blocks whose saved activations are chosen between two steps; see [Note: when the choice is made].
 
     Args:
-        blocks: forwards of the blocks. If the blocks have an ``offload``, the choice can also save all activations of a
-            block in host memory or on disk.
+        blocks: the :class:`BlockForward` of each block. If the blocks have an ``offload``, the choice can also save all
+            activations of a block in host memory or on disk.
         activation: activation settings of the Plan, with ``budget_bytes`` or ``budget_fraction``.
         device: device whose memory is counted.
         ranks: ranks that make the same choice.

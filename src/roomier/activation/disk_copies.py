@@ -60,7 +60,7 @@ class _Read:
     """A read that has started.
 
     Attributes:
-        job: job that reads the tensor.
+        job: job of the reader thread.
         mark: position of the copy to the device in the copy stream; None until the job is complete.
     """
 
@@ -72,7 +72,7 @@ class DiskCopies(Copies):
     """Copies to disk and back; see [Note: activations on disk].
 
     Args:
-        device: device of the tensors.
+        device: device that holds the tensors while they are not on disk.
         scratch: scratch file for the tensors. :meth:`close` closes this file.
 
     Attributes:

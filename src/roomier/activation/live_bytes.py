@@ -22,7 +22,7 @@ from roomier.device.capability import capabilities_of
 
 
 class LiveBytes(Protocol):
-    """Protocol for measuring the bytes in use between :meth:`start` and :meth:`stop`, without :attr:`base_bytes`."""
+    """Protocol for measuring the memory in use between :meth:`start` and :meth:`stop`, without :attr:`base_bytes`."""
 
     @property
     def base_bytes(self) -> int:

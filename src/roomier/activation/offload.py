@@ -54,10 +54,10 @@ class Copies:
     """Synchronous copies to the host and back, for devices without streams or without pinned memory.
 
     Args:
-        device: device of the tensors.
+        device: device that holds the original tensors.
 
     Attributes:
-        device: device of the tensors.
+        device: device that holds the original tensors.
         saves: True if the copies are not in the memory of the device.
         uses_pinned_memory: True if the copies on the host are in pinned memory.
         place: place of the copies as a phrase for messages, such as ``"in host memory"``.

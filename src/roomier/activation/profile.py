@@ -49,7 +49,7 @@ class Call:
             was required.
         idle_bytes: total size in bytes of the products that the backward pass does not need.
         start_level: bytes in use at the beginning of the first forward pass.
-        rise_bytes: difference between the peak of the second forward pass and the bytes in use at its beginning.
+        rise_bytes: increase in memory from the beginning of the second forward pass to its peak, in bytes.
         output_bytes: size of the output in bytes.
         outputs: storages of the output that still exist.
         shared_bytes: size in bytes of the outputs that the block also saves, for each value of Keep.
@@ -104,15 +104,15 @@ class Recorder:
     """Recorder of a step between :meth:`start` and :meth:`stop`.
 
     Args:
-        blocks: wrappers of the forward passes of the blocks.
-        device: device of the step.
-        live: measurement of the bytes in use; None uses the measurement for ``device``.
+        blocks: the :class:`BlockForward` of each block.
+        device: device on which the step runs.
+        live: measurement of the memory in use; None uses the measurement for ``device``.
 
     Attributes:
         calls: calls of blocks, in execution order.
         moments: intervals, in execution order.
         interception: time required to intercept an operation; zero on devices that run asynchronously to the host.
-        live: measurement of the bytes in use.
+        live: measurement of the memory in use.
     """
 
     def __init__(self, blocks: Sequence[BlockForward], device: torch.device, live: LiveBytes | None = None) -> None:

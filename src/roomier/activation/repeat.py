@@ -30,7 +30,7 @@ class Buffers:
     that write statistics do not increase the version counters of autograd.
 
     Args:
-        block: the block.
+        block: block whose buffers are observed.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -75,7 +75,7 @@ class Surroundings:
     """State before a forward pass: values of the buffers that the pass changes, and random states of Python and NumPy.
 
     Args:
-        buffers: buffers of the block.
+        buffers: buffers of the block that runs.
     """
 
     def __init__(self, buffers: Buffers) -> None:

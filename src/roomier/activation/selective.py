@@ -56,7 +56,7 @@ class _Result:
     """Result of an operator.
 
     Attributes:
-        operator: the operator.
+        operator: operator that computed ``output``.
         output: output, in which a :class:`Saved` replaces each tensor.
         device: device of the first tensor.
         generator_state: random state of ``device`` after the operator, if the operator can sample random numbers.
@@ -114,7 +114,7 @@ class Products:
         result = self._results[index] if index < len(self._results) else None
         if result is None or result.operator is not operator:
             return None
-        self._results[index] = None  # freed during the backward
+        self._results[index] = None  # freed during the backward pass
         is_whole = True
 
         def get(leaf: Any) -> Any:

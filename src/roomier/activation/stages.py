@@ -53,7 +53,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
     """Return the measurements of ``recorder`` as an optimization problem.
 
     Args:
-        recorder: recorder of a step.
+        recorder: recorder that has recorded a complete step.
         times: times of copies to the host and back; None if blocks do not offload.
     """
     base_bytes = recorder.live.base_bytes

@@ -36,7 +36,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
 
     Args:
         network: model to adapt.
-        blocks: blocks of the model.
+        blocks: repeated layers of the model; see :func:`roomier.api.blocks.find_blocks`.
         plan: settings of the adapters.
 
     Raises:
@@ -179,7 +179,7 @@ def target_layers(network: nn.Module, blocks: Sequence[nn.Module], targets: str)
 
     Args:
         network: model to adapt.
-        blocks: blocks of the model.
+        blocks: repeated layers of the model; see :func:`roomier.api.blocks.find_blocks`.
         targets: ``"blocks"``, or names and patterns separated by commas.
 
     Raises:

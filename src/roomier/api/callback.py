@@ -222,7 +222,7 @@ class ChecksState(Protocol):
         """Check a stored state. The tensors of the stored state might not be loaded yet.
 
         Args:
-            state: the state.
+            state: stored result of :meth:`Callback.state_dict`, which may be malformed.
             place: path of ``state`` in the checkpoint, for the error message.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A plain ``nn.Module`` whose forward returns a loss, wrapped as a Module."""
+"""A plain ``nn.Module`` whose ``forward`` method returns a loss, wrapped as a Module."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ def num_step_arguments(module: Module, name: str, num_given: int) -> int:
     """Return how many of the arguments (batch, batch_idx, dataloader_idx) the method named ``name`` accepts.
 
     Args:
-        module: the module with the method.
-        name: name of the step method.
+        module: module that defines the method.
+        name: name of a step method, such as ``"training_step"``.
         num_given: number of arguments that are available.
 
     Raises:

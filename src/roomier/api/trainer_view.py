@@ -105,7 +105,7 @@ class TrainerView(Protocol):
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Number of batches of each validation loader, over all ranks."""
+        """Number of batches of each validation loader, for all ranks together."""
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
@@ -113,11 +113,11 @@ class TrainerView(Protocol):
 
     @property
     def num_test_batches(self) -> list[float]:
-        """Number of batches of each test loader, over all ranks."""
+        """Number of batches of each test loader, for all ranks together."""
 
     @property
     def num_predict_batches(self) -> list[float]:
-        """Number of batches of each prediction loader, over all ranks."""
+        """Number of batches of each prediction loader, for all ranks together."""
 
     @property
     def train_dataloader(self) -> Any:

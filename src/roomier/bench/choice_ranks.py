@@ -108,7 +108,7 @@ def run_pair(pair: Drawn, ranks: Ranks, *, lists_all: bool = False) -> dict[str,
     Args:
         pair: the model, its batch and its budget.
         ranks: the ranks of the run.
-        lists_all: True if the row lists, under ``plans``, every plan that was run, with its forecast.
+        lists_all: if True, list every plan that was run, with its forecast, under ``plans`` in the row.
     """
     machine = ranks.on_zero(lambda: this_machine(pair.num_ranks))
     strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only near option that can make a step faster

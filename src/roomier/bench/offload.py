@@ -109,7 +109,7 @@ class _Training:
     """Training run whose steps are timed one at a time.
 
     Args:
-        options: the options of the benchmark.
+        options: parsed command-line options of the benchmark.
         offload: offload settings of the plan; None keeps all tensors in memory.
     """
 

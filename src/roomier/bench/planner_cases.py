@@ -27,11 +27,11 @@ class Case:
     """One plan for one model.
 
     Attributes:
-        model: name of the model.
-        strategy: name of the strategy.
+        model: key of :data:`roomier.bench.planner_models.MODELS`, or ``"llama_lora"``.
+        strategy: value of ``Trainer(strategy=...)``.
         num_ranks: number of ranks.
         recompute: policy of activation checkpointing. For an activation budget, ``"budget"`` and the fraction.
-        precision: mode of precision.
+        precision: precision mode of the Plan.
         optimizer: name of the optimizer.
         accumulate: number of micro-batches per step.
     """

@@ -18,7 +18,7 @@ _BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
 
 
 def time_collectives(units: list[Unit], device: torch.device) -> dict[str, float]:
-    """Return the seconds that each kind of collective takes in one step. Every rank calls this function.
+    """Return the seconds that each kind of collective takes in one step. Every rank must call this function.
 
     Returns:
         ``all_reduce_s``: all-reduce of all gradients in the dtype of the weights, in the buckets of DDP.

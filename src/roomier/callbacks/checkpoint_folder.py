@@ -29,7 +29,7 @@ def choose_name(
     """Choose the name of the next checkpoint in ``folder`` and add this name to ``own``.
 
     Args:
-        name: the preferred name.
+        name: name to use if it is free.
         kept: names that this run must not replace.
         own: names that this run can replace.
         foreign: known checkpoint names of other runs.

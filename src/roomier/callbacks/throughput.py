@@ -25,7 +25,7 @@ class CountsFlops(Protocol):
     """Protocol for modules that compute their FLOPs themselves instead of using :func:`flops_per_token`."""
 
     def num_flops(self, batch: Any) -> float:
-        """Return the number of floating-point operations of forward and backward on ``batch``, without
+        """Return the number of floating-point operations of the forward and backward passes on ``batch``, without
         recomputation."""
         ...
 

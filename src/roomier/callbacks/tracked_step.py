@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FIRST_STEP = 2
 """During the first step, the optimizer states do not exist yet."""
 FIRST_STEP_AFTER_A_DEFERRED_UPDATE = 3
-"""The forward of the second step applies the first deferred update, which creates the optimizer states."""
+"""The forward pass of the second step applies the first deferred update, which creates the optimizer states."""
 FIRST_STEP_OF_A_BUDGET = 4
 """In the first three steps, an activation budget runs measurements, and blocks save as few activations as possible for
 backward.
@@ -55,9 +55,9 @@ def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
 class TrackedStep:
     """Tracked step. The kind of each tensor is identified in the step before the tracked step.
 
-    Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call for a
-    batch, other calls have no effect. The tracker records only between the two hooks, so it excludes logging, saving
-    and validation between batches.
+    Each callback must call :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call
+    for a batch, other calls have no effect. The tracker records only between the two hooks, so it excludes logging,
+    saving and validation between batches.
 
     Args:
         step: number of the step in the run, counted from 1.
@@ -117,8 +117,8 @@ class TrackedStep:
 
 
 class TracksStep(Callback, ABC):
-    """Base class for callbacks that evaluate a tracked step. A subclass sets ``_tracked`` and calls its ``begin_batch``
-    before each batch."""
+    """Base class for callbacks that evaluate a tracked step. A subclass must set ``_tracked`` and call its
+    ``begin_batch`` before each batch."""
 
     reads_parameters = False
     _tracked: TrackedStep | None = None
@@ -145,7 +145,7 @@ class TracksStep(Callback, ABC):
 
     @abstractmethod
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        """Evaluate the completed step. Every rank calls this method."""
+        """Evaluate the completed step. Every rank must call this method."""
 
 
 def _report_phases(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:

@@ -96,7 +96,7 @@ class Record:
         roomier_version: version of roomier that wrote the checkpoint.
         torch_version: version of torch that wrote the checkpoint.
         saved_at_ns: time since the Unix epoch shortly before the commit, by the clock of the machine, in nanoseconds.
-        files: tensor files.
+        files: names, sizes and checksums of the tensor files, with the tensors that they contain.
         tree: the state without its tensors, as returned by :func:`roomier.checkpoint.tree.split`.
     """
 

@@ -228,7 +228,7 @@ def read_box(
     Full rows are read from the file directly into the memory of a contiguous target on the CPU.
 
     Args:
-        file: unbuffered file.
+        file: unbuffered file that contains the tensor.
         first: offset of the tensor's first byte in the file.
         shape: shape of the stored tensor.
         box: part to read, as one slice for each dimension.

@@ -1,4 +1,4 @@
-"""All-to-all and all-gather over the ranks of a run, on any backend. The bytes that a rank sends are counted.
+"""All-to-all and all-gather over the ranks of a run, on any backend. The number of bytes that a rank sends is counted.
 
 [Note: bytes sent]
 The count is the payload that a rank must send to other ranks. The count does not depend on the backend. For ``N`` rows,
@@ -51,7 +51,7 @@ class Exchange:
         return received
 
     def all_gather(self, rows: Tensor) -> None:
-        """All-gather ``rows`` (``[num_ranks, n]``, contiguous) in place. Before the call, each rank sets its own
+        """All-gather ``rows`` (``[num_ranks, n]``, contiguous) in place. Before the call, each rank must set its own
         row.
         """
         if self.num_ranks == 1:

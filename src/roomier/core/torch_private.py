@@ -329,7 +329,7 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
     """Return ``tensor``, or a tensor with the same values that is not a view.
 
     Args:
-        may_share: True if the result may share memory with ``tensor`` without being tracked as a view. In this case,
+        may_share: if True, the result may share memory with ``tensor`` without being tracked as a view. In this case,
             autograd does not detect that an in-place write to one tensor changes the other tensor.
     """
     if not is_view(tensor):

@@ -15,7 +15,7 @@ class WrappedForward:
     The copied wrapper calls the ``forward`` method of the copied module.
 
     Attributes:
-        forward: the original forward.
+        forward: the original ``forward`` method.
         reads_weights_later: True if parameters of the module are also read after its forward pass. These parameters
             must not be freed before the backward pass of the module.
         is_compiled: True if the compiler traces the original ``forward`` method.

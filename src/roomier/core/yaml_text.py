@@ -39,7 +39,7 @@ class DuplicateKeyError(ConstructorError):
     """Error for a mapping that contains a key more than once.
 
     Attributes:
-        key: the key.
+        key: key that occurs more than once.
     """
 
     def __init__(self, key: object, mark: yaml.Mark) -> None:

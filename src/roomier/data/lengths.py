@@ -29,7 +29,7 @@ def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> No
     Args:
         loader: loader of this rank.
         name: name of the argument that the user passed, for errors and notices.
-        ranks: ranks to compare.
+        ranks: ranks whose loaders are compared.
         training: True for a training loader; False for an evaluation loader.
 
     Raises:

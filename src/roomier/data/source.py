@@ -207,7 +207,7 @@ class Source:
         """Return an iterator over the forward passes of this rank in an evaluation; see [Note: turns].
 
         Args:
-            limit: maximum number of batches of all ranks.
+            limit: maximum number of batches for all ranks together.
 
         Raises:
             DataError: the loader is empty, or the ranks cannot share the loader.
@@ -324,7 +324,7 @@ class Source:
         The position contains the current random state as the state at the start of the epoch.
 
         Args:
-            epoch: epoch of the position.
+            epoch: index of the epoch that contains the position, counted from 0.
             num_batches: number of batches of this epoch that are done on each rank.
 
         Raises:

@@ -53,7 +53,7 @@ class TurnSampler(Sampler[Any]):
 
     Attributes:
         inner: the argument ``inner``.
-        limit: maximum number of batches of all ranks.
+        limit: maximum number of batches for all ranks together.
         order: ``(number, counts)`` of each batch that has been yielded but not yet evaluated.
     """
 
@@ -126,7 +126,7 @@ class Turns:
 
     @property
     def num_batches(self) -> int | float:
-        """Number of batches of all ranks; ``inf`` if this number is unknown."""
+        """Number of batches for all ranks together; ``inf`` if this number is unknown."""
         if self._sampler is not None:
             return length_of(self._sampler.inner)
         return length_of(self.loader) if self._divided_by is None else self._longest * self._ranks.world.size
@@ -135,7 +135,7 @@ class Turns:
         """Return an iterator over the turns of this rank.
 
         Args:
-            limit: maximum number of batches of all ranks.
+            limit: maximum number of batches for all ranks together.
 
         Raises:
             DataError: the loader shards itself and has no batch for a rank, or ranks read different numbers of batches

@@ -41,7 +41,7 @@ DEFAULT = CompilePlan(enabled=True)
 
 
 class CompiledForward(WrappedForward):
-    """Forward of a block that is compiled when it is called for the first time, and again for other kinds of inputs."""
+    """``forward`` method of a block, which is compiled on its first call, and again for other kinds of inputs."""
 
     is_compiled = True
 
@@ -77,7 +77,7 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, plan: Comp
     compilation.
 
     Args:
-        blocks: the blocks.
+        blocks: blocks to compile.
         device: the device of the run.
         plan: the backend and the mode.
 

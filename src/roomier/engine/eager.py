@@ -37,7 +37,7 @@ class EagerEngine:
         batch_plan: settings for accumulation and clipping.
         count_terms: function that returns the number of terms over which a batch's loss is averaged; None for a sum.
         parallel: wrapper that distributes the network across ranks.
-        levers: memory techniques installed in the network's forward, such as recomputation.
+        levers: memory techniques installed in the network's ``forward`` methods, such as recomputation.
         updates: object that determines when the optimizers step: during backward or after it.
     """
 

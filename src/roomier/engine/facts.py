@@ -41,7 +41,7 @@ class Facts:
 def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
     """Return the facts of the network in ``module`` under ``plan``.
 
-    Techniques replace the parameters and forwards of the network, but its blocks remain the same modules.
+    Techniques replace parameters and ``forward`` methods of the network, but its blocks remain the same modules.
 
     Raises:
         RoomierError: the device is not available, the device does not support the precision or the tiers of the plan,

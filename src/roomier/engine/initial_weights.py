@@ -45,10 +45,10 @@ class EmptyBuffer:
     """Buffer that was on the meta device and is now on the CPU. A floating-point buffer is filled with NaN.
 
     Attributes:
-        name: fully qualified name.
+        name: fully qualified name of the buffer.
         owner: module that registered the buffer.
         attribute: name of the buffer in ``owner``.
-        tensor: the new tensor.
+        tensor: allocated tensor on the CPU.
         version: autograd's version counter of ``tensor`` when the tensor was created.
     """
 

@@ -57,7 +57,7 @@ class Levers:
 
 
 def layers_read_later(plan: Plan, facts: Facts) -> list[nn.Module]:
-    """Return the layers whose weights a technique of ``plan`` reads after the layer's forward has returned.
+    """Return the layers whose weights a technique of ``plan`` reads after the layer's ``forward`` has returned.
 
     Raises:
         RoomierError: no output layer is found.
@@ -80,7 +80,7 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
     levers = Levers(network, FirstForward(context if kernel is nullcontext else both(context, kernel)), kernel)
     levers.undo()  # of an earlier engine
     if residency is not None:
-        residency.install()  # innermost, because recomputation calls the forward again
+        residency.install()  # innermost, because recomputation calls ``forward`` again
     replace_missing_lstm_kernels(network, precision)  # innermost, because recomputed and compiled blocks call them
     for warning in size_warnings(network, precision, device):
         notice(warning)

@@ -1,4 +1,4 @@
-"""Engine for a model whose forward is called directly by a custom loop, such as a script for Accelerate."""
+"""Engine for a model that a custom loop, such as a script for Accelerate, calls directly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelEngine(PreparedEngine):
         batch_plan: settings for clipping.
         count_terms: not used, because the loop computes the mean of a loss.
         parallel: wrapper that distributes the network across ranks.
-        levers: memory techniques installed in the network's forward.
+        levers: memory techniques installed in the network's ``forward`` methods.
         updates: object that determines where the optimizer states are stored.
 
     Attributes:

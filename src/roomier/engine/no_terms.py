@@ -1,4 +1,4 @@
-"""Backward of a micro-batch whose loss averages over no terms."""
+"""Backward pass of a micro-batch whose loss averages over no terms."""
 
 from __future__ import annotations
 

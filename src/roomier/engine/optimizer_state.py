@@ -187,8 +187,8 @@ def load_optimizer(
     """Load ``saved``, the result of :func:`optimizer_state`.
 
     Args:
-        optimizer: the optimizer.
-        saved: the state.
+        optimizer: optimizer that receives the state.
+        saved: state to load.
         names: the fully qualified name of each parameter.
         away: parameters whose states are not moved. Other states are moved to the device of their parameter.
 

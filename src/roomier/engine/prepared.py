@@ -38,7 +38,7 @@ class PreparedEngine(EagerEngine):
         self, step: Callable[[Any], Any], batches: Sequence[Any]
     ) -> Tensor | None:
         loss = super().forward_backward(lambda batch, _: step(batch), batches)
-        self._is_before_any_backward = False  # even if every step returned None and no backward ran
+        self._is_before_any_backward = False  # even if every step returned None and no backward pass ran
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +56,7 @@ class PreparedEngine(EagerEngine):
         """Update the parameters. If :meth:`clip` was not called, clip the gradients according to the Plan first.
 
         Raises:
-            TrainingError: there are no gradients, because no backward has run yet.
+            TrainingError: there are no gradients, because no backward pass has run yet.
         """
         chosen = self._chosen(optimizer)
         if closure is None:  # a closure computes the gradients, and can clip them
@@ -109,7 +109,7 @@ def build_prepared(
     """Join the ranks of ``plan`` and build an engine for ``module``.
 
     Args:
-        plan: the plan.
+        plan: Plan whose techniques are applied to ``module``.
         module: any ``nn.Module``, which is moved, converted and sharded in place.
         given: the optimizers of its parameters. If ``module`` is sharded, the optimizers receive the sharded
             parameters.

@@ -43,7 +43,7 @@ def export_onnx(
 
     Args:
         output: new file, or a buffer. If None, the export is only checked.
-        sample: arguments of forward; see :func:`roomier.export.examples.example_of`.
+        sample: arguments of ``forward``; see :func:`roomier.export.examples.example_of`.
         max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
         may_exist: if True, replace an existing file.
         options: arguments of ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all sizes), ``input_names``,

@@ -40,7 +40,7 @@ def export_torch(
 
     Args:
         output: new file.
-        sample: arguments of forward; see :func:`roomier.export.examples.example_of`.
+        sample: arguments of ``forward``; see :func:`roomier.export.examples.example_of`.
         dynamic_shapes: argument of ``torch.export.export``; None makes the batch size dynamic, ``{}`` fixes all sizes.
         max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
 

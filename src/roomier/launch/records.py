@@ -31,8 +31,8 @@ class Position:
     """Position of a rank in its run.
 
     Attributes:
-        activity: kind of the activity.
-        phase: name of the activity, for messages.
+        activity: kind of activity, which determines how long other ranks wait.
+        phase: description of the activity, for messages.
         step: number of completed optimizer steps.
         batch: index of the micro-batch in training, or of the batch in an evaluation.
     """
@@ -116,7 +116,7 @@ class Verdict:
         number: sequence number of the verdict.
         ends: True if the run ends; False if all ranks print their positions.
         end_s: ``hang_timeout`` in seconds.
-        late: the late ranks.
+        late: ranks for which other ranks have waited too long.
     """
 
     number: int

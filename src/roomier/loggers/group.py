@@ -99,7 +99,7 @@ def choosing_their_folders(loggers: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def set_run_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:
-    """Set the run folder of roomier's loggers. Every rank calls this method, but only the first rank starts the
+    """Set the run folder of roomier's loggers. Every rank must call this method, but only the first rank starts the
     loggers."""
     for logger in loggers:
         if isinstance(logger, Logger):

@@ -15,10 +15,10 @@ from roomier.loss.output_layer import find_output_layer
 
 
 class LazyForward(WrappedForward):
-    """Forward of an output layer that returns logits without computing them; see [Note: lazy logits].
+    """Replacement for the ``forward`` method of an output layer that returns lazy logits; see [Note: lazy logits].
 
     Args:
-        layer: the output layer.
+        layer: output layer whose ``forward`` method is replaced.
         chunk_tokens: number of rows of logits in a chunk; None uses the default.
 
     Attributes:

@@ -129,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = gradient.to(ctx.how.sum_dtype)
         if num_terms is not None:
             factor = factor / num_terms.clamp(min=1)
-        is_last = not torch_private.keeps_graph()  # no other backward reads the saved gradients
+        is_last = not torch_private.keeps_graph()  # no other backward pass reads the saved gradients
         return *(_times(each, factor, in_place=is_last) for each in kept), None, None
 
 

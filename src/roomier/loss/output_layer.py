@@ -24,7 +24,7 @@ def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Lin
 
     Args:
         network: the model.
-        blocks: its blocks.
+        blocks: the repeated layers of ``network``, which do not contain the output layer.
 
     Raises:
         RoomierError: no layer was found, several layers match, or the layer is not a plain ``nn.Linear``.

@@ -37,10 +37,10 @@ def measure_part(
     exceed the time limit.
 
     Args:
-        name: name of the part.
-        module: the part.
+        name: name under which the results file lists the part.
+        module: module that implements the part.
         setting: size and device.
-        results: the results file.
+        results: file to which the rows are appended.
         limit_s: time limit of the part in seconds, counted from this call.
         clock: function that returns the current time in seconds.
     """
