@@ -287,8 +287,10 @@ class OffloadedUpdates(Updates):
             return False
         if self._num_rejected >= _NUM_REJECTED:
             self._num_rejected, self._num_steps_paused = 0, _NUM_PAUSED
-        self._num_steps_paused = max(0, self._num_steps_paused - 1)
-        return self._num_steps_paused == 0
+        if self._num_steps_paused == 0:
+            return True
+        self._num_steps_paused -= 1
+        return False
 
     def _is_deferred(self, number: int) -> bool:
         return self.mode == "deferred" and (
