@@ -67,7 +67,7 @@ class RankAnatomy:
 
     Attributes:
         rank: the rank.
-        now: current bytes of weights, gradients and optimizer states. Memory of other tensors is only measured in a
+        now: current bytes of weights, gradients and optimizer states. Memory of other tensors is measured only in a
             tracked step.
         rule: predicted bytes of these rows at the moment when their sum is largest; None if the sizes of the optimizer
             states are unknown.

@@ -1,4 +1,4 @@
-"""Predicts the bytes of model states during a step. Each strategy has formulas that require only shapes.
+"""Predicts the sizes of model states during a step. Each strategy has formulas that require only shapes.
 
 [Note: bytes per parameter and rank]
 A parameter occupies ``w`` bytes (4 in float32). The unsharded copy of a parameter for the computation occupies ``c``
@@ -37,7 +37,7 @@ from roomier.memory.walk import KINDS, Layout, Walk, gradient_bytes, in_order_of
 from roomier.memory.weights import Unit, Weight
 
 StateBytes = Callable[[Weight, tuple[int, ...]], int]
-"""Function that returns the bytes of a weight's optimizer states, given the shape of the shard that this rank
+"""Function that returns the size of a weight's optimizer states in bytes, given the shape of the shard that this rank
 updates."""
 
 
@@ -86,7 +86,8 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
         units: result of :func:`roomier.memory.weights.units_with_weights`, with the root first and the other units in
             the order of the forward pass.
         layout: the settings of the Plan that determine the bytes.
-        state_bytes: function that returns the bytes of the optimizer states; see :mod:`roomier.optim.state_bytes`.
+        state_bytes: function that returns the size of the optimizer states of a weight in bytes; see
+            :mod:`roomier.optim.state_bytes`.
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
@@ -97,7 +98,8 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
 def kept_bytes(
     units: Sequence[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0
 ) -> dict[Kind, int]:
-    """Return the bytes of one rank between steps, without gradients. See :func:`model_states` for the arguments."""
+    """Return the bytes by kind on one rank between steps, without gradients. See :func:`model_states` for the
+    arguments."""
     trained = (weight for unit in units for weight in unit.weights if weight.is_trained)
     return {
         Kind.PARAMETER: buffer_bytes + sum(unit_bytes(each, layout).stored for each in units),
@@ -106,7 +108,7 @@ def kept_bytes(
 
 
 def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
-    """Return the bytes of this rank's averaged copy of the trained weights, in float32 or a wider dtype."""
+    """Return the size in bytes of this rank's averaged copy of the trained weights, in float32 or a wider dtype."""
     trained = (
         weight for unit in units for weight in unit.weights if weight.is_trained and weight.dtype.is_floating_point
     )

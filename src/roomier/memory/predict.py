@@ -63,7 +63,7 @@ def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
 
 
 def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
-    """Return the settings of ``plan`` that determine the bytes of model states on ``rank``."""
+    """Return the settings of ``plan`` that determine the sizes of model states on ``rank``."""
     parallel = plan.parallel
     num_micro_batches = plan.batch.accumulate_grad_batches
     steps_in_backward = lever_that_frees_gradients(plan) is not None
@@ -113,7 +113,7 @@ def _model_states(
 
 
 def state_bytes_of(plan: Plan, updated_by: Mapping[str, tuple[Optimizer, Mapping[str, Any]]]) -> StateBytes:
-    """Return a function that computes the bytes of the optimizer states for a weight.
+    """Return a function that computes the size of a weight's optimizer states in bytes.
 
     Args:
         updated_by: optimizer and parameter group of each weight, by the name of the weight.

@@ -95,7 +95,7 @@ class _Change:
 
 
 class MemoryTracker:
-    """Counts the bytes of the tensors that exist while the tracker is active. See [Note: how bytes are counted].
+    """Measures the total size of the tensors that exist while the tracker is active. See [Note: how bytes are counted].
 
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
 
@@ -238,7 +238,7 @@ class MemoryTracker:
             yield Snapshot(change.phase, num_bytes, change.place)
 
     def bytes_at_start(self) -> int:
-        """Return the bytes of the storages that existed at the start."""
+        """Return the total size in bytes of the storages that existed at the start."""
         return sum(change.num_bytes for change in self._at_start)
 
     def changes_since(self, index: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Simulates the units of a model during a step and records the bytes of the model states.
+"""Simulates the units of a model during a step and records the sizes of the model states.
 
 [Note: when ``fully_shard`` allocates]
 A unit is all-gathered into one buffer and copied from this buffer into its parameters. On gloo, the buffer of the next
@@ -48,7 +48,7 @@ _PARAMETER, _GATHERED, _GRADIENT, _STATE, _ACTIVATION, _SENT, _TEMPORARY = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Settings of a Plan that determine the bytes of model states.
+    """Settings of a Plan that determine the sizes of model states.
 
     Attributes:
         strategy: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` or ``"hsdp"``.
@@ -60,7 +60,7 @@ class Layout:
         is_sequential: True if transfers complete before the computation continues.
         steps_in_backward: True if gradients are used and freed during backward.
         reads_in_backward: True if gradients are read during backward, but not freed, as in a speculative update.
-        num_backwards: number of backwards per micro-batch; with 2, the first backward pass computes the norm.
+        num_backwards: number of backward passes per micro-batch; with 2, the first backward pass computes the norm.
         holds_all_batches: True if all batches of a step are on the device, as on the CPU. On other devices, batches are
             moved to the device one by one.
     """
@@ -95,7 +95,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Bytes of one unit under one layout.
+    """Sizes of the tensors of one unit under one layout, in bytes.
 
     Attributes:
         stored: this rank's padded shard between steps.
@@ -130,7 +130,7 @@ class UnitBytes:
 
 
 def unit_bytes(unit: Unit, layout: Layout) -> UnitBytes:
-    """Return the bytes of ``unit`` under ``layout``. Equal blocks share a cached result."""
+    """Return the sizes of the tensors of ``unit`` under ``layout``. Equal blocks share a cached result."""
     return _unit_bytes(unit.shapes, unit.gathered_dtype, unit.sum_dtype, layout)
 
 
@@ -219,12 +219,12 @@ class Walk:
     Args:
         units: units in the order of the forward pass.
         layout: the settings of the Plan that determine the bytes.
-        sizes: bytes of each unit; None computes them.
+        sizes: sizes of the tensors of each unit; None computes them.
 
     Attributes:
         now: current bytes by kind.
         notes: moments recorded since the last :meth:`take_notes`.
-        sizes: bytes of each unit.
+        sizes: sizes of the tensors of each unit.
     """
 
     def __init__(self, units: Sequence[Unit], layout: Layout, sizes: Sequence[UnitBytes] | None = None) -> None:
@@ -406,5 +406,5 @@ def in_order_of_gathering(units: Sequence[Unit]) -> list[int]:
 
 
 def gradient_bytes(weights: Sequence[Weight]) -> int:
-    """Return the bytes of the gradients of trained weights, in the dtype of each weight."""
+    """Return the total size in bytes of the gradients of trained weights, in the dtype of each weight."""
     return sum(math.prod(each.shape) * each.dtype.itemsize for each in weights if each.is_trained)

@@ -131,7 +131,7 @@ def units_with_weights(
 
 
 def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of the buffers, including quantized frozen weights. Every rank holds all buffers.
+    """Return the total size of the buffers in bytes, including quantized frozen weights. Every rank holds all buffers.
 
     Args:
         weight_dtype: dtype to which floating-point buffers will be converted; None preserves the dtype of each buffer.

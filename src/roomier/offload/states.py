@@ -108,7 +108,7 @@ def record_bytes(unit: Unit, state_bytes: Mapping[nn.Parameter, int], *, holds_w
     """Return the size of the record of ``unit``.
 
     Args:
-        state_bytes: bytes of the states of each parameter on this rank.
+        state_bytes: size in bytes of the states of each parameter on this rank.
         holds_weights: whether the record also contains the weights, as speculative updates require.
     """
     weights = [_weight_bytes(each) for each in unit.parameters] if holds_weights else []

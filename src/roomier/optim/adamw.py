@@ -398,7 +398,7 @@ def uses_codes(shape: Sequence[int], state_bits: int) -> bool:
 def blockwise_adamw_bytes(
     shape: Sequence[int], state_bits: int, dtype: torch.dtype, weight_rounding: str, *, num_rows: int | None = None
 ) -> int:
-    """Return the bytes of the states of :class:`BlockwiseAdamW` for a parameter.
+    """Return the size in bytes of the states of :class:`BlockwiseAdamW` for a parameter.
 
     Args:
         shape: unsharded shape of the parameter.

@@ -66,8 +66,8 @@ def num_blocks(shape: Sequence[int], bits: int) -> int:
 
 
 def state_bytes(shape: Sequence[int], bits: int) -> int:
-    """Return the bytes of codes and scales for a parameter or shard of this shape: about 2.03 (8 bits) or 1.06 (4 bits)
-    per element."""
+    """Return the size in bytes of codes and scales for a parameter or shard of this shape: about 2.03 (8 bits) or 1.06
+    (4 bits) per element."""
     return math.prod(shape) * bits // 4 + shape[0] * num_blocks(shape, bits) * 2 * 4
 
 

@@ -38,7 +38,7 @@ def state_bytes(
     dtype: torch.dtype,
     whole_shape: tuple[int, ...] | None = None,
 ) -> int:
-    """Return the bytes of ``optimizer``'s states for one parameter, or for one rank's shard of it.
+    """Return the size in bytes of ``optimizer``'s states for one parameter, or for one rank's shard of it.
 
     Args:
         group: options of the parameter's group (``momentum``, ``amsgrad``, ...).
@@ -69,7 +69,7 @@ def state_bytes(
 
 
 def _adafactor_bytes(shape: tuple[int, ...], whole_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of the row and column means (or of the mean squares of a vector) and of the step counter."""
+    """Return the size in bytes of the row and column means (or the mean squares of a vector) and the step counter."""
     num_elements = math.prod(shape)
     if len(shape) > 1:
         # The column means of a matrix are replicated on every rank. If the matrix has one row, only the rank with this
@@ -80,7 +80,7 @@ def _adafactor_bytes(shape: tuple[int, ...], whole_shape: tuple[int, ...], dtype
 
 
 def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> int:
-    """Return the bytes of the momentum, and of the low bits or the step counter that rounding bfloat16 weights
+    """Return the size in bytes of the momentum, and of the low bits or the step counter that rounding bfloat16 weights
     requires."""
     if dtype is not torch.bfloat16:
         return num_elements * dtype.itemsize
@@ -88,7 +88,7 @@ def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> 
 
 
 def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
-    """Return the bytes of 1-bit Adam's states for a parameter after the freeze, excluding message buffers.
+    """Return the size in bytes of 1-bit Adam's states for a parameter after the freeze, excluding message buffers.
 
     The states are the compression error of this rank, the denominator, and the error of the shard that belongs to this
     rank. Before the freeze, the states are smaller, because only the two moments of this rank's shard exist.

@@ -38,7 +38,7 @@ def _mkldnn_layer(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, itemsize: int) -> int:
-    """Return the bytes that oneDNN saves for backward, for one LSTM layer in one direction.
+    """Return the number of bytes that oneDNN saves for backward, for one LSTM layer in one direction.
 
     The regions follow ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
     github.com/oneapi-src/oneDNN). The regions are the gates, products, states, cells, and float32 gradients of the last

@@ -1,4 +1,4 @@
-"""Closed form: the bytes of a step with any strategy, computed from one trace of the model without running a step.
+"""Closed form: the memory of a step with any strategy, computed from one trace of the model without running a step.
 
 [Note: closed form]
 A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activations and temporaries while each part of
@@ -35,9 +35,9 @@ class States:
 
     Attributes:
         units: units in the order of the modules, starting with the root.
-        sizes: bytes of each unit.
+        sizes: sizes of the tensors of each unit.
         kept: bytes between two steps by kind, excluding gradients.
-        gradient_bytes: bytes of the gradients of the full model, in the dtype of its weights.
+        gradient_bytes: total size in bytes of the gradients of the full model, in the dtype of its weights.
         update: temporary bytes of the optimizer by kind.
         away: model states in lower tiers, which are not in ``kept``.
     """
@@ -126,8 +126,8 @@ class _WholeStep(_Step):
         return visit.highest_reduced if index else visit.highest
 
     def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> int:
-        """Return the bytes of gradients outside the buckets of DDP. With step in backward, gradients exist only while
-        they are pending."""
+        """Return the total size in bytes of gradients outside the buckets of DDP. With step in backward, gradients
+        exist only while they are pending."""
         if self.layout.steps_in_backward:
             return level.pending
         before = self.states.gradient_bytes if index else 0

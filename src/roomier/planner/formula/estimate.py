@@ -75,7 +75,7 @@ class _Step:
         trace: trace of one micro-batch. If the choice of activations for a budget was computed, all blocks save all
             activations in this trace. None for a dry run.
         run: the step, in the form of a dry run.
-        moved_bytes: bytes of activations outside the device.
+        moved_bytes: total size in bytes of the activations outside the device.
         remark: see :class:`roomier.planner.forecast.Forecast`.
     """
 

@@ -94,7 +94,7 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
     Args:
         plan: strategy and techniques, which determine communication and fragmentation.
         machine: machine that contains the device.
-        tensor_bytes: bytes of all tensors at the peak, to which fragmentation is proportional.
+        tensor_bytes: total size of all tensors at the peak, in bytes, to which fragmentation is proportional.
     """
     if machine.device.kind != "cuda":
         return {}
@@ -193,7 +193,8 @@ def _communication_bytes(plan: Plan, machine: Machine, sheet: Sheet | None) -> i
 
 
 def _connected_bytes(num_ranks: int) -> float:
-    """Return the bytes per channel of a communicator. With more than two ranks, the tree has additional neighbors."""
+    """Return the memory of a communicator per channel, in bytes. With more than two ranks, the tree has additional
+    neighbors."""
     return (1.0 if num_ranks == 2 else 1.5) * (_NCCL_RECEIVER_BYTES + _NCCL_SENDER_BYTES)
 
 

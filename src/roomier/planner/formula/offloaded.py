@@ -41,7 +41,7 @@ from roomier.planner.forecast import Traffic
 from roomier.tiers.buffers import allocated_bytes, buffer_sizes, padded
 
 StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]
-"""Function that returns the bytes of each state, except scalars, given the shape of the shard."""
+"""Function that returns the size of each state in bytes, except scalars, given the shape of the shard."""
 Group = tuple[str, Sequence[Weight]]
 """A module that is updated as one unit: its name and its weights. The name is empty for the rest of the network."""
 
@@ -55,9 +55,9 @@ class MovedUnit:
         content_bytes: bytes that leave the device.
         read_bytes: bytes from the start of the record to the end of its content.
         record_bytes: size of the record.
-        gradient_bytes: bytes of the unit's gradients on this rank.
-        cast_bytes: bytes of the lower-precision copies of parameters that autocast creates while the unit is on the
-            device.
+        gradient_bytes: size in bytes of the unit's gradients on this rank.
+        cast_bytes: size in bytes of the lower-precision copies of parameters that autocast creates while the unit is on
+            the device.
     """
 
     place: str
@@ -214,7 +214,7 @@ class Offloaded:
         """Return ``timeline`` with the memory of the units that are on the device; see [Note: units on the device].
 
         Args:
-            timeline: a step without the bytes of :attr:`kept_less`.
+            timeline: a step without the memory of :attr:`kept_less`.
         """
         if not self.is_used:
             return tuple(timeline)
@@ -245,14 +245,15 @@ class Offloaded:
         return self.states[0 if self.mode == "speculative" else -1].record_bytes
 
     def _present(self, first: int, last: int) -> dict[Kind, int]:
-        """Return the bytes of the states of units ``first`` to ``last``, excluding :attr:`_left_bytes`; 0 on a CPU."""
+        """Return the size in bytes of the states of units ``first`` to ``last``, excluding :attr:`_left_bytes`; 0 on a
+        CPU."""
         units = self.states[max(0, first) : last + 1]
         more = 0 if self.on_cpu else sum(each.record_bytes for each in units) - self._left_bytes
         return {Kind.OPTIMIZER_STATE: more}
 
     def _more_at_update(self, index: int) -> dict[Kind, int]:
-        """Return the bytes of the states on the device while a unit is updated, in the form of :meth:`_present`. Units
-        are updated in ascending order."""
+        """Return the size in bytes of the states on the device while a unit is updated, in the form of
+        :meth:`_present`. Units are updated in ascending order."""
         found = self._present(index - 1, index + 1)
         return found if index else {kind: each + self._left_bytes for kind, each in found.items()}
 
@@ -310,7 +311,7 @@ class Offloaded:
         return found
 
     def _regions(self, parameters: Sequence[int], gradients: Sequence[int]) -> dict[Kind, int]:
-        """Return the bytes of regions on the device. Indices of regions that do not exist are ignored."""
+        """Return the total size in bytes of regions on the device. Indices of regions that do not exist are ignored."""
         present = [self.parameters[n] for n in parameters if 0 <= n < len(self.parameters)]
         with_gradient = [self.parameters[n] for n in gradients if 0 <= n < len(self.parameters)]
         return {
@@ -365,8 +366,8 @@ def offloaded(
         plan: plan with a concrete strategy.
         groups: weights of each module that is updated as one unit, and of the rest of the network.
         layout: how the weights are sharded.
-        state_bytes: function that returns the bytes of the states of a weight.
-        state_tensors: function that returns the bytes of each state of a weight.
+        state_bytes: function that returns the total size in bytes of the states of a weight.
+        state_tensors: function that returns the size in bytes of each state of a weight.
         on_cpu: whether the device is the host.
         cast_dtype: dtype of the copies that autocast creates; None without autocast, or if the weights are gathered in
             this dtype.

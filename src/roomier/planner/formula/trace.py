@@ -167,7 +167,7 @@ class Trace:
 
     Attributes:
         batch_size: number of samples in the micro-batch.
-        batch_bytes: bytes of the batch.
+        batch_bytes: size of the batch in bytes.
         executions: executions of the parts of the model, in the order in which they run.
         work: amount of computation, by phase and part of the model.
         saved_bytes: sizes of the tensors that the forward pass of each part saves for backward, in execution order.
@@ -221,7 +221,7 @@ class Trace:
         return Trace(self.batch_size, batch_bytes, tuple(executions), work, saved_bytes)
 
     def without_gradients(self) -> Trace:
-        """Return this trace without the bytes of gradients."""
+        """Return this trace without the memory of gradients."""
         executions = [
             replace(each, moments=tuple(moment._replace(gradient=0, pending=0) for moment in each.moments))
             for each in self.executions
@@ -234,8 +234,8 @@ class Trace:
         return mine == theirs
 
     def moved_bytes(self, places: Collection[str], min_bytes: int) -> dict[str, int]:
-        """Return the bytes that the forward pass of each of ``places`` saves for backward, in execution order. Only
-        tensors of at least ``min_bytes`` are counted."""
+        """Return the number of bytes that the forward pass of each of ``places`` saves for backward, in execution
+        order. Only tensors of at least ``min_bytes`` are counted."""
         order = dict.fromkeys(
             each.place for each in self.executions if each.phase == "forward" and each.place in places
         )
@@ -343,7 +343,7 @@ class _Place(str):
     """A place, with the state at the time when the place was reported.
 
     Attributes:
-        complete_bytes: bytes of complete gradients.
+        complete_bytes: total size of complete gradients in bytes.
         needs_inner: see :class:`Execution`.
     """
 

@@ -31,7 +31,7 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
 
     Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`. Each optimizer performs a step on a
     few weights that have the shapes of a rank's shards; see :func:`few_alike`. If an update processes all weights
-    together (``foreach``), the bytes of all shapes are summed.
+    together (``foreach``), the sizes for all shapes are summed.
 
     Args:
         optimizers: optimizers of the full model in its training form.
@@ -86,7 +86,7 @@ def _bytes_of(optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key
 
 
 def state_tensors(optimizer: Optimizer, group: Mapping[str, Any], key: Key) -> list[int]:
-    """Return the bytes of each state of a weight, except states that are scalars.
+    """Return the size in bytes of each state of a weight, except states that are scalars.
 
     Call this function inside :func:`~roomier.planner.fake.fake_world.fake_world`.
     """

@@ -37,8 +37,8 @@ class Measured:
         rank: the rank.
         timeline: intervals of the step. Only the rank with the highest memory use stores all intervals. The other ranks
             store only the peak.
-        allocator_bytes: peak of the bytes that CUDA's allocator had allocated; None on other devices.
-        reserved_bytes: peak of the bytes that CUDA's allocator had reserved.
+        allocator_bytes: peak of the memory that CUDA's allocator had allocated, in bytes; None on other devices.
+        reserved_bytes: peak of the memory that CUDA's allocator had reserved, in bytes.
         beside_bytes: other memory in use on the device, including the memory of other programs.
     """
 

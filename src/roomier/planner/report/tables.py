@@ -108,7 +108,7 @@ def label_of(plan: Plan) -> Label:
 
 
 def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
-    """Return the bytes of model states, of activations, and of all other memory at the peak."""
+    """Return the sizes in bytes of model states, of activations, and of all other memory at the peak."""
     found = forecast.bytes_by_kind
     states = sum(found.get(kind, 0) for kind in STATES)
     activations = sum(found.get(kind, 0) for kind in ACTIVATIONS)

@@ -125,7 +125,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
 
 
 def sent_bytes(traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1) -> float:
-    """Return the bytes that a rank sends in one optimizer step."""
+    """Return the number of bytes that a rank sends in one optimizer step."""
     return sum(each.sent_bytes * count for each, count in exchanges(traffic, num_micro_batches, num_backwards))
 
 

@@ -1,13 +1,14 @@
 """Duration of gradient clipping and of the optimizer step. Both are limited by memory bandwidth, so their duration is
-computed from the bytes that they move.
+computed from the number of bytes that they move.
 
 [Note: bytes of an update]
 Fused AdamW reads a weight, its gradient and its two moments, and writes all of these tensors except the gradient. The
 bytes moved are seven times the size of a weight, or 28 bytes per element in float32. Optimizers that consist of several
-operations read and write tensors in each operation. The bytes of these optimizers were counted with
+operations read and write tensors in each operation. The number of bytes that these optimizers move was counted with
 :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that process blocks in a CPU's cache are
 limited by computation, because they move few bytes. For these optimizers, the value is the time on one core, expressed
-as the bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``roomier/bench/step_time.py``).
+as the number of bytes that fused AdamW moves in that time (GPT of 14 M parameters; measured by
+``roomier/bench/step_time.py``).
 """
 
 from __future__ import annotations
