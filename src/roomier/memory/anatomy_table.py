@@ -66,7 +66,7 @@ class RankAnatomy:
     """Memory of one rank, in bytes by row of the table.
 
     Attributes:
-        rank: the rank.
+        rank: number of the rank.
         now: current bytes of weights, gradients and optimizer states. Memory of other tensors is measured only in a
             tracked step.
         rule: predicted bytes of these rows at the moment when their sum is largest; None if the sizes of the optimizer

@@ -22,7 +22,7 @@ class RankReport:
     """Memory of one rank, in bytes by kind.
 
     Attributes:
-        rank: the rank.
+        rank: number of the rank.
         formula: predicted model states between two steps.
         measured: current model states.
         formula_peak: predicted model states at their peak in a step.

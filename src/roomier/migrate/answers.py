@@ -18,10 +18,10 @@ class Answer:
 
     Attributes:
         setting: name of the setting in the other library, such as ``"zero_optimization.stage"``.
-        value: value of the setting.
+        value: value that the user set.
         keyword: argument of the Trainer that the setting determines, such as ``"offload.parameters"``. Empty if the
             setting has no effect.
-        meaning: value of the argument.
+        meaning: value to which the argument is set.
         remark: reason why the setting has no effect, or a difference between the setting and the argument.
     """
 

@@ -22,7 +22,7 @@ class _Cast:
     """A copy of a parameter.
 
     Attributes:
-        parameter: the parameter.
+        parameter: parameter from which the copy was created.
         storage: weak reference to the storage of the copy.
         place: position of the copy within its storage.
         num_bytes: size of the storage.

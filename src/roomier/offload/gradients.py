@@ -23,7 +23,7 @@ class OffloadedGradients:
     """The gradients of regions. Between passes, ``grad`` of each parameter of the regions is None.
 
     Args:
-        regions: the regions.
+        regions: regions whose gradients leave the device.
         memories: device memory for the gradients of each region.
 
     Attributes:

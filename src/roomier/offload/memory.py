@@ -34,7 +34,7 @@ class Memory(Protocol):
     """Memory of one record on the device.
 
     Attributes:
-        storage: the storage, which remains the same object.
+        storage: storage of the record on the device, which is always the same object.
     """
 
     storage: torch.UntypedStorage
@@ -73,7 +73,7 @@ class HostMemory:
     """Memory on the CPU, which is the buffer of the tier; see [Note: one storage].
 
     Args:
-        tier: the tier.
+        tier: tier that stores the record.
         record: number of the record.
         num_bytes: size of the record.
     """
@@ -136,12 +136,12 @@ class DeviceMemory:
     """Memory on an accelerator.
 
     Args:
-        tier: the tier.
+        tier: tier that stores the record.
         record: number of the record.
         num_bytes: size of the record.
-        device: the device.
+        device: accelerator that contains the memory.
         stream: stream for copies; see [Note: copies of records]. If None, the host waits for each copy.
-        keeps_buffer: True if the tier has a buffer for each record, so that the buffer is retained between uses.
+        keeps_buffer: True to retain the buffer between uses, which requires a tier with a buffer for each record.
     """
 
     def __init__(

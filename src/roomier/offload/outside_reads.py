@@ -38,7 +38,7 @@ class OutsideReads(TorchFunctionMode):
     in compiled blocks, because it must not become part of the compiled code.
 
     Args:
-        units: the units. Units without a module are ignored.
+        units: units whose parameters are checked. Units without a module are ignored.
         report: function that receives the first parameter that was read outside its block.
     """
 

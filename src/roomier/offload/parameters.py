@@ -29,11 +29,11 @@ class OffloadedParameters(Residency):
     """Parameters of regions that leave the device for a tier. The parameters are not sharded.
 
     Args:
-        network: the model.
+        network: model that contains the blocks.
         blocks: blocks of the model.
         regions: result of :func:`roomier.offload.regions.regions_of`.
         tier: tier with the records of :func:`roomier.offload.residency.record_sizes`.
-        device: the device.
+        device: device on which the model runs.
         values: initial values of parameters on the meta device; see :class:`Residency`.
 
     The attributes are described in :class:`Residency`.
@@ -135,9 +135,9 @@ class RegionForward(WrappedForward):
     """Forward of a module that reads regions.
 
     Args:
-        module: the module.
-        parameters: the offloaded parameters.
-        regions: the regions.
+        module: module whose ``forward`` is wrapped.
+        parameters: object that brings the regions to the device.
+        regions: regions that the module reads.
     """
 
     def __init__(self, module: nn.Module, parameters: OffloadedParameters, regions: Regions) -> None:

@@ -48,7 +48,7 @@ class Slot(Protocol):
     """A parameter of a region. Its data is replaced when the region is brought to the device or leaves the device.
 
     Attributes:
-        parameter: the parameter.
+        parameter: parameter whose data is replaced.
         place: position of the stored tensor in the record of the region.
     """
 
@@ -129,7 +129,7 @@ def regions_of(
 
     Args:
         blocks: the blocks of the network.
-        min_bytes: the parameters of a module outside the blocks stay on the device if they have fewer bytes.
+        min_bytes: the parameters of a module outside the blocks stay on the device if their total size is smaller.
         stays: function that returns True for a module if the parameters of the module must stay on the device.
     """
     regions: list[Region] = []

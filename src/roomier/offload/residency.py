@@ -48,17 +48,17 @@ class Residency:
     """Parameters of regions that are on the device only while they are used.
 
     Args:
-        network: the model.
-        regions: the regions.
+        network: model that contains the regions.
+        regions: regions that leave the device.
         reads: regions that are used together, in the expected order of their forward passes.
         tier: tier with the records of :func:`record_sizes`.
-        device: the device.
+        device: device on which the model runs.
         values: function that returns the initial value of a parameter on the meta device, or None if the value is
             written later; see :meth:`prepare_to_write`.
 
     Attributes:
         regions: the argument ``regions``.
-        gradients: the gradients of the regions.
+        gradients: object that moves the gradients of the regions.
         before_use: functions that are called with a region after the region was brought to the device for its forward
             pass. A function that changes parameters must call :meth:`changed`.
 
@@ -295,7 +295,7 @@ class AbsentWatch:
     """Context for the first forward pass. It raises an error if code reads a parameter that is not on the device.
 
     Args:
-        residency: the parameters.
+        residency: parameters to check.
     """
 
     def __init__(self, residency: Residency) -> None:

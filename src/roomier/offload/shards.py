@@ -59,11 +59,11 @@ class OffloadedShards(Residency):
     """Shards that leave the device for a tier.
 
     Args:
-        network: the model.
+        network: model that contains the shards.
         groups: the groups of shards, in the order of the forward passes.
         regions: result of :func:`sharded_regions` for ``groups``.
         tier: tier with the records of :func:`roomier.offload.residency.record_sizes`.
-        device: the device.
+        device: device on which the model runs.
 
     The attributes are described in :class:`Residency`.
 

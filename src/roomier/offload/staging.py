@@ -69,7 +69,7 @@ class HostStaging:
     """Staging on the CPU, where the tensors are the buffers of the tier.
 
     Args:
-        tier: the tier.
+        tier: tier that stores the records.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -111,7 +111,7 @@ class _Present:
     """A record on the device.
 
     Attributes:
-        content: the record.
+        content: content of the record on the device.
         buffer: buffer of the tier from which the record is copied; None for a new record.
         num_bytes: number of bytes that are copied.
         arrived: event after the copy; None if the copy has completed.
@@ -130,9 +130,9 @@ class DeviceStaging:
     copied to the host.
 
     Args:
-        tier: the tier. Its buffers are pinned if the device copies asynchronously.
+        tier: tier that stores the records. Its buffers are pinned if the device copies asynchronously.
         sizes: size of each record in bytes.
-        device: the device.
+        device: accelerator to which the records are copied.
     """
 
     def __init__(self, tier: Tier, sizes: Sequence[int], device: torch.device) -> None:

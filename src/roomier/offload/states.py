@@ -48,7 +48,7 @@ class _Place:
     """Position of one state in the record of its unit.
 
     Attributes:
-        parameter: the parameter.
+        parameter: parameter to which the state belongs.
         key: name of the state.
         first: index of the first byte.
         last: index after the last byte.
@@ -77,7 +77,7 @@ class _Slot:
     """The states of one unit.
 
     Attributes:
-        unit: the unit.
+        unit: unit to which the states belong.
         record: the current record.
         spare: the record that a speculative update writes; the current record if updates are not speculative.
         places: positions of the states; empty before the first update.
@@ -125,9 +125,9 @@ class OffloadedStates:
     """The states of several units in one tier.
 
     Args:
-        units: the units.
+        units: all units of the model; the number of a unit is its index.
         first: number of the first unit whose states are in the tier. The states of earlier units stay on the device.
-        optimizers: the optimizers of the parameters.
+        optimizers: optimizers that create and update the states.
         staging: transfer between the tier and the device. The tier has one record per unit. If updates are speculative,
             one additional record per unit follows.
         is_speculative: whether each unit has two records.
@@ -238,7 +238,7 @@ class OffloadedStates:
         """Replace tensors on the meta device with memory in the tier, into which the states of a checkpoint are read.
 
         Args:
-            states: the states of each parameter.
+            states: for each parameter, the states by name. Tensors on the meta device are replaced in place.
 
         Raises:
             CheckpointError: the states do not fit into the tier.

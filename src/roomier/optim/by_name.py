@@ -58,7 +58,7 @@ def make_optimizer(
 
     Args:
         name: key in ``OPTIMIZERS``.
-        network: the model.
+        network: model whose parameters the optimizer updates.
         lr: learning rate; None selects the default of the optimizer.
         weight_decay: weight decay for the weights to which it applies; None selects the default of the optimizer.
         options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).

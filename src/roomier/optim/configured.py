@@ -26,7 +26,7 @@ class LRSchedulerConfig:
     """A learning rate scheduler and its settings.
 
     Attributes:
-        scheduler: the scheduler.
+        scheduler: scheduler to step.
         interval: ``"epoch"`` or ``"step"`` (optimizer steps).
         frequency: number of intervals per step of the scheduler.
         reduce_on_plateau: whether ``step`` accepts the value of ``monitor``.
@@ -49,8 +49,8 @@ class Configured:
     """Optimizers of a module and their schedulers.
 
     Attributes:
-        optimizers: the optimizers.
-        schedulers: the schedulers with their settings.
+        optimizers: optimizers, in the order in which the module returned them.
+        schedulers: schedulers with their settings.
     """
 
     optimizers: list[Optimizer] = field(default_factory=list)

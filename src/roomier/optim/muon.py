@@ -48,8 +48,8 @@ class Muon(Optimizer):
         ns_steps: number of iterations.
         adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the square root of ``rows / columns``,
             at least 1).
-        betas: decay rates of AdamW.
-        eps: eps of AdamW.
+        betas: decay rates of AdamW's moments.
+        eps: term added to the root of AdamW's second moment.
         adamw_lr: separate learning rate for AdamW; None selects ``lr``.
     """
 

@@ -16,7 +16,7 @@ class OptimizerProxy:
     copies or pickles the optimizer.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: optimizer to wrap.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

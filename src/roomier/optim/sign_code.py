@@ -108,7 +108,8 @@ class SignCode:
         represents as a flat tensor.
 
         Args:
-            takes_largest: use the largest absolute value as scale, so that decoded values are encoded without error.
+            takes_largest: if True, use the largest absolute value as scale, so that decoded values are encoded without
+                error.
         """
         width = self._num_blocks[index] * BLOCK
         padded = F.pad(piece, (0, width - piece.numel()))[None]

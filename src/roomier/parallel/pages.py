@@ -74,7 +74,7 @@ class Page:
         shape: shape of the full tensor.
         dtype: dtype of the parameter.
         device: device of the parameter.
-        discards: keep no values. Reading the parameter returns zeros.
+        discards: if True, keep no values, and return zeros when the parameter is read.
 
     Attributes:
         part: rows of this rank ``[rows, ...]``; None before the first write.
@@ -179,7 +179,7 @@ class StoredPage(Page):
     """A page whose values are in a file while the page is closed. The parameter is not sharded.
 
     Args:
-        scratch: the file.
+        scratch: file in which the values are stored.
         shape: shape of the parameter.
         dtype: dtype of the parameter.
     """

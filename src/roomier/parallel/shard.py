@@ -73,8 +73,8 @@ class Sharding:
 
     Args:
         mesh: device mesh from :func:`roomier.parallel.mesh.make_mesh`.
-        frees_parameters: reshard the parameters of each unit after its forward pass (ZeRO-3).
-        reduces_each_micro_batch: reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
+        frees_parameters: if True, reshard the parameters of each unit after its forward pass (ZeRO-3).
+        reduces_each_micro_batch: if True, reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
         compute_dtype: autocast dtype; None if autocast is disabled.
         wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
             model), with one exception. If gradients are reduced after every micro-batch, the pairwise collectives use
@@ -83,7 +83,7 @@ class Sharding:
             If no rank has a gradient, the reduced gradient is zero.
         by_hand: whether the module uses manual optimization, in which backward and update run inside ``training_step``.
             If so, gradients are averaged over the ranks instead of summed.
-        is_pairwise: use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
+        is_pairwise: if True, use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
         is_sequential: do not start an all-gather before its unit is needed. Pairwise reductions complete before
             backward continues.
     """

@@ -33,7 +33,7 @@ class Choice:
 
     Attributes:
         kind: the label. None if the choice selects a device, because labels do not compare devices.
-        note: the remark.
+        note: remark in the table.
     """
 
     kind: Kind | None

@@ -23,7 +23,7 @@ def check_offload(plan: Plan, device_type: str) -> None:
     is not known until the engine is built.
 
     Args:
-        plan: the plan.
+        plan: plan to check.
         device_type: type of the device, such as ``"cpu"``.
 
     Raises:

@@ -47,7 +47,7 @@ class _Size:
     Attributes:
         layer: name of the layer.
         side: ``"input"`` or ``"output"``.
-        count: the size.
+        count: number of inputs or outputs.
         work: number of multiplications per token in the forward and backward passes.
     """
 

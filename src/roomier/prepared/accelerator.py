@@ -124,7 +124,7 @@ class Accelerator(Storage):
         together with its optimizers, because sharding replaces the parameters.
 
         Args:
-            args: the objects.
+            args: objects to prepare.
             device_placement: accepted for compatibility with Accelerate; must contain only True or None.
 
         Raises:

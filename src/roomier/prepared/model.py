@@ -19,7 +19,7 @@ class PreparedModel(nn.Module):
     Calls to these methods do not use the engine.
 
     Attributes:
-        module: the network.
+        module: network that was prepared.
         engine: the engine that runs the network.
         accelerator: the Accelerator that prepared the network.
     """

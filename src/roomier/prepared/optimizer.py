@@ -17,7 +17,7 @@ class PreparedOptimizer(OptimizerProxy):
     """Proxy for ``optimizer`` whose ``step`` and ``zero_grad`` have no effect while gradients accumulate.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: optimizer to wrap.
         engine: the engine of the model whose parameters the optimizer updates.
         accumulation: position of the loop.
     """
@@ -40,7 +40,7 @@ class PreparedOptimizer(OptimizerProxy):
         """Free the gradients, unless gradients accumulate.
 
         Args:
-            set_to_none: set gradients to None instead of zeros.
+            set_to_none: if True, set gradients to None; if False, set gradients to zero.
         """
         if not self._accumulation.is_syncing:
             return
@@ -75,7 +75,7 @@ class PreparedScheduler:
     process. Therefore, the scheduler steps once per process in each optimizer step, unless ``splits_batches`` is set.
 
     Args:
-        scheduler: the scheduler.
+        scheduler: scheduler to wrap.
         optimizers: the prepared optimizers, which include the optimizer of the scheduler.
         accumulation: position of the loop.
         num_processes: number of ranks.

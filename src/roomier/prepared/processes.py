@@ -149,7 +149,7 @@ class Processes:
             tensor: tensors whose sizes can differ along ``dim``.
             dim: dimension to pad.
             pad_index: value of the added elements.
-            pad_first: add elements at the start instead of the end.
+            pad_first: if True, add elements at the start instead of the end.
         """
         return padded(tensor, dim, pad_index, first=pad_first, ranks=self.ranks)
 
@@ -159,7 +159,7 @@ class Processes:
 
         Args:
             inputs: a list, tuple or tensor, or a dict of values with the same number of elements.
-            apply_padding: repeat the last element, so that all ranks receive the same number of elements.
+            apply_padding: if True, repeat the last element, so that all ranks receive the same number of elements.
 
         Raises:
             RoomierError: the values of a dict have different lengths.

@@ -22,7 +22,7 @@ class Project:
     Attributes:
         project_dir: folder of the project; None if there is none.
         logging_dir: folder for logs; if None, ``project_dir``.
-        automatic_checkpoint_naming: save checkpoints as ``project_dir/checkpoints/checkpoint_<iteration>``.
+        automatic_checkpoint_naming: if True, save checkpoints as ``project_dir/checkpoints/checkpoint_<iteration>``.
         total_limit: maximum number of checkpoints with automatic names; None for no limit.
         iteration: number of the next checkpoint with an automatic name.
         save_on_each_node: whether ``Accelerator.save`` saves on the first rank of each machine instead of only on rank
@@ -75,7 +75,7 @@ def remove_oldest(project: Any, newest: Path, ranks: Ranks) -> None:
     Every rank must call this function.
 
     Args:
-        project: the project.
+        project: object with the fields of :class:`Project`.
         newest: the checkpoint that was written last, which is not removed.
         ranks: all ranks.
 

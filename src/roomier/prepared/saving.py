@@ -32,7 +32,7 @@ def save_loop(
 
     Args:
         path: checkpoint folder.
-        engines: the engines of the models.
+        engines: engines whose models and optimizers are saved.
         others: lists of objects with ``state_dict``, by name.
         ranks: all ranks.
 

@@ -68,7 +68,7 @@ class ShardedBatches(Sampler[list[Any]]):
     Args:
         batches: sampler of the full batches, for all ranks.
         world: rank and number of ranks.
-        splits: divide each batch among the ranks, instead of reading one batch per rank.
+        splits: if True, divide each batch among the ranks, instead of reading one batch per rank.
 
     Attributes:
         sampler: sampler of ``batches``.

@@ -110,7 +110,8 @@ class Storage(Processes):
             model: a prepared model.
             save_directory: folder, which is created if it does not exist.
             max_shard_size: maximum size of one file, as a number of bytes or a text such as ``"5GB"``.
-            safe_serialization: write safetensors files; otherwise, write one pickle file, ``pytorch_model.bin``.
+            safe_serialization: if True, write safetensors files; if False, write one pickle file,
+                ``pytorch_model.bin``.
         """
         weights, folder = self.get_state_dict(model), Path(save_directory)
         if self.is_main_process and safe_serialization:
@@ -211,7 +212,7 @@ class Storage(Processes):
 
         Args:
             name: name of the logger.
-            unwrap: return the underlying object of the logging service, such as a Weights & Biases run.
+            unwrap: if True, return the underlying object of the logging service, such as a Weights & Biases run.
 
         Raises:
             RoomierError: no logger has this name.

@@ -122,7 +122,7 @@ def part_of_rank(inputs: Any, ranks: Ranks, *, pads: bool) -> Any:
     Args:
         inputs: a list, tuple or tensor, or a dict of values with the same number of elements.
         ranks: all ranks.
-        pads: repeat the last element, so that all ranks receive the same number of elements.
+        pads: if True, repeat the last element, so that all ranks receive the same number of elements.
 
     Raises:
         RoomierError: the values of a dict have different lengths.

@@ -32,7 +32,7 @@ class RunLoaders:
         datamodule: the DataModule of the call, or None.
         options: settings that contain the limits on batches.
         ranks: the ranks that share the data.
-        pins: True if batches are copied to pinned memory.
+        pins: True to copy batches to pinned memory.
 
     Attributes:
         found: the loaders that were used, in the form in which they were passed or defined.

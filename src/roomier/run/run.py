@@ -288,7 +288,7 @@ def run_of(trainer: TrainerView, name: str) -> Run:
     """Return the last run of ``trainer``. Library code that hooks call uses this function.
 
     Args:
-        trainer: the Trainer.
+        trainer: Trainer whose last run is returned.
         name: name of the field, for the error message.
 
     Raises:

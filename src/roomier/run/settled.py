@@ -135,7 +135,7 @@ class Settled:
     """The facts of a run. These facts are known before the model is built, and do not change until the run ends.
 
     Args:
-        request: the call.
+        request: the call to which the facts belong.
         start: the checkpoint and the folder of the run.
         plan: the plan of the run. The strategy of this plan is never ``"auto"``.
         data: the loaders. Their micro-batches match ``plan``.

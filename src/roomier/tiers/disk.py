@@ -59,7 +59,7 @@ class DiskTier:
     """Records in a file. See [Note: ring of buffers].
 
     Args:
-        scratch: the file.
+        scratch: file that stores the records.
         sizes: size of each record in bytes.
         num_buffers: number of buffers.
         pinned: whether the buffers are pinned, for copies to and from an accelerator.

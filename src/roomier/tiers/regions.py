@@ -34,7 +34,7 @@ class Regions:
     enough, the file grows.
 
     Args:
-        scratch: the file.
+        scratch: file that contains the regions.
 
     Attributes:
         reserved_bytes: number of bytes of the file that the allocator uses.

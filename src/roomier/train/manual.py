@@ -20,7 +20,7 @@ class ManualOptimizer(OptimizerProxy):
     """Proxy of ``optimizer`` that replaces ``step``. All other attributes are read from the original optimizer.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: optimizer to wrap.
         run: the run that counts the steps.
     """
 

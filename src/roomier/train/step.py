@@ -30,7 +30,7 @@ class TrainingStep:
     """Function that runs ``training_step``. The engine calls :meth:`start` before each call and :meth:`end` after it.
 
     Args:
-        run: the run.
+        run: run to which the steps belong.
 
     Attributes:
         batch_idx: index of the current micro-batch in the epoch, starting with 0.

@@ -47,7 +47,7 @@ class Shown(dict[str, Any]):
     """A snapshot of metrics. Values that are assigned to a snapshot also appear in later snapshots.
 
     Args:
-        metrics: the metrics.
+        metrics: current values by name.
         given: dict that stores the assigned values.
     """
 

@@ -56,7 +56,7 @@ def scale_batch_size(
     bit-identical to a fit in which the loader uses this size.
 
     Args:
-        trainer: the Trainer.
+        trainer: Trainer whose next fits use the size.
         model, train_dataloaders, datamodule: same as in ``Trainer.fit``, or one Subject that contains all three.
         mode: ``"power"`` doubles the size as long as the micro-batch fits. ``"binsearch"`` also searches between the
             last size that fits and the first size that does not fit.

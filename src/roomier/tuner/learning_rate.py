@@ -16,7 +16,7 @@ def attribute_of(model: nn.Module, name: str = "") -> str:
     """Return the name of the attribute of ``model``, or of its ``hparams``, that contains its learning rate.
 
     Args:
-        model: the model.
+        model: model that contains the attribute.
         name: name of the attribute. If ``name`` is empty, the attribute ``lr`` is used if it exists, otherwise
             ``learning_rate``.
 

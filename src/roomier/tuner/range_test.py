@@ -45,7 +45,7 @@ def lr_find(
     optimizer has several parameter groups, the ratios of their learning rates are preserved.
 
     Args:
-        trainer: the Trainer.
+        trainer: Trainer whose settings the test uses.
         model, train_dataloaders, datamodule: same as in ``Trainer.fit``, or one Subject that contains all three.
         min_lr: learning rate of the first step.
         max_lr: learning rate of the last step.

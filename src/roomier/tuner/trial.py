@@ -41,7 +41,7 @@ class Subject:
     """Arguments of ``Trainer.fit`` for a trial.
 
     Attributes:
-        model: the model.
+        model: model to train.
         train_dataloaders: the training data.
         datamodule: the DataModule, or None.
         weights: path of the initial weights, or None.

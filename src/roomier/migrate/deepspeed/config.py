@@ -36,7 +36,7 @@ def answers_to_config(
     """Return the answers to all keys of ``config``.
 
     Args:
-        config: the configuration.
+        config: DeepSpeed configuration, as nested mappings.
         source: name of the configuration in messages, such as ``"ds_config.json"``.
         num_ranks: number of ranks of the run.
         given: arguments of the Trainer, which replace ``"auto"`` values.

@@ -35,7 +35,7 @@ def recomputation_ns(forward: Work, keep: Keep, plan: Plan, device: Device) -> i
         forward: work of the block's forward pass over all micro-batches.
         keep: activations that the block saves.
         plan: plan that contains the number of micro-batches.
-        device: device that computes.
+        device: device on which the model runs.
     """
     return round(1e9 * recomputation_s(forward, keep, plan, device))
 
@@ -48,7 +48,7 @@ class DryEstimates:
         work: work of the measured step, by phase and part of the model.
         blocks: names of the blocks, in the order of the network.
         plan: plan of the dry run.
-        device: device that computes.
+        device: device on which the model runs.
         like: type of the device that the fake tensors represent. A run on a CPU counts the storages of operations. On
             all other devices, the allocator also reports tensors that no operation uses, and the memory of the update.
     """

@@ -168,7 +168,7 @@ class _Row:
     """Effect of one additional period in a row of blocks.
 
     Attributes:
-        repeat: the row.
+        repeat: the row of equal blocks.
         num_more: number of periods of the model that were not traced.
         by_depth: for each interval of the base, the bytes that an additional period adds.
         visits: visits to the additional period, by the index of the interval of the base that follows the visit.

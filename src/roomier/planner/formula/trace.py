@@ -139,7 +139,7 @@ class Visit(NamedTuple):
     two steps.
 
     Attributes:
-        execution: the execution.
+        execution: execution of a part of the model.
         begin: memory at the start.
         highest: highest memory; see :class:`Execution`.
         highest_reduced: highest memory if complete gradients are freed.

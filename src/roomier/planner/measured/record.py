@@ -34,7 +34,7 @@ class Measured:
     """The tracked step of one rank.
 
     Attributes:
-        rank: the rank.
+        rank: number of the rank.
         timeline: intervals of the step. Only the rank with the highest memory use stores all intervals. The other ranks
             store only the peak.
         allocator_bytes: peak of the memory that CUDA's allocator had allocated, in bytes; None on other devices.

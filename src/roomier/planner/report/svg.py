@@ -69,7 +69,7 @@ def areas(
         timeline: intervals to draw.
         fixed_bytes: constant bytes at the bottom.
         top_bytes: bytes that correspond to the full height.
-        title: title of the drawing.
+        title: description of the drawing for screen readers.
         measured: another timeline of the same step, whose total is drawn as a line.
     """
     moments = _moments(timeline)
@@ -99,7 +99,7 @@ def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]]
         segments: parts of the bar.
         top_bytes: bytes that correspond to the full width.
         marks: bytes and color of each vertical line.
-        title: title of the drawing.
+        title: description of the drawing for screen readers.
     """
     parts: list[str] = []
     begin = 0.0

@@ -55,7 +55,7 @@ def around(given: int, most: int | None = None) -> list[int]:
 
     Args:
         given: positive number.
-        most: larger numbers are omitted.
+        most: upper limit; larger numbers are omitted.
     """
     found = {max(given // 2, 1), given, 2 * given, 4 * given}
     return sorted(each for each in found if most is None or each <= most)

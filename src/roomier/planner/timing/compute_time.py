@@ -57,8 +57,8 @@ class Duration:
     """Duration of some work.
 
     Attributes:
-        device_s: time in which the device computes.
-        host_s: time in which the host launches operations.
+        device_s: time that the device needs for the operations.
+        host_s: time that the host needs to launch the operations.
     """
 
     device_s: float
@@ -74,7 +74,7 @@ def duration(work: Work, device: Device, matmul: str = "highest") -> Duration:
 
     Args:
         work: amount of computation.
-        device: device that computes.
+        device: device on which the operations run.
         matmul: precision of float32 matrix products, which is ``plan.precision.matmul``.
 
     Raises:
@@ -166,7 +166,7 @@ def recomputation_s(forward: Work, keep: Keep, plan: Plan, device: Device) -> fl
         forward: work of the block's forward pass over all micro-batches.
         keep: activations that the block saves.
         plan: plan that contains the number of micro-batches and the precision of matrix products.
-        device: device that computes.
+        device: device on which the operations run.
     """
     if keep is Keep.ALL:
         return 0.0

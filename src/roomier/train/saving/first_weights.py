@@ -35,7 +35,7 @@ class PlainCheckpoint:
     quantization.
 
     Args:
-        path: the checkpoint.
+        path: path of the checkpoint.
         ranks: the ranks that read the checkpoint together.
     """
 

@@ -49,7 +49,7 @@ def settle(
     """Determine the facts of a run: a plan with a named strategy, and the corresponding micro-batches.
 
     Args:
-        request: the call.
+        request: call to settle.
         data: the loaders. The size of their micro-batches is adjusted to the returned plan.
         ranks: the ranks of the run. All ranks call this function together.
         start: the checkpoint and the folder of the run.

@@ -224,7 +224,7 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
 
     Args:
         given: the names and values of all Trainer arguments.
-        enable_checkpointing: True if a ModelCheckpoint is added.
+        enable_checkpointing: True to add a ModelCheckpoint.
 
     Raises:
         RoomierError: ``callbacks`` is neither a callback nor a list, or it contains a ModelCheckpoint although

@@ -201,7 +201,7 @@ def init_module(trainer: TrainerView, empty_init: bool | None = None) -> Iterato
     """Create tensors on the device and in the dtype of ``trainer`` inside the context.
 
     Args:
-        trainer: the Trainer.
+        trainer: Trainer that determines the device and the dtype.
         empty_init: True to leave the weights uninitialized, for example because a checkpoint is loaded next.
     """
     device = root_device(trainer)

@@ -28,7 +28,7 @@ class Strategy:
     for the tensors of a step. Every rank must make the same calls in the same order.
 
     Args:
-        trainer: the Trainer.
+        trainer: Trainer whose ranks and device are shown.
     """
 
     def __init__(self, trainer: TrainerView) -> None:
@@ -118,7 +118,7 @@ class Strategy:
         """Reduce ``tensor``, which can have any shape, across all ranks. Return any other object unchanged.
 
         Args:
-            tensor: the tensor.
+            tensor: tensor to reduce, or any other object.
             group: ignored. All ranks take part.
             reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"max"`` or ``"min"``. None means ``"mean"``.
 
