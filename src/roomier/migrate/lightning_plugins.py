@@ -105,5 +105,5 @@ def answer_accelerator(answers: Answers, accelerator: object) -> None:
 
 
 def plugins_of(given: Any) -> list[Any]:
-    """Return the plugins of the argument ``plugins`` as a list."""
+    """Return the plugins in the ``plugins`` argument as a list."""
     return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -24,8 +24,8 @@ class Converted:
 
     Attributes:
         convert: function that records the answer to a value.
-        is_default_used: True if the default value differs from roomier's default. A TrainingArguments object then also
-            requests its default value.
+        is_default_used: True to record an answer to a default value in a TrainingArguments object, too, because
+            roomier's default differs.
     """
 
     convert: Convert

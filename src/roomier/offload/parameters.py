@@ -1,4 +1,4 @@
-"""Parameters that are on the device only while their region computes.
+"""Parameters that are on the device only during the computation of their region.
 
 The parameters of a region are brought to the device before its forward and before its backward pass. The backward pass
 begins when autograd reaches an output of the region or reads one of its saved tensors, whichever happens first. See
@@ -132,7 +132,7 @@ def _before_forward(parameters: OffloadedParameters, regions: Regions, *_: Any) 
 
 
 class RegionForward(WrappedForward):
-    """Forward of a module that reads regions.
+    """Wrapper of the ``forward`` method of a module that reads regions.
 
     Args:
         module: module whose ``forward`` is wrapped.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 MIN_BYTES = 2**20
-"""By default, the parameters of a module outside the blocks stay on the device if they have fewer bytes, because a
-transfer would take longer than the computation of the module."""
+"""By default, the parameters of a module outside the blocks stay on the device if their total size is smaller than this
+number of bytes, because a transfer would take longer than the computation of the module."""
 ALIGNMENT = 512
 """Parameters start at multiples of this number of bytes. Separately allocated tensors have the same alignment, so torch
 selects the same kernels."""

@@ -57,7 +57,7 @@ class Residency:
             written later; see :meth:`prepare_to_write`.
 
     Attributes:
-        regions: the argument ``regions``.
+        regions: the ``regions`` argument.
         gradients: object that moves the gradients of the regions.
         before_use: functions that are called with a region after the region was brought to the device for its forward
             pass. A function that changes parameters must call :meth:`changed`.

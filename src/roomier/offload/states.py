@@ -100,7 +100,7 @@ class _Slot:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the states."""
+        """Total size of the states in bytes."""
         return self.places[-1].last if self.places else 0
 
 

@@ -83,13 +83,13 @@ def units_around(regions: Iterable[Sequence[nn.Parameter]], parameters: Sequence
 
 def first_leaving(sizes: Sequence[int], share: float) -> int:
     """Return the number of the first unit that leaves. This unit and all later units leave the device. Their total size
-    is as close as possible to the fraction ``share`` of the bytes of all units.
+    is as close as possible to the fraction ``share`` of the total size of all units.
 
     The first units remain on the device, because the next step needs them first.
 
     Args:
         sizes: size of each unit in bytes.
-        share: fraction of the bytes that leaves the device, from 0 to 1.
+        share: fraction of the total size that leaves the device, from 0 to 1.
     """
     wanted, taken, first = share * sum(sizes), 0, len(sizes)
     while first and abs(taken + sizes[first - 1] - wanted) <= abs(taken - wanted) and taken < wanted:

@@ -23,7 +23,7 @@ rounded to ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over th
 equals the distance of ``x`` from the code below. ``u`` consists of fractional parts of multiples of the golden ratio,
 shifted from column to column (a Kronecker sequence; see Niederreiter, "Random Number Generation and Quasi-Monte Carlo
 Methods", 1992, chapter 3). ``u`` depends only on step and column, so a resumed run and any number of ranks round
-identically. Numbers that equal a code, such as zero and the maximum of a block, do not change.
+identically. Numbers that a code represents exactly, such as zero and the maximum of a block, do not change.
 
 [Note: blocks]
 A block is part of one row (dimension 0), and has about 256 elements (8 bits) or 128 elements (4 bits). Parameters are

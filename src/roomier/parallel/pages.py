@@ -281,8 +281,8 @@ class Pages:
 
     Args:
         cut: shard of each parameter that this rank stores. Parameters without a dimension are stored in full.
-        discards: skip initialization, because the parameters will be loaded later. In this case, initialization code
-            writes no values and samples no random numbers.
+        discards: if True, skip initialization, because the parameters will be loaded later. In this case,
+            initialization code writes no values and samples no random numbers.
         scratch: file for the values of parameters that were on the meta device; None to store these values in host
             memory.
     """

@@ -41,7 +41,8 @@ class Replicas(Unsharded):
         ranks: all ranks of the run.
         by_hand: whether the module uses manual optimization. If so, gradients are averaged after each backward pass
             inside ``training_step``.
-        finds_unused: allow steps with unused parameters. The set of unused parameters may differ between ranks.
+        finds_unused: if True, allow steps with unused parameters. The set of unused parameters may differ between
+            ranks.
         wire_dtype: dtype in which gradients are sent; None uses the dtype of each gradient.
         compression: gradient compression; None disables it.
 

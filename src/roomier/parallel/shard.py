@@ -79,13 +79,13 @@ class Sharding:
         wire_dtype: dtype in which gradients are sent. None means the reduction dtype (float32, or float64 for a float64
             model), with one exception. If gradients are reduced after every micro-batch, the pairwise collectives use
             ``compute_dtype`` for the gradients of units that are all-gathered in ``compute_dtype``.
-        finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros.
-            If no rank has a gradient, the reduced gradient is zero.
+        finds_unused: if True, allow steps in which only some ranks use a parameter. A rank without a gradient
+            contributes zeros. If no rank has a gradient, the reduced gradient is zero.
         by_hand: whether the module uses manual optimization, in which backward and update run inside ``training_step``.
             If so, gradients are averaged over the ranks instead of summed.
         is_pairwise: if True, use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
-        is_sequential: do not start an all-gather before its unit is needed. Pairwise reductions complete before
-            backward continues.
+        is_sequential: if True, do not start an all-gather before its unit is needed. Pairwise reductions complete
+            before backward continues.
     """
 
     mesh: DeviceMesh

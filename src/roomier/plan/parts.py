@@ -82,7 +82,7 @@ class ParallelPlan(Part):
             argument, ``"zero2+offload"`` (host memory) and ``"zero2+disk"`` also set ``offload.optimizer_states``.
         accelerator: ``"auto"`` (the accelerator of this machine if it has one, otherwise the CPU), ``"gpu"`` (the
             accelerator of this machine), ``"cpu"``, ``"cuda"`` (also ROCm), ``"mps"``, ``"xpu"``, ``"npu"`` (requires
-            the package torch-npu), ``"tpu"`` (requires the package torch-tpu), or a different accelerator that a
+            the torch-npu package), ``"tpu"`` (requires the torch-tpu package), or a different accelerator that a
             package added to torch.
         devices: number of ranks on each machine.
         num_nodes: number of machines.
@@ -96,11 +96,11 @@ class ParallelPlan(Part):
         compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send uncompressed
             gradients; at least 3. None means 100.
         communication: with a sharded strategy, timing of the transfers between ranks. ``"overlapped"`` all-gathers a
-            unit while the previous unit computes, and reduces gradients while the next unit computes. ``"sequential"``
-            completes each transfer before the computation continues, so fewer buffers exist at the same time. On
-            accelerators, only the all-gathers in backward are sequential.
-        find_unused_parameters: support training in which different steps or ranks use different parameters. This option
-            is not required for parameters that no rank uses in the first step.
+            unit during the computation of the previous unit, and reduces gradients during the computation of the next
+            unit. ``"sequential"`` completes each transfer before the computation continues, so fewer buffers exist at
+            the same time. On accelerators, only the all-gathers in backward are sequential.
+        find_unused_parameters: if True, support training in which different steps or ranks use different parameters.
+            This option is not required for parameters that no rank uses in the first step.
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -175,7 +175,7 @@ class OptimizerPlan(Part):
     Attributes:
         name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adafactor"``, ``"rmsprop"``, ``"adagrad"``, ``"nadam"``,
             ``"radam"``, ``"adamw8bit"`` and ``"adamw4bit"`` (states in 8 or 4 bits), ``"lion"``, ``"muon"`` (with AdamW
-            for parameters other than hidden matrices) or ``"onebit_adam"`` (with the option ``freeze_step``). None uses
+            for parameters other than hidden matrices) or ``"onebit_adam"`` (with the ``freeze_step`` option). None uses
             ``configure_optimizers`` of the module.
         lr: learning rate; with a schedule, the highest learning rate. None selects the default of the optimizer class.
         weight_decay: weight decay. None selects the default of the optimizer class.
@@ -194,7 +194,7 @@ class OptimizerPlan(Part):
             ``"stochastic"`` and ``"nearest"`` (loses small updates). None means ``"split"``.
         step_in_backward: ``"exact"`` and ``"stale_norm"`` update each parameter in backward as soon as its gradient is
             complete, and then free the gradient. If the gradient norm is clipped, ``"exact"`` computes the norm in an
-            additional backward, and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates all
+            additional backward pass, and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates all
             parameters after backward.
     """
 
@@ -247,7 +247,7 @@ class OffloadPlan(Part):
     Attributes:
         optimizer_states: tier of the optimizer states. The optimizer updates one unit at a time on the device.
         parameters: tier of the parameters and their gradients, with the strategies ``"single"``, ``"zero3"`` and
-            ``"hsdp"``. The parameters of a block are on the device while the block computes.
+            ``"hsdp"``. The parameters of a block are on the device during the computation of the block.
         activations: tier of the activations that blocks save for backward. With the policy ``"budget"``, only the
             activations of selected blocks are moved.
         folder: folder for the files of the disk tier, on a local disk of each machine. None selects a folder for
@@ -256,9 +256,9 @@ class OffloadPlan(Part):
             fraction is rounded to full units. The other states stay on the device.
         update: time at which blocks are updated. All modes produce bitwise identical results. ``"plain"`` updates the
             blocks one by one after backward. ``"deferred"`` updates each block immediately before its next forward
-            pass, while earlier blocks compute. ``"speculative"`` updates each block in the last backward pass, before
-            the norm of the gradients is known. If the norm requires clipping, the update is repeated from the previous
-            states. ``"auto"`` selects one of these modes.
+            pass, during the computation of earlier blocks. ``"speculative"`` updates each block in the last backward
+            pass, before the norm of the gradients is known. If the norm requires clipping, the update is repeated from
+            the previous states. ``"auto"`` selects one of these modes.
         buffers: number of buffers in host memory for optimizer states on disk. With 3, the states of one unit can be
             read while the states of a second unit are updated and the states of a third unit are written. With 1,
             states are read when they are needed, and the memory of the buffer is free between updates. This setting
@@ -285,8 +285,8 @@ class LossPlan(Part):
     """Computation of the loss of a language model.
 
     Attributes:
-        chunked: compute logits and cross-entropy for one chunk of tokens at a time, so that the logits of all tokens
-            are never in memory at the same time.
+        chunked: if True, compute logits and cross-entropy for one chunk of tokens at a time, so that the logits of all
+            tokens are never in memory at the same time.
         chunk_tokens: number of tokens per chunk. None selects a number of tokens whose logits occupy 64 MiB.
     """
 
@@ -336,7 +336,7 @@ class CompilePlan(Part):
     """Compilation of the model's blocks.
 
     Attributes:
-        enabled: compile each block with ``torch.compile``. Identical blocks are compiled once.
+        enabled: if True, compile each block with ``torch.compile``. Identical blocks are compiled once.
         backend: backend of ``torch.compile``, such as ``"aot_eager"``. None selects ``"inductor"``.
         mode: mode of the backend ``"inductor"``, such as ``"max-autotune"``. None selects ``"default"``.
     """

@@ -22,7 +22,7 @@ class StepTime:
     """Duration of one optimizer step on one rank, in seconds.
 
     Attributes:
-        compute_s: duration of forward and backward of all micro-batches, including recomputation.
+        compute_s: duration of the forward and backward passes of all micro-batches, including recomputation.
         recompute_s: part of ``compute_s`` that is spent on recomputation.
         communication_s: duration of all collectives, including collectives that overlap with computation.
         exposed_s: part of ``communication_s`` that does not overlap with computation.

@@ -33,7 +33,7 @@ class Storage(Processes):
         project: Accelerate's ``ProjectConfiguration``; None for its defaults.
 
     Attributes:
-        project_configuration: ``project``, or a :class:`roomier.prepared.project.Project`. The attribute ``iteration``
+        project_configuration: ``project``, or a :class:`roomier.prepared.project.Project`. The ``iteration`` attribute
             of this object is the number of the next checkpoint with an automatic name.
 
     Raises:

@@ -37,11 +37,11 @@ class LoopOptions:
         log_every_n_steps: number of optimizer steps between two logged rows.
         reload_dataloaders_every_n_epochs: number of epochs after which the loaders are created again. 0 means never.
         inference_mode: if True, run evaluations in ``torch.inference_mode`` instead of ``torch.no_grad``.
-        deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no deterministic
-            algorithm.
+        deterministic: if True, use deterministic algorithms. ``"warn"`` warns about operations that have no
+            deterministic algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``; None leaves the current value unchanged.
         detect_anomaly: if True, find the forward operation that causes NaN in backward.
-        enable_plan_table: print the Plan at the start of a fit. None means True.
+        enable_plan_table: if True, print the Plan at the start of a fit. None means True.
         profiler: name of a profiler, a ``torch.profiler.profile``, or an object with a method ``profile(name)``.
         hang_timeout: time without progress after which the ranks print a report and exit. None disables the check.
         default_root_dir: folder that contains the run folders.

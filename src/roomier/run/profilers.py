@@ -1,4 +1,4 @@
-"""Profilers that the argument ``profiler`` selects: ``"simple"`` and ``"advanced"``, with Lightning's names."""
+"""Profilers that the ``profiler`` argument selects: ``"simple"`` and ``"advanced"``, with Lightning's names."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class AdvancedProfiler:
 
 
 def profiler_of(value: Any) -> Any:
-    """Return the profiler for the argument ``profiler`` of the Trainer.
+    """Return the profiler for the ``profiler`` argument of the Trainer.
 
     Raises:
         RoomierError: the value is neither a known name nor a profiler.

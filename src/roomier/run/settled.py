@@ -63,7 +63,7 @@ class Request:
         root: the folder that contains the run folders.
         keeps_files: True if a fit writes a run folder.
         keeps_checkpoints: True if an interrupted fit writes a checkpoint.
-        trainer: the object that hooks receive. Code below the Trainer reads only the attribute ``should_stop``.
+        trainer: the object that hooks receive. Code below the Trainer reads only the ``should_stop`` attribute.
         state: the loop that is running. The loops update it.
         fitted: the last fit of the same Trainer, or None.
         cut: function that changes the size of a fit's micro-batches for the tuner, or None.

@@ -57,7 +57,7 @@ class Settings:
         logger_is_on: True if a fit writes logs.
         enable_checkpointing: True if a fit writes checkpoints by default.
         auto_lr_find, auto_scale_batch_size: searches of the tuner before a fit.
-        own_optimizer: the argument ``optimizer``, which can be an optimizer or a function that creates an optimizer.
+        own_optimizer: the ``optimizer`` argument, which can be an optimizer or a function that creates an optimizer.
 
     Attributes:
         plan: the plan of the last run; before the first run, the requested plan.
@@ -111,7 +111,7 @@ class Settings:
         module = as_module(model)
         if self.own_optimizer is not None:
             if not isinstance(module, ForwardModule):
-                problem = "is only supported for a model without configure_optimizers"
+                problem = "is supported only for a model without configure_optimizers"
                 action = "Return it from configure_optimizers, or pass a name such as 'adamw'"
                 raise RoomierError("optimizer", self.own_optimizer, problem, action)
             own = OwnOptimizer(module.network, self.own_optimizer)

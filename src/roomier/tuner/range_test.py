@@ -54,7 +54,7 @@ def lr_find(
         early_stop_threshold: stop the test if the smoothed loss is greater than its minimum times this factor; None
             disables this condition. A loss that is not finite always stops the test.
         update_attr: True to use the suggested rate in subsequent fits. The rate is set on the optimizer that the
-            Trainer selects by name, or in the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
+            Trainer selects by name, or in the ``lr`` or ``learning_rate`` attribute of ``model`` or its ``hparams``.
         attr_name: name of the attribute if it is neither ``lr`` nor ``learning_rate``.
 
     Returns:

@@ -142,7 +142,7 @@ def is_source(value: object, *, of_plan: bool = False) -> bool:
     """Return whether an argument of the Trainer is a DeepSpeed configuration.
 
     Args:
-        of_plan: True if ``value`` is the argument ``plan``, which also accepts a Plan in a JSON file.
+        of_plan: True if ``value`` is the ``plan`` argument, which also accepts a Plan in a JSON file.
     """
     if is_object(value) or is_config(value):
         return True

@@ -59,8 +59,8 @@ def candidates(
         plan: requested plan.
         machine: machine to plan for.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
-        is_last_resort: return only the plans that are slow in most cases: offloaded parameters, optimizer states on
-            disk, and sequential communication.
+        is_last_resort: if True, return only the plans that are slow in most cases: offloaded parameters, optimizer
+            states on disk, and sequential communication.
     """
     if plan.parallel.strategy != "auto":
         return () if is_last_resort else (Candidate(plan, workload.batch_size),)

@@ -233,7 +233,7 @@ def _split(name: str) -> tuple[str, Mapping[str, str]]:
 
 
 def _offload_of(asked: Keywords) -> Mapping[str, Any]:
-    """Return the argument ``offload`` in ``asked`` as fields of the Plan."""
+    """Return the ``offload`` argument in ``asked`` as fields of the Plan."""
     given = asked.get("offload", {})
     if isinstance(given, Mapping):
         return given

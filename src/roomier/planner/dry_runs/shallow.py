@@ -10,9 +10,9 @@ of the visit on the following intervals. The timeline of the full model repeats 
 each visit includes the effects of the previous visits.
 
 Two periods on each side are required, because each end of the row affects one adjacent block inside the row. Buffers of
-the last block are sent while the previous block computes, and no all-gather precedes the first block. The result is
-verified. If the timelines have different intervals outside the visits, or if the effect of a visit is inconsistent with
-the difference between the timelines, the full model is traced.
+the last block are sent during the computation of the previous block, and no all-gather precedes the first block. The
+result is verified. If the timelines have different intervals outside the visits, or if the effect of a visit is
+inconsistent with the difference between the timelines, the full model is traced.
 """
 
 from __future__ import annotations

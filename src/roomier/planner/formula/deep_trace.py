@@ -134,8 +134,8 @@ class _Shallow:
         return self._blocks[place].names if place in self._blocks else (place,)
 
     def keeps_memory(self, row: int) -> bool:
-        """Return whether memory other than gradients remains allocated after the forward and backward of a middle
-        block."""
+        """Return whether memory other than gradients remains allocated after the forward and backward passes of a
+        middle block."""
         ends = [each.end for visit in self.visits if visit.row == row for each in visit.executions]
         return any((sum(each.activation for each in ends), sum(each.temporary for each in ends)))
 

@@ -171,8 +171,8 @@ def _check(machine: Machine, allocated_bytes: int, reserved_bytes: int, used_byt
 
 
 def _workspace_bytes(sheet: Sheet | None) -> int:
-    """Return the workspace bytes of the threads that run forward and backward. Unknown devices are treated like recent
-    devices."""
+    """Return the total size of the workspaces of the threads that run forward and backward, in bytes. Unknown devices
+    are treated like recent devices."""
     if sheet is not None and sheet.capability == 0:
         return 2 * 64 * MIB
     is_large = sheet is None or sheet.capability >= 9

@@ -9,10 +9,10 @@ deferred update exist until the update, which is in the forward pass of the next
 deferred update is complete before the forward pass of the preceding unit. A speculative update runs at the end of the
 backward pass of its block.
 
-Parameters are on the device while their block computes, together with the parameters of the next block. In backward,
-the gradients of the previous block are copied to the host at the same time. At the end of the backward pass of a block,
-its gradients exist twice, as autograd tensors and as the record that is copied to the tier. In an update, the
-parameters and gradients of the unit and the updated parameters of the previous unit are on the device.
+Parameters are on the device during the computation of their block, together with the parameters of the next block. In
+backward, the gradients of the previous block are copied to the host at the same time. At the end of the backward pass
+of a block, its gradients exist twice, as autograd tensors and as the record that is copied to the tier. In an update,
+the parameters and gradients of the unit and the updated parameters of the previous unit are on the device.
 
 On a CPU, the states of a unit are updated in the buffers of the disk tier, so the buffers are the only additional
 memory.

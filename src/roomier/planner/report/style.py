@@ -110,4 +110,4 @@ text-align:right;white-space:normal;background:none!important}
 .roomier .facts{grid-template-columns:1fr;gap:0}.roomier .facts dd{margin-bottom:.5rem}}
 @media print{.roomier{--ground:#fff;--text:#000}}
 """
-"""CSS. All selectors are nested in the class ``roomier``, so the style of a notebook is not affected."""
+"""CSS. All selectors are nested in the ``roomier`` class, so the style of a notebook is not affected."""

@@ -112,8 +112,8 @@ def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> floa
 def second_forward(work: Mapping[Part, Work], keeps: Mapping[str, Keep]) -> dict[Part, Work]:
     """Return the work that the backward pass of each block recomputes, derived from the forward work of a step.
 
-    For a block that saves only its input, the recomputed work is the full forward. For a block that saves the results
-    of products, the recomputed work is all operations except matrix products.
+    For a block that saves only its input, the recomputed work is the full forward pass. For a block that saves the
+    results of matrix products, the recomputed work is all operations except matrix products.
 
     Args:
         work: work of a step, by phase and part.

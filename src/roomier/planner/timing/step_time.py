@@ -157,7 +157,7 @@ def _changing_buffer_bytes(network: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Step:
-    """Forward and backward of one optimizer step.
+    """Forward and backward passes of one optimizer step.
 
     Attributes:
         plan: plan with a concrete strategy.

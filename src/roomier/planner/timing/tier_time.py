@@ -1,8 +1,9 @@
 """Time that transfers of model states between the device and lower tiers add to a step.
 
 [Note: time of the modes]
-``C`` is the duration of forward and backward, ``F`` the duration of the first forward pass, ``U`` the duration of the
-update, and ``IO`` the duration of all transfers of the update. ``ring`` is the part of ``IO`` that fills the buffers
+``C`` is the duration of the forward and backward passes, ``F`` the duration of the first forward pass, ``U`` the
+duration of the update, and ``IO`` the duration of all transfers of the update. ``ring`` is the part of ``IO`` that
+fills the buffers
 during backward:
 
     plain        C + max(U, IO - ring)
@@ -14,8 +15,8 @@ With a single buffer, updates wait for all transfers, and each mode takes ``C + 
 On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. Reads and writes
 share the time of a disk. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
 together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers in both
-directions at the same time. If parameters are offloaded, forward and backward take at least the time of their
-transfers. Transfers of activations are assumed not to slow down transfers of model states.
+directions at the same time. If parameters are offloaded, the forward and backward passes take at least the time of
+their transfers. Transfers of activations are assumed not to slow down transfers of model states.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Simulation of a step: the host launches work, the device computes, and links transfer bytes.
+"""Simulation of a step: the host launches operations, the device runs them, and links transfer bytes.
 
 [Note: overlap]
-On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered only while the
-previous unit computes. The reduction of a unit starts after its backward pass, and the computation waits for the
-previous reduction. The end of the model's backward pass waits for all reductions. A collective is therefore exposed
+On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered only during the
+computation of the previous unit. The reduction of a unit starts after its backward pass, and the computation waits for
+the previous reduction. The end of the model's backward pass waits for all reductions. A collective is therefore exposed
 only to the extent that it takes longer than the computation of the neighboring unit. The first all-gather and the last
 reduction are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for all buckets at the end
 of the last backward pass. The streams share one link, on which one collective is transferred at a time.
@@ -86,7 +86,7 @@ def play(
     bucket_s: float = 0.0,
     is_sequential: bool = False,
 ) -> float:
-    """Return the duration of forward and backward of all micro-batches, in seconds.
+    """Return the duration of the forward and backward passes of all micro-batches, in seconds.
 
     Args:
         segments: segments of one micro-batch, in execution order.

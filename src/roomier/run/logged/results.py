@@ -63,7 +63,7 @@ class Results:
         is_in_batch: True while a batch is processed. In training, ``on_step`` is then the default.
         batch: the current batch, from which roomier infers the batch size.
         dataloader_idx: index of the current loader if a stage has several loaders.
-        is_muted: True if the current forward runs only for other ranks. The values that it logs are ignored.
+        is_muted: True if the current forward pass runs only for other ranks. The values that it logs are ignored.
         loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
             several loaders.
         num_evaluated: for each loader index, the number of batches that completed evaluations processed on this rank.

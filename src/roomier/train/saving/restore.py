@@ -298,7 +298,7 @@ def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _named_ckpt_path() -> Iterator[None]:
-    """Re-raise errors about a checkpoint as errors about the argument ``ckpt_path``."""
+    """Re-raise errors about a checkpoint as errors about the ``ckpt_path`` argument."""
     try:
         yield
     except CheckpointError as error:
