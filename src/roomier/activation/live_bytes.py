@@ -49,7 +49,7 @@ class LiveBytes(Protocol):
         ...
 
     def take_peak(self) -> int:
-        """Return the peak number of bytes since the previous call."""
+        """Return the peak number of bytes in use since the previous call."""
         ...
 
 

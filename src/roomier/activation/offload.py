@@ -1,9 +1,9 @@
-"""Offloading of the tensors that blocks save for backward to host memory or to disk.
+"""Offloading, to host memory or to disk, of the tensors that blocks save for backward.
 
 [Note: two blocks at a time]
 Each call of a block is a visit. Tensors that are saved during a visit are copied to the host while computation
-continues. When the second visit after it begins, the computation waits for the copies, and the device memory of the
-tensors is freed. In backward, the computation waits for the tensors of a visit. Copying of the preceding visit's
+continues. When the second visit after this visit begins, the computation waits for the copies, and the device memory of
+the tensors is freed. In backward, the computation waits for the tensors of a visit. Copying of the preceding visit's
 tensors then starts and overlaps with computation. Therefore, the tensors of at most two visits are on the device. The
 tensors of the last two visits are still on the device when backward begins. The computation also waits for the copies
 of these tensors, because backward frees their memory. All device memory belongs to the compute stream, which waits for

@@ -58,7 +58,7 @@ class _Result:
     Attributes:
         operator: operator that computed ``output``.
         output: output, in which a :class:`Saved` replaces each tensor.
-        device: device of the first tensor.
+        device: device of the first tensor in the output.
         generator_state: random state of ``device`` after the operator, if the operator can sample random numbers.
     """
 

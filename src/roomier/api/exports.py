@@ -57,7 +57,7 @@ class Exports:
             file_path: path of the file; None returns the module without writing a file.
             method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for
                 one input.
-            example_inputs: the input for ``"trace"``. Default: ``self.example_input_array``.
+            example_inputs: the inputs for ``"trace"``. Default: ``self.example_input_array``.
             kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:

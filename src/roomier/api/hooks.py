@@ -90,7 +90,7 @@ class HookTable:
 
 
 def _reads_parameters(kind: type[Callback], name: str) -> bool:
-    """Return the attribute ``reads_parameters`` of the class that defines the hook ``name``.
+    """Return the ``reads_parameters`` attribute of the class that defines the hook named ``name``.
 
     A subclass that overrides the hook must set the attribute again.
     """

@@ -84,21 +84,22 @@ class ModuleHooks(nn.Module):
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Called after a validation if the method is overridden, as in :meth:`on_test_model_train`."""
+        """Called after a validation if the module overrides this method, as in :meth:`on_test_model_train`."""
 
     def on_test_model_eval(self) -> None:
         """Called before a test. By default, set evaluation mode."""
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Called after a test if the method is overridden. By default, each submodule returns to its previous mode."""
+        """Called after a test if the module overrides this method. By default, each submodule returns to its previous
+        mode."""
 
     def on_predict_model_eval(self) -> None:
         """Called before a prediction run. By default, set evaluation mode."""
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Called after a prediction run if the method is overridden, as in :meth:`on_test_model_train`."""
+        """Called after a prediction run if the module overrides this method, as in :meth:`on_test_model_train`."""
 
     def on_validation_start(self) -> None:
         """Called at the start of a validation run."""

@@ -32,7 +32,7 @@ class Case:
         num_ranks: number of ranks.
         recompute: policy of activation checkpointing. For an activation budget, ``"budget"`` and the fraction.
         precision: precision mode of the Plan.
-        optimizer: name of the optimizer.
+        optimizer: value of ``Trainer(optimizer=...)``.
         accumulate: number of micro-batches per step.
     """
 

@@ -26,7 +26,7 @@ def run_on_ranks(
     """Run ``python -m worker FOLDER SETTINGS`` for each rank, with the rank in ``RANK``.
 
     Args:
-        worker: name of a module. The process of rank 0 writes ``result.json`` to the folder.
+        worker: name of the module that each rank runs. The process of rank 0 writes ``result.json`` to the folder.
         num_ranks: number of processes.
         settings: JSON data for the worker.
         environment: environment variables to add to the variables of this process.

@@ -132,7 +132,7 @@ class Strategy:
     """Strategy whose memory and step time form one row of the result.
 
     Args:
-        name: name of the strategy, or of the peer with which the strategies are compared.
+        name: name of the strategy, or :data:`roomier.bench.strategies.PEER`.
         settings: settings of the benchmark.
         ranks: ranks of the run.
         device: device of this rank.

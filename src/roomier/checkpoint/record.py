@@ -299,7 +299,7 @@ def check_sums(folder: Path, files: Iterable[StoredFile]) -> None:
     """Read ``files`` and compare their checksums with the record.
 
     Raises:
-        CheckpointError: the bytes of a file changed. The error names the first one.
+        CheckpointError: the content of a file changed. The error names the first one.
     """
     for file in files:
         with summed(folder, file):
@@ -311,7 +311,7 @@ def summed(folder: Path, file: StoredFile) -> Iterator[SummedFile]:
     """Open a tensor file for reading from front to end. At the end of the block, verify the checksum of the full file.
 
     Raises:
-        CheckpointError: the file cannot be read, or its bytes changed.
+        CheckpointError: the file cannot be read, or its content changed.
     """
     with reading(folder, file.name), open_regular(folder / file.name) as opened:
         found = SummedFile(opened)

@@ -32,7 +32,7 @@ class FormError(ValueError):
     Args:
         place: location of the value in its file, such as ``progress.global_step``.
         value: the invalid value, as read from the file.
-        constraint: text that continues "must be".
+        constraint: text that follows "must be" in the message.
     """
 
     def __init__(self, place: str, value: object, constraint: str) -> None:
@@ -40,7 +40,7 @@ class FormError(ValueError):
         super().__init__(f"{place} is {shorten(value, _SHOWN_CHARS)}, but must be {constraint}")
 
     def within(self, place: str) -> FormError:
-        """Return the same error with the place of the value in a container at ``place``."""
+        """Return the same error for a value in a container, where ``place`` is the place of the container."""
         return FormError(item_of(place, self.place), self.value, self.constraint)
 
 

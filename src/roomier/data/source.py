@@ -228,8 +228,8 @@ class Source:
         return self._feed.sample_indices(first_batch, num_batches)
 
     def empty_on(self, ranks: Sequence[int]) -> DataError:
-        """Return the error for an epoch without a batch on ``ranks``. The error is raised only if :attr:`may_end_apart`
-        is True.
+        """Return the error for an epoch in which ``ranks`` have no batch. The error is raised only if
+        :attr:`may_end_apart` is True.
         """
         return no_batch_on(ranks, self.name, self.loader)
 
@@ -251,8 +251,8 @@ class Source:
     def end(self) -> None:
         """Terminate every worker process that this source started, including persistent workers, at the end of a run.
 
-        Without this call, the workers would run as long as a reference to the source, or to the error that ended the
-        run, exists. The garbage collector would wait 5 s for each worker, and torch would report the exit of any other
+        Without this call, the workers would run until no reference to the source, or to the error that ended the run,
+        remains. The garbage collector would wait 5 s for each worker, and torch would report the exit of any other
         child process as the exit of a worker.
         """
         self.close()

@@ -26,8 +26,8 @@ def _is_running() -> Tensor:
 def workers_outlive_signals() -> Iterator[None]:
     """Return a context in which workers ignore SIGTERM.
 
-    After the context, the loader terminates its workers. If an error ends the training process, the process first
-    terminates its workers and waits for their exit.
+    After the context, SIGTERM terminates workers again, so the loader can end them. If an error ends the training
+    process, the process first terminates its workers and waits for their exit.
     """
     is_running = _is_running()
     is_running.fill_(True)

@@ -13,8 +13,8 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class FirstForward:
-    """Creates the context of each forward pass with ``make``, and enters ``watches`` around the first forward pass that
-    computes gradients.
+    """Factory that creates the context of each forward pass with ``make``, and enters ``watches`` around the first
+    forward pass that computes gradients.
 
     Args:
         make: function that creates the context of a forward pass.

@@ -35,7 +35,7 @@ from roomier.launch.late_messages import end_of, names_of, note_of, position_of,
 from roomier.launch.records import Activity, Late, Position, Record, Verdict
 
 _OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
-_MARGIN_S = 5.0  # added to the duration of the ticks in which the other ranks read a record of rank 0
+_MARGIN_S = 5.0  # additional time per tick, in which the other ranks can read a record of rank 0
 _BEFORE_KILL_S = 1.5
 _heartbeat: Heartbeat | None = None
 
@@ -99,7 +99,7 @@ class Heartbeat:
     Args:
         world: rank of this process and the number of ranks.
         connect: function that opens a connection to the store. No other thread uses this connection.
-        news: exchange of failures between the ranks.
+        news: object through which the ranks exchange failures.
         end_process: function that terminates this process with an exit code.
 
     Attributes:

@@ -13,7 +13,7 @@ from roomier.loggers.service import ServiceLogger, missing_package
 
 
 class TrackioLogger(ServiceLogger):
-    """Logger that opens a run with ``trackio.init`` and calls the methods ``log`` and ``finish`` of this run.
+    """Logger that opens a run with ``trackio.init`` and calls the ``log`` and ``finish`` methods of this run.
 
     trackio identifies a run by its name and accepts hyperparameters only at the start, so the run is opened when the
     first row or the hyperparameters are logged.
