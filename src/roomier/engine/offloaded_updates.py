@@ -14,8 +14,8 @@ All modes compute bit-identical updates. They differ in when the units are updat
   the unit is updated again as in *plain*. The step compares the version counters of the gradients, so changes by hooks
   are also detected.
 
-Code between two steps must not read parameters while updates are pending. Therefore, such code calls ``settle()``
-first, which completes deferred updates and rejects speculative updates.
+Code between two steps must not read parameters while updates are pending. Therefore, such code must first call
+``settle()``, which completes deferred updates and rejects speculative updates.
 
 [Note: stream of the updates]
 On an accelerator, all updates run on one separate stream. With sharded parameters, a gradient becomes complete on the
@@ -94,9 +94,9 @@ class OffloadedUpdates(Updates):
     """Updates of parameters whose optimizer states are in a tier. See [Note: three exact modes].
 
     Args:
-        optimizers: the optimizers.
+        optimizers: the optimizers of the module's parameters.
         units: the units whose states are in a tier. Units outside the blocks come first.
-        states: the states of the units.
+        states: storage for the optimizer states of ``units``.
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
         device: the device of the parameters.
         gathers: object that makes the all-gathers of the parameters wait for updates.
@@ -106,7 +106,7 @@ class OffloadedUpdates(Updates):
         batch_plan: settings for clipping.
 
     Attributes:
-        mode: the mode of the current step.
+        mode: mode of the updates in the current step.
         clips: whether this object clips the gradients instead of the engine. True if parameters are in a tier.
     """
 
@@ -160,7 +160,7 @@ class OffloadedUpdates(Updates):
 
     def backward(self, run: Callable[..., None]) -> None:
         """Compute gradients. The last backward pass of a step starts reading the states from the tier."""
-        self._complete_all()  # updates of blocks whose forward did not run
+        self._complete_all()  # updates of blocks whose forward pass did not run
         if self._is_last and self._tries_speculation():
             self._waiting = {
                 number: {each for each in unit.parameters if each.requires_grad and each in self._homes}
