@@ -309,7 +309,7 @@ class Offload:
     """Object that offloads the tensors that the blocks of one network save, and copies them back for backward.
 
     Args:
-        device: device on which the blocks compute.
+        device: device on which the blocks run.
         min_bytes: smallest size of a storage that is moved.
         copies: copies to the host and back; by default the result of :func:`copies_on`.
 
@@ -344,7 +344,8 @@ class Offload:
         self._copies.close()
 
     def __reduce__(self) -> Any:
-        return Offload, (self.device, self._min_bytes)  # a copied network offloads separately, to host memory
+        # A copied network offloads its activations separately, to host memory.
+        return Offload, (self.device, self._min_bytes)
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:

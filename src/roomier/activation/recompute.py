@@ -34,7 +34,7 @@ def apply_recompute(
         blocks: blocks of the network.
         activation: policy for the saved activations.
         offload: settings for offloading.
-        device: device on which the blocks compute.
+        device: device on which the blocks run.
         ranks: ranks that make the same choice if there is a memory budget.
 
     Returns:

@@ -31,7 +31,7 @@ class Way(NamedTuple):
 
 KEPT_WAYS = tuple(Way(keep) for keep in KEEPS)
 MOVED = Way(Keep.ALL, offloads=True)
-WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; the last option exists only if blocks offload
+WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; the last option exists only if blocks offload activations
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
 
     Args:
         recorder: recorder that has recorded a complete step.
-        times: times of copies to the host and back; None if blocks do not offload.
+        times: times of copies to the host and back; None if blocks do not offload activations.
     """
     base_bytes = recorder.live.base_bytes
     # A block that no backward pass needed saves no activations, so it has no options.

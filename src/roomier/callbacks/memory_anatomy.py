@@ -35,8 +35,8 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
         anatomy: memory of the last tracked step; None before the end of the first tracked step.
 
     Raises:
-        RoomierError: an argument is too small. If ``at_step`` is too small for an activation budget, the error is
-            raised when training starts.
+        RoomierError: ``at_step`` or ``every_n_steps`` is not an integer of at least 2. If ``at_step`` is too small for
+            an activation budget, the error is raised when training starts.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[MemoryAnatomy(at_step=10)])

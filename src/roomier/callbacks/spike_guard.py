@@ -6,9 +6,9 @@ once per step. For a rollback or a stop, the loss and the norm stay on the devic
 row is written and before a checkpoint is saved, because the host waits for the device at these points anyway.
 
 [Note: state after a skipped step]
-The following state is restored to the state before the batch: weights, optimizer states, schedulers, loss scale,
-``global_step``, buffers of the model (running statistics), and the epoch metrics of ``self.log``. The position in the
-data, the random states, torchmetrics objects and the effects of user hooks are not restored.
+The following parts of the run are restored to their state before the batch: weights, optimizer states, schedulers, loss
+scale, ``global_step``, buffers of the model (running statistics), and the epoch metrics of ``self.log``. The position
+in the data, the random states, torchmetrics objects and the effects of user hooks are not restored.
 
 [Note: rollback]
 After a loss spike, PaLM (Chowdhery et al. 2022, section 5.1) restarted from an earlier checkpoint and skipped the

@@ -118,7 +118,7 @@ def load(
         only: top-level keys to read. The result contains only these entries, and the files of other entries are not
             read.
         ranks: ranks that load together and share the verification. Each of these ranks must call this function, and an
-            error on one rank is raised on all ranks. If None, only this process loads.
+            error on one rank is raised on all ranks. If None, only this process loads the checkpoint.
         empty: top-level keys of ``into`` whose tensors have no values yet. The files of these tensors are read only
             once, but the tensors can be partially filled if a file is damaged.
         check: function that ``load`` calls with the state before it fills the tensors of ``into`` that have values. If

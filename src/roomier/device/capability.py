@@ -45,7 +45,7 @@ class Capabilities:
         has_memory_statistics: True if the allocator reports current and peak bytes.
         has_memory_info: True if the driver reports the free and the total memory.
         fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) that have fused kernels.
-        dtypes: the dtypes among bfloat16, float16 and float64 in which the device computes.
+        dtypes: the dtypes among bfloat16, float16 and float64 in which the device can run computations.
     """
 
     has_streams: bool

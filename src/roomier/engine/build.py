@@ -44,7 +44,7 @@ def build(
         engine_class: the class of the engine.
         ranks: the ranks across which the model and each batch are sharded.
         weights: file with the initial weights; None keeps the values of the module.
-        facts: result of :func:`roomier.engine.facts.facts_of` for ``module``; None calls this function.
+        facts: result of :func:`roomier.engine.facts.facts_of` for ``module``; computed if None.
 
     Raises:
         RoomierError: the device is not available, the optimizer cannot be created, ``weights`` does not match the

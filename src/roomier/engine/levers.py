@@ -69,7 +69,7 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
     """Install the techniques of ``plan`` in a network whose parameters are on the device, but not sharded yet.
 
     Args:
-        residency: the offloaded parameters, which are on the device only while their block computes.
+        residency: the offloaded parameters, which are on the device only while their block runs.
 
     Raises:
         RoomierError: the network lacks the blocks or the output layer that a technique requires.

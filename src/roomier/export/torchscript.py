@@ -39,8 +39,8 @@ def export_torchscript(
         output: new file; None writes no file.
         method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records the operations of ``forward`` for one
             input and compares the outputs with the outputs of the model for other values and another batch size.
-        example_inputs: arguments of ``forward``, which are optional with ``"script"``. If they are given, the outputs
-            are compared with ``"script"`` as well.
+        example_inputs: arguments of ``forward``, which are optional with ``"script"``. If they are given, ``"script"``
+            also compares the outputs.
         max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
         may_exist: if True, replace an existing file.
         options: arguments of ``torch.jit.script`` or ``torch.jit.trace``.

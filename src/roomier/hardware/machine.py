@@ -63,7 +63,7 @@ class Machine:
         device: the device of each rank.
         devices_per_node: number of devices in a node.
         num_nodes: number of nodes.
-        in_node: link from one device to the other devices in its node while all devices send, as in an all-gather.
+        in_node: link from one device to the other devices in its node while all devices send data, as in an all-gather.
         between_nodes: link between two nodes, per device.
         to_host: link between a device and the memory of its host. Both directions can be used at the same time.
         disk_read, disk_write: links between the host and its disk, shared by all devices of the node.

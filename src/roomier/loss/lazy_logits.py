@@ -49,7 +49,7 @@ class Output:
         hidden: input of the layer, ``[..., D]``.
         weight: weight of the layer, ``[V, D]``.
         bias: bias of the layer, ``[V]``, or None.
-        dtype: dtype in which the layer computes.
+        dtype: dtype of the layer's matrix product.
         chunk_tokens: number of rows of logits in a chunk; None uses the default.
         use: record that all calls of the layer share.
         whole: the full logits; None until an operation requires them.
