@@ -44,7 +44,7 @@ def check_hook_names(obj: object, base: type) -> None:
 
     Args:
         obj: a Module, DataModule or Callback.
-        base: the class Module, DataModule or Callback.
+        base: the ``Module``, ``DataModule`` or ``Callback`` class.
 
     Raises:
         RoomierError: ``obj`` defines a hook that was removed in Lightning 2.

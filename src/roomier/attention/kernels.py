@@ -31,7 +31,7 @@ _BACKENDS = {
 _OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # All kernels are available on other devices.
 _NEEDS_16_BITS = ("flash", "cudnn")  # This applies to CUDA. Flash attention on the CPU also supports float32.
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
-_SOURCE_OF_REASONS = "sdp_utils"  # torch issues the warnings that contain the reasons in source files with this name
+_SOURCE_OF_REASONS = "sdp_utils"  # torch issues the warnings that contain the reasons from source files with this name
 
 
 def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: torch.dtype | None) -> MakeContext:

@@ -28,7 +28,7 @@ class Timer(Callback):
 
     Args:
         duration: maximum training time as ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments; with None,
-            the callback only measures.
+            the callback only measures the time.
         interval: check the elapsed time after each ``"step"`` or after each ``"epoch"``.
         verbose: if True, print a notice to standard error when ``duration`` is exceeded.
 

@@ -1,4 +1,4 @@
-"""State of a checkpoint, as passed to the hooks ``on_save_checkpoint`` and ``on_load_checkpoint``."""
+"""State of a checkpoint, as passed to the ``on_save_checkpoint`` and ``on_load_checkpoint`` hooks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def unknown_keyword(
 def advice_for_name(
     owner: str, name: str, known: Iterable[str], former: Mapping[str, str] = _NONE, *, prefix: str = ""
 ) -> str:
-    """Return the recommended replacement for the keyword ``name``, as an imperative sentence.
+    """Return the recommended replacement for the keyword named ``name``, as an imperative sentence.
 
     Args:
         prefix: text that precedes the keyword in the user's input.

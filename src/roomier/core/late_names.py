@@ -9,7 +9,7 @@ from typing import Any
 
 
 def late_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for the module ``package``.
+    """Return ``__getattr__`` and ``__dir__`` for the module named ``package``.
 
     These functions also make the files of the package available as attributes.
 

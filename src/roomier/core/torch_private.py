@@ -41,7 +41,7 @@ def keeps_graph() -> bool:
 
 
 def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
-    """Return whether ``operator`` works in place or has an argument ``out``."""
+    """Return whether ``operator`` works in place or has an ``out`` argument."""
     return bool(operator._schema.is_mutable)
 
 

@@ -153,7 +153,8 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         order = (1 + torch.randperm(num_groups - 1, generator=generator)).tolist()
         num_missing = num_groups * size - num_batches
         small = num_groups
-        if num_missing:  # the smaller group is chosen at random and comes last, so that each other step reads one group
+        # The smaller group is chosen at random and comes last, so that all other steps read one full group.
+        if num_missing:
             small = order.pop()
             order.append(small)
         for group in (0, *order):

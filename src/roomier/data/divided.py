@@ -25,7 +25,7 @@ def share_of(loader: object, world: World) -> Share:
     """Return how ``loader`` is sharded across ranks: either its own code shards the samples, or roomier assigns full
     batches.
 
-    A loader shards itself if the attribute ``shards_by_rank`` of the loader, its dataset or its samplers is True. If
+    A loader shards itself if the ``shards_by_rank`` attribute of the loader, its dataset or its samplers is True. If
     the attribute is not set, a loader shards itself in these cases:
 
     - The loader has a ``DistributedSampler``, or a sampler that was created for this rank.

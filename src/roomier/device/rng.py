@@ -57,7 +57,7 @@ def seed_everything(seed: int | None = None, workers: bool = False) -> int:
     """Seed Python, NumPy and torch (all devices), and return ``seed``.
 
     Args:
-        seed: integer in ``[0, 2**32)``. None uses the value of the environment variable ``PL_GLOBAL_SEED``, as in
+        seed: integer in ``[0, 2**32)``. None uses the value of the ``PL_GLOBAL_SEED`` environment variable, as in
             Lightning, or 0 if the variable is not set.
         workers: has no effect. This argument exists for compatibility with Lightning. roomier always seeds the workers
             of a DataLoader, separately for each sample.

@@ -1,1 +1,1 @@
-"""Engines that run the steps of a module under a Plan, and the function ``build``, which creates an engine."""
+"""Engines that run the steps of a module under a Plan, and the ``build`` function, which creates an engine."""

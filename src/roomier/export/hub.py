@@ -28,7 +28,7 @@ def push_to_hub(
         private: True to create a private repository; None for the default of the account.
         revision: branch, which must exist; None for the main branch.
         message: commit message; None for the default of ``huggingface_hub``.
-        token: access token; None for the token of ``hf auth login`` or of the environment variable ``HF_TOKEN``.
+        token: access token; None for the token of ``hf auth login`` or of the ``HF_TOKEN`` environment variable.
 
     Returns:
         The address of the repository.

@@ -192,7 +192,7 @@ def _check(launch: Launch) -> None:
 
 
 def number_in(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the integer in the environment variable ``name``, or ``default`` if the variable is not set.
+    """Return the integer in the environment variable named ``name``, or ``default`` if the variable is not set.
 
     Raises:
         RoomierError: the value is not an integer.

@@ -38,7 +38,7 @@ def present_launch() -> Launch | None:
 def place(devices: int, num_nodes: int, launch: Launch | None) -> World:
     """Return the position of this process among ``devices`` ranks on each of ``num_nodes`` nodes.
 
-    Without a launch, this process is the first rank of its node, and the environment variable ``NODE_RANK`` contains
+    Without a launch, this process is the first rank of its node, and the ``NODE_RANK`` environment variable contains
     the index of the node.
 
     Raises:

@@ -22,7 +22,7 @@ class CometLogger(ServiceLogger):
     Args:
         api_key: API key; None uses the value of ``comet login`` or ``COMET_API_KEY``.
         workspace: workspace of the project; None uses the default workspace.
-        project: name of the project; None uses the environment variable ``COMET_PROJECT_NAME`` if it is set, otherwise
+        project: name of the project; None uses the ``COMET_PROJECT_NAME`` environment variable if it is set, otherwise
             ``"lightning_logs"``.
         experiment_key: key of an experiment to resume or to create.
         mode: ``"get_or_create"`` (default), ``"get"`` or ``"create"``.

@@ -25,7 +25,7 @@ class MLFlowLogger(ServiceLogger):
     Args:
         experiment_name: name of the experiment that contains the run.
         run_name: name of a new run.
-        tracking_uri: URI of a server, or ``file:<folder>``; None uses the environment variable ``MLFLOW_TRACKING_URI``
+        tracking_uri: URI of a server, or ``file:<folder>``; None uses the ``MLFLOW_TRACKING_URI`` environment variable
             if it is set, otherwise ``file:<save_dir>``.
         tags: tags of a new run.
         save_dir: folder that stores the runs if no server is given.

@@ -19,7 +19,7 @@ class TrackioLogger(ServiceLogger):
     first row or the hyperparameters are logged.
 
     Args:
-        project: name of the project; None uses the environment variable ``TRACKIO_PROJECT`` if it is set, otherwise
+        project: name of the project; None uses the ``TRACKIO_PROJECT`` environment variable if it is set, otherwise
             ``"lightning_logs"``.
         name: name of the run; None generates a name.
         space_id: id of the Hugging Face Space that stores the run; None stores the run on this machine.

@@ -30,7 +30,7 @@ class WandbLogger(ServiceLogger):
         dir: same as ``save_dir``.
         id: same as ``version``.
         anonymous: must be None, because wandb removed this argument.
-        project: name of the project; None uses the environment variable ``WANDB_PROJECT`` if it is set, otherwise
+        project: name of the project; None uses the ``WANDB_PROJECT`` environment variable if it is set, otherwise
             ``"lightning_logs"``.
         log_model: must be False, because checkpoints are not uploaded.
         experiment: the run that ``wandb.init`` returned.

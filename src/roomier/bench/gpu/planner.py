@@ -136,7 +136,7 @@ def _row(
 
 
 def forecast_of_allocator(tensor_bytes: int, fixed_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Return the forecast of ``allocated`` and ``reserved`` bytes from the parts of a forecast.
+    """Return the forecast ``allocated`` and ``reserved`` bytes, computed from the parts of a forecast.
 
     The allocator counts workspaces as allocated, but it does not count the device context and the buffers of
     collectives.
