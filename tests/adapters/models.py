@@ -21,7 +21,7 @@ def make_gpt(width: int = 32, num_layers: int = 2) -> nn.Module:
 
 def make_transformer(kind: str) -> Any:
     """Return a tiny Hugging Face model: ``"gpt2"``, ``"llama"`` or ``"bert"``."""
-    from tests.hugging_face.small import small  # late: skips the tests that need transformers, and no other tests
+    from tests.hugging_face.small import small  # late import: skips only tests that need transformers
 
     torch.manual_seed(0)
     class_name = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}[kind]

@@ -84,7 +84,7 @@ def calls_of(function: str, tree: ast.Module) -> Iterator[int]:
 
 def has_reason(place: str) -> bool:
     """Return True if the file in ``file: number`` states a reason for its late imports. One comment is sufficient."""
-    return "# late: " in (PACKAGE / place.split(": ")[0]).read_text()
+    return "# late import: " in (PACKAGE / place.split(": ")[0]).read_text()
 
 
 def found(search: Callable[[ast.Module], Iterator[object]], trees: dict[str, ast.Module]) -> list[str]:

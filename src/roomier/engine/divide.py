@@ -38,15 +38,15 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
     if plan.optimizer.name == "onebit_adam":
-        from roomier.parallel.own_gradients import OwnGradients  # late: a single process does not need this import
+        from roomier.parallel.own_gradients import OwnGradients  # late import: a single process does not need it
 
         return OwnGradients(network, ranks)
-    from roomier.parallel.agree import take_values_of_rank_zero  # late: a single process does not need this import
+    from roomier.parallel.agree import take_values_of_rank_zero  # late import: a single process does not need it
 
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
-        from roomier.parallel.powersgd import PowerSGD  # late: a single process does not need this import
-        from roomier.parallel.replicate import Replicas  # late: a single process does not need this import
+        from roomier.parallel.powersgd import PowerSGD  # late import: a single process does not need it
+        from roomier.parallel.replicate import Replicas  # late import: a single process does not need it
 
         take_values_of_rank_zero(network, ranks)  # DDP would do this, but is created after the first step or never
         compresses = wanted.gradient_compression == "powersgd"
@@ -59,8 +59,8 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
             wire_dtype=wire_dtype,
             compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
-    from roomier.parallel.mesh import make_mesh  # late: a single process does not need this import
-    from roomier.parallel.shard import Sharding, Shards, check_shardable, lay_out_by_rows  # late: as above
+    from roomier.parallel.mesh import make_mesh  # late import: a single process does not need it
+    from roomier.parallel.shard import Sharding, Shards, check_shardable, lay_out_by_rows  # late import: as above
 
     sharding = Sharding(
         mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),

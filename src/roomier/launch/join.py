@@ -37,7 +37,7 @@ def join(world: World, device_type: str) -> Ranks:
     if device_type != "cpu":
         torch.accelerator.set_device_index(_device_index(world, device_type))
     if not dist.is_initialized():
-        from roomier.launch.group import initialize  # late: a run with a single rank does not require this import
+        from roomier.launch.group import initialize  # late import: a single rank does not need it
 
         initialize(world, device_type)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:

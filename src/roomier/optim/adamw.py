@@ -330,9 +330,9 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
     # A dry run compiles no code, and must not store its update in the cache. The compiled update creates no tensors, so
-    # a no-op replaces it. A machine without a CUDA device can plan for CUDA, and does not need Triton for that.
+    # a no-op replaces it. A machine without an accelerator can plan for CUDA, and does not need Triton for that.
     kind = torch_fake.fake_kind()
-    is_elsewhere = kind == "cuda" and not torch.cuda.is_available()
+    is_elsewhere = kind == "cuda" and not torch.accelerator.is_available()
     missing = None if is_elsewhere else torch_private.missing_compiler(torch.device(kind))
     return (_skip_update if missing is None else update_blocks), None
 

@@ -48,7 +48,7 @@ def dump_yaml(values: Mapping[str, object]) -> str:
     """Return ``values`` as YAML, with sections in the order of the Plan and one field per line."""
     import yaml
 
-    from roomier.plan.yaml_dialect import Dumper  # late: loads PyYAML
+    from roomier.plan.yaml_dialect import Dumper  # late import: loads PyYAML
 
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 

@@ -118,7 +118,7 @@ class Choice:
 
     def _repr_html_(self) -> str:
         """Return the result as HTML, for a notebook."""
-        from roomier.planner.report.page import fragment_of  # late: only a notebook needs this import
+        from roomier.planner.report.page import fragment_of  # late import: only a notebook needs this import
 
         return fragment_of(self)
 

@@ -150,7 +150,7 @@ class Forecast:
 
     def _repr_html_(self) -> str:
         """Return one step of the plan as HTML, for a notebook."""
-        from roomier.planner.report.page import fragment_of_forecast  # late: only a notebook needs this import
+        from roomier.planner.report.page import fragment_of_forecast  # late import: only a notebook needs this import
 
         return fragment_of_forecast(self)
 

@@ -32,7 +32,7 @@ def set_direct(file: int) -> bool:
     """
     if not hasattr(os, "O_DIRECT"):
         return False
-    import fcntl  # late: this module does not exist on Windows
+    import fcntl  # late import: this module does not exist on Windows
 
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     block = allocate(ALIGNMENT_BYTES, pinned=False).zero_()

@@ -107,8 +107,8 @@ def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[No
     limit_s = request.options.hang_timeout_s
     if ranks.is_alone or limit_s is None:
         return nullcontext()
-    from roomier.launch.heartbeat import WatchedRun, watched  # late: a single process does not need it
-    from roomier.launch.judge import Limits  # late: a single process does not need it
+    from roomier.launch.heartbeat import WatchedRun, watched  # late import: a single process does not need it
+    from roomier.launch.judge import Limits  # late import: a single process does not need it
 
     thread = TrainingThread(request.trainer)
     return watched(WatchedRun(Limits(limit_s), thread.position, thread.stack))

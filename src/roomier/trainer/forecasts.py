@@ -90,7 +90,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 def _states_bytes(shapes: Module, plan: Plan) -> int:
     """Return the peak bytes of model states on one rank; 0 if the number is unknown. Without a named optimizer, assume
     AdamW."""
-    from roomier.memory.predict import predict  # late: loads torch's sharding modules
+    from roomier.memory.predict import predict  # late import: loads torch's sharding modules
 
     optimizer = plan.optimizer
     if optimizer.name is None:

@@ -170,7 +170,7 @@ def _one_line(error: BaseException) -> str:
 
 def _held(engine: Engine) -> str:
     """Return text about the memory of this rank by kind and about its allocator, without communication."""
-    from roomier.memory.tracker import MemoryTracker  # late: loads torch's sharding modules
+    from roomier.memory.tracker import MemoryTracker  # late import: loads torch's sharding modules
 
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass

@@ -115,6 +115,6 @@ def _left(ranks: list[int]) -> RoomierError:
 
 
 def _have_failed() -> bool:
-    from roomier.launch.group import failure_is_reported  # late: a single process needs no process group
+    from roomier.launch.group import failure_is_reported  # late import: a single process needs no process group
 
     return failure_is_reported(_ERROR_COMES_WITHIN_S)

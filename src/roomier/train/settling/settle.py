@@ -132,8 +132,8 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
 
 def _choose(settled: Settled) -> Choice:
     """Choose a plan. Only rank 0 calls this function. The other ranks wait."""
-    from roomier.planner.choosing.choose import choose  # late: loads torch's sharding modules
-    from roomier.planner.choosing.nearest import no_plan_fits  # late: loads torch's sharding modules
+    from roomier.planner.choosing.choose import choose  # late import: loads torch's sharding modules
+    from roomier.planner.choosing.nearest import no_plan_fits  # late import: loads torch's sharding modules
 
     request, plan, module = settled.request, settled.plan, settled.request.module
     parallel = plan.parallel
@@ -219,7 +219,7 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
 def _report(choice: Choice, asked: Plan) -> None:
     from rich.console import Console
 
-    from roomier.planner.report.tables import choice_table  # late: loads torch's sharding modules
+    from roomier.planner.report.tables import choice_table  # late import: loads torch's sharding modules
 
     chosen = choice.chosen
     assert chosen is not None
