@@ -13,7 +13,7 @@ bytes (2 for the weights of matrix products under autocast, otherwise ``w``). Ad
     zero2        w/N         c, for the step   c, one unit; w/N after each unit      2w/N
     zero3, hsdp  w/N         c, two units      c, one unit; w/N after each unit      2w/N
 
-Gradients are freed after the update. Gradients exist between steps only in the buckets of DDP, or if a hook reads them
+Gradients are freed after the update. Between steps, gradients exist only in the buckets of DDP, or if a hook reads them
 later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
 
 The peak is smaller than the sum of a row of the table, because a backward pass frees the unsharded parameters unit by

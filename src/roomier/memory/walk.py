@@ -212,7 +212,7 @@ class Note(NamedTuple):
 
 
 class Walk:
-    """Simulates the units of a sharded step and records the bytes at each moment.
+    """Simulates the units of a sharded step and records the memory at each moment.
 
     The caller determines when a unit is required, when its gradients are computed, and when its backward pass ends.
 

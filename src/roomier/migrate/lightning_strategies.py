@@ -64,7 +64,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "save_distributed_checkpoint": "each rank writes its shard to a folder; `roomier export` writes a single file",
     "device_id": "each rank uses the device with its local rank",
 }
-"""Mapping from each parameter that has no effect in roomier to the reason."""
+"""Mapping from each parameter without effect in roomier to the reason why it has no effect."""
 
 REJECTED: dict[str, tuple[str, str]] = {
     "ddp_comm_wrapper": (
@@ -87,8 +87,8 @@ REJECTED: dict[str, tuple[str, str]] = {
         "Use precision='bf16-mixed'",
     ),
 }
-"""Mapping from each parameter that cannot be reproduced to the problem and the action. FSDP's ``mixed_precision`` has a
-separate function."""
+"""Mapping from each parameter that cannot be reproduced to the problem and the action. A separate function converts
+FSDP's ``mixed_precision``."""
 
 
 def answers_to_strategy(strategy: object) -> Answers | None:

@@ -31,7 +31,7 @@ class BertConfig:
         width: size of the hidden states.
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
         num_classes: number of classes.
-        fused_attention: whether attention is computed without materializing the scores. If False, the scores are
+        fused_attention: True to compute attention without materializing the scores. If False, the scores are
             materialized, as in Transformers until 2023.
 
     Raises:

@@ -45,7 +45,7 @@ class GPTConfig:
         num_heads: number of attention heads per block.
         width: size of the hidden states.
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
-        tied_head: whether the output layer shares the weights of the token embedding. In minGPT, the output layer has
+        tied_head: True to use the weights of the token embedding in the output layer. In minGPT, the output layer has
             separate weights.
 
     Raises:

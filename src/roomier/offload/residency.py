@@ -4,7 +4,7 @@
 A region is brought to the device when it is used. Then all other regions leave the device, with two exceptions: regions
 whose forward pass is running, and the region that is expected next, which is copied to the device in the background.
 The order of the regions is learned from the previous pass. A wrong expectation affects only the duration of the pass. A
-region whose parameters did not change leaves without being written.
+region whose parameters did not change leaves the device without a write to the tier.
 
 [Note: parameters that are away]
 While a parameter is not on the device, its data is an expanded NaN that uses no memory. Code that reads the parameter
@@ -171,7 +171,7 @@ class Residency:
         self._leaving.clear()
 
     def prepare_to_write(self, parameter: Tensor) -> None:
-        """Bring the region of ``parameter`` to the device. The caller writes the parameter before the next use."""
+        """Bring the region of ``parameter`` to the device. The caller must write the parameter before the next use."""
         region = self.region_of(parameter)
         if region is not None:
             self.use((region,), UPDATE)

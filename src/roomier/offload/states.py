@@ -109,7 +109,7 @@ def record_bytes(unit: Unit, state_bytes: Mapping[nn.Parameter, int], *, holds_w
 
     Args:
         state_bytes: size in bytes of the states of each parameter on this rank.
-        holds_weights: whether the record also contains the weights, as speculative updates require.
+        holds_weights: True to include the weights in the record, as speculative updates require.
     """
     weights = [_weight_bytes(each) for each in unit.parameters] if holds_weights else []
     return record_size([state_bytes[each] for each in unit.parameters], weights)
@@ -130,7 +130,7 @@ class OffloadedStates:
         optimizers: optimizers that create and update the states.
         staging: transfer between the tier and the device. The tier has one record per unit. If updates are speculative,
             one additional record per unit follows.
-        is_speculative: whether each unit has two records.
+        is_speculative: True for speculative updates, for which each unit has two records.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ class OffloadedStates:
                 own[place.key] = with_local_part(own[place.key], place.within(content))
 
     def take_loaded(self) -> None:
-        """Adopt the states that were loaded into the optimizers. States that were loaded into the memory of
-        :meth:`place` are already in the tier. All other states are sent to the tier."""
+        """Adopt the states that were loaded into the optimizers. States that were loaded into the memory that
+        :meth:`place` provided are already in the tier. All other states are sent to the tier."""
         for number, slot in self._slots.items():
             found = _leaving(slot.unit, {each: self._of(each) for each in slot.unit.parameters})
             slot.content = None

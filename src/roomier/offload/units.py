@@ -15,7 +15,7 @@ class Unit:
     """Parameters that are updated together.
 
     Attributes:
-        parameters: the parameters, which belong to no other unit.
+        parameters: parameters of the unit, which belong to no other unit.
         module: the block that contains all these parameters. Its forward pass reads the parameters before any other
             code in a step. None for parameters outside the blocks.
     """

@@ -66,8 +66,8 @@ class BlockwiseAdamW(Optimizer):
         state_bits: number of bits per moment: 4, 8 or 32.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
-        compiled: whether to compile the update of codes. The compilation takes a few seconds in the first step and
-            makes the update 4 times as fast. None selects compilation if it saves time and a compiler is available. The
+        compiled: True to compile the update of codes. The compilation takes a few seconds in the first step and makes
+            the update 4 times as fast. None selects compilation if it saves time and a compiler is available. The
             compiled and uncompiled updates can differ in the last bit of a float32 number, which occasionally selects
             the adjacent code.
 
@@ -309,7 +309,8 @@ def update_blocks(
     dither: Tensor,
     numbers: Tensor,
 ) -> None:
-    """Apply [Note: a step on codes] to blocks of one size, and update ``codes``, ``scales`` and ``weight`` in place.
+    """Apply the formulas of [Note: a step on codes] to blocks of one size, and update ``codes``, ``scales`` and
+    ``weight`` in place.
 
     Args:
         codes, scales: arguments of :func:`roomier.optim.block_codes.decode`.

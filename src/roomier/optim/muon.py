@@ -43,7 +43,7 @@ class Muon(Optimizer):
         lr: learning rate of Muon and AdamW.
         weight_decay: decoupled weight decay of Muon and AdamW, multiplied by ``lr`` in each step.
         momentum: decay rate of Muon's gradient average.
-        nesterov: whether the update uses Nesterov momentum.
+        nesterov: True to use Nesterov momentum.
         ns_coefficients: coefficients of the Newton-Schulz polynomial.
         ns_steps: number of iterations.
         adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the square root of ``rows / columns``,

@@ -64,7 +64,7 @@ class OneBitAdam(Optimizer):
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
         freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of the steps, but does not
             freeze the variance before the learning rate has warmed up and the variance has stabilized.
-        rounds_variance: whether to store the frozen denominators in bfloat16, as with strategy ``"zero1"``.
+        rounds_variance: True to store the frozen denominators in bfloat16, as with strategy ``"zero1"``.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class OneBitAdam(Optimizer):
     # ---- after the freeze ----------------------------------------------------------------------------------------
 
     def _freeze(self) -> None:
-        """Convert the sharded moments to the states of :meth:`_step_compressed`. All ranks call this method at the same
-        step."""
+        """Convert the sharded moments to the states of :meth:`_step_compressed`. All ranks must call this method at the
+        same step."""
         self._start_code()
         for index, (parameter, group) in enumerate(self._entries):
             state = self.state[parameter]
@@ -389,7 +389,7 @@ def onebit_options(
         options: options that the user specified.
         num_steps: function that returns the number of optimizer steps in the run, or infinity if the number is unknown.
         lr_warmup_steps: number of steps in the learning rate warm-up.
-        cuts: whether the strategy is zero1.
+        cuts: True if the strategy is zero1.
 
     Raises:
         PlanError: ``freeze_step`` is invalid, or it is missing and the length of the run is unknown.

@@ -28,8 +28,8 @@ class Factor:
         num_steps: number of optimizer steps in the run.
         warmup_steps: number of warm-up steps.
         min_lr_ratio: final rate divided by the peak rate.
-        log_warmup: whether the rate increases with the logarithm of the step, from 0 at the first step. Otherwise, the
-            rate increases linearly.
+        log_warmup: True to increase the rate with the logarithm of the step, from 0 at the first step; False to
+            increase the rate linearly.
         decay_steps: step at which the schedule ends; None means ``num_steps``.
     """
 
@@ -70,7 +70,7 @@ def make_schedule(
         optimizer: optimizer to schedule.
         num_steps: number of optimizer steps in the run.
         warmup_steps: number of warm-up steps.
-        log_warmup: whether the rate increases with the logarithm of the step in the warm-up.
+        log_warmup: True to increase the rate with the logarithm of the step in the warm-up.
         min_lr_ratio: final rate divided by the peak rate.
         decay_steps: step at which the schedule ends; None means ``num_steps``.
 

@@ -77,7 +77,8 @@ class PairwiseReduceScatter:
 
     Args:
         reductions: pending reduction, shared by all units of a model.
-        may_wait: whether reductions may finish later. False if ``fully_shard`` reads the values of each result.
+        may_wait: True to allow reductions to finish later. Must be False if ``fully_shard`` reads the values of each
+            result.
         wire_dtype: dtype in which gradients are sent; None means the reduction dtype of ``fully_shard``.
     """
 

@@ -186,7 +186,7 @@ class OptimizerPlan(Part):
         warmup_steps: number of optimizer steps in which the learning rate increases linearly to ``lr``. Requires a
             schedule.
         min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
-        log_warmup: whether the learning rate increases with the logarithm of the step in the warm-up, as in DeepSpeed.
+        log_warmup: True to increase the learning rate with the logarithm of the step in the warm-up, as in DeepSpeed.
         decay_steps: number of optimizer steps, including the warm-up, after which ``"linear"`` and ``"cosine"`` end.
             None selects the number of steps in the run.
         weight_rounding: storage of updated weights with ``"bf16-true"``. ``"split"`` stores the 16 bits that bfloat16

@@ -82,8 +82,8 @@ class Forecast:
         pinned_bytes: part of ``host_bytes`` that is pinned.
         disk_bytes: bytes that one rank stores on disk.
         traffic: transfers in one step.
-        remark: sentence that states what the blocks save with an activation budget, or that a less accurate method was
-            used; empty without a budget.
+        remark: sentence that states which activations the blocks save with an activation budget, or that a less
+            accurate method was used; empty without a budget.
     """
 
     plan: Plan
@@ -126,7 +126,7 @@ class Forecast:
 
     @property
     def written_bytes_per_day(self) -> int | None:
-        """Bytes that one rank writes to disk in 24 hours of training; None without a step time."""
+        """Bytes that one rank writes to disk in 24 hours of training; None if the step time is unknown."""
         if self.time is None or not self.time.total_s:
             return None
         return round(self.traffic.disk_written_bytes * _DAY_S / self.time.total_s)

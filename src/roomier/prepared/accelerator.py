@@ -55,9 +55,9 @@ class Accelerator(Storage):
             ranks.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None uses the precision of the plan.
         gradient_accumulation_steps: number of micro-batches per optimizer step.
-        split_batches: whether to divide each batch of a loader among the ranks. By default, each rank reads one batch
-            per step.
-        step_scheduler_with_optimizer: whether schedulers step only after an optimizer step, once per rank.
+        split_batches: True to divide each batch of a loader among the ranks. By default, each rank reads one batch per
+            step.
+        step_scheduler_with_optimizer: True to step schedulers only after an optimizer step, once per rank.
         log_with: names of loggers, or logger objects, for :meth:`log`.
         project_dir: folder for logs and for checkpoints with automatic names.
         keywords: other keywords of ``accelerate.Accelerator``. roomier converts each keyword, reports that the keyword
@@ -364,7 +364,7 @@ class Accelerator(Storage):
 
         Args:
             input_data: nested tensors with one row per sample, or a list of objects.
-            use_gather_object: whether to gather objects, which need not have the same shape on all ranks.
+            use_gather_object: True to gather objects, which need not have the same shape on all ranks.
         """
         if self.ranks.is_alone:
             return computed(input_data)

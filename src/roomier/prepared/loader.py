@@ -210,7 +210,7 @@ def prepared_loader(
         ranks: all ranks.
         move: function that moves a batch to the device.
         accumulation: position of the loop.
-        splits_batches: whether to divide each batch among the ranks, instead of reading one batch per rank.
+        splits_batches: True to divide each batch among the ranks, instead of reading one batch per rank.
 
     Raises:
         PlanError: ``splits_batches`` is set, and the batch size is not a multiple of the number of ranks.
@@ -268,8 +268,8 @@ def _of_stream(loader: DataLoader[Any], ranks: Ranks, splits: bool) -> DataLoade
 
 
 def _with_common_order(batches: Any, ranks: Ranks) -> tuple[Any, torch.Generator | None]:
-    """Return a copy of ``batches`` whose sampler draws the same order on every rank, and the generator of this sampler.
-    If the sampler cannot use a generator, return ``batches`` and None."""
+    """Return a copy of ``batches`` whose sampler draws the same order on every rank, together with the generator of
+    this sampler. If the sampler cannot use a generator, return ``batches`` and None."""
     sampler = _sampler_of(batches)
     generator = getattr(sampler, "generator", False)
     if not (generator is None or isinstance(generator, torch.Generator)):

@@ -111,7 +111,7 @@ def _check(plan: Plan) -> None:
         found.append(("optimizer", plan.optimizer.name, problem, "Remove it from the plan"))
     if plan.adapter.lora_rank is not None:
         problem = "adds parameters that the optimizer of the script does not have"
-        found.append(("lora", plan.adapter.lora_rank, problem, "Use Trainer(lora=...), or the package peft"))
+        found.append(("lora", plan.adapter.lora_rank, problem, "Use Trainer(lora=...), or the peft package"))
     if offload.parameters != "none":
         problem = "is not supported if forward and backward are separate calls"
         action = f"{together}, or set offload={{'optimizer_states': {offload.parameters!r}}}"

@@ -25,7 +25,7 @@ class Round:
     Args:
         world: rank and number of ranks.
         size: number of items per rank in each round.
-        completes: whether the first items fill an incomplete last round. Otherwise, an incomplete round is dropped.
+        completes: True to fill an incomplete last round with the first items; False to drop an incomplete round.
 
     Attributes:
         num_real: number of items in the last round that are not repeated, over all ranks. 0 if the round was full.
@@ -73,7 +73,7 @@ class ShardedBatches(Sampler[list[Any]]):
     Attributes:
         sampler: sampler of ``batches``.
         batch_size: number of samples per batch of this rank; None if ``batches`` is not torch's ``BatchSampler``.
-        drop_last: whether an incomplete last round is dropped.
+        drop_last: True to drop an incomplete last round.
     """
 
     def __init__(self, batches: Any, world: World, *, splits: bool) -> None:
@@ -123,7 +123,7 @@ class ShardedStream(IterableDataset[Any]):
         dataset: the dataset, which yields the same samples on every rank.
         world: rank and number of ranks.
         batch_size: number of samples per batch of this rank; None if the dataset yields batches.
-        drop_last: whether an incomplete last round is dropped.
+        drop_last: True to drop an incomplete last round.
     """
 
     def __init__(self, dataset: Any, world: World, batch_size: int | None, *, drop_last: bool) -> None:

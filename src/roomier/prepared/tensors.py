@@ -92,7 +92,7 @@ def padded(data: Any, dim: int, value: float, *, first: bool, ranks: Ranks) -> A
         data: nested tensors.
         dim: dimension to pad; negative values count from the end.
         value: value of the added elements.
-        first: whether elements are added at the start instead of the end.
+        first: True to add elements at the start instead of the end.
         ranks: all ranks.
     """
     if ranks.is_alone:

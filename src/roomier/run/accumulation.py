@@ -30,7 +30,7 @@ class Accumulation:
 
     Args:
         size: the number of micro-batches in the plan.
-        schedule: a callback that multiplies ``size`` by a factor that depends on the epoch; None without such a
+        schedule: a callback that multiplies ``size`` by a factor that depends on the epoch; None if there is no such
             callback.
     """
 

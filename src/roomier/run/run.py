@@ -217,7 +217,7 @@ class Run:
 
     @property
     def num_steps_in_all(self) -> float:
-        """Number of completed and remaining optimizer steps in the full run. Infinite if unknown."""
+        """Total number of completed and remaining optimizer steps in the full run. Infinite if unknown."""
         if not self.module.automatic_optimization:
             return math.inf
         progress, settled, num_batches, num_left = self.progress, self.settled, self.batches.num_training, 0.0
@@ -257,7 +257,8 @@ class Run:
         return column
 
     def loss_number(self) -> float | None:
-        """Return the loss of the last step as a number, or None without a loss. This method waits for the device."""
+        """Return the loss of the last step as a number, or None if there was no loss. This method waits for the
+        device."""
         return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:

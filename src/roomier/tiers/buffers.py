@@ -42,7 +42,7 @@ def allocate(num_bytes: int, pinned: bool, *, is_shared: bool = False) -> Tensor
 
     Args:
         num_bytes: number of bytes.
-        pinned: whether the memory is pinned.
+        pinned: True to pin the memory.
         is_shared: whether other storages will share the memory; see [Note: memory of tiers].
     """
     if num_bytes == 0:

@@ -62,14 +62,14 @@ class DiskTier:
         scratch: file that stores the records.
         sizes: size of each record in bytes.
         num_buffers: number of buffers.
-        pinned: whether the buffers are pinned, for copies to and from an accelerator.
+        pinned: True to pin the buffers, for copies to and from an accelerator.
         num_ahead: maximum number of expected records that are in buffers before they are taken; by default
             ``num_buffers``. A smaller number leaves buffers free for :meth:`blank`. With 0, :meth:`expect` returns the
             memory of free buffers to the operating system, because the caller is not about to use them.
-        shares_large: whether large records share one buffer; see :func:`roomier.tiers.buffers.buffer_sizes`. In this
-            case, the caller must hold at most one large record at a time. Otherwise, each buffer has the size of the
-            largest record.
-        closes_scratch: whether :meth:`close` closes ``scratch``, because no other tier uses it.
+        shares_large: True to use one buffer for all large records; see :func:`roomier.tiers.buffers.buffer_sizes`. In
+            this case, the caller must hold at most one large record at a time. Otherwise, each buffer has the size of
+            the largest record.
+        closes_scratch: True to close ``scratch`` in :meth:`close`, because no other tier uses it.
 
     The attributes are described in :class:`roomier.tiers.tier.Tier`.
 

@@ -14,7 +14,7 @@ class HostTier:
 
     Args:
         sizes: size of each record in bytes.
-        pinned: whether the memory is pinned, for copies to and from an accelerator.
+        pinned: True to pin the memory, for copies to and from an accelerator.
 
     The attributes are described in :class:`roomier.tiers.tier.Tier`.
     """

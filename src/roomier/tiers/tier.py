@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Tier(Protocol):
-    """Storage of records. Records are numbered from 0. A single thread calls all methods.
+    """Storage of records. Records are numbered from 0. All methods must be called by a single thread.
 
     Attributes:
         num_buffers: number of buffers that can be in use at the same time. The caller can hold at most this number of

@@ -38,7 +38,7 @@ class ManualOptimizer(OptimizerProxy):
                 several times.
 
         Returns:
-            The value that the first call of ``closure`` returned; None without a closure.
+            The value that the first call of ``closure`` returned; None if no closure was passed.
         """
         loss = self._update(closure, self._run.hooks.on_before_optimizer_step)
         self._run.progress.global_step += 1

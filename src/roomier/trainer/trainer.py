@@ -76,7 +76,7 @@ class Trainer(LastCall):
             ``"single"`` for one rank and ``"ddp"`` for several ranks (``ParallelPlan``, ``ChoicePlan``).
         accelerator: type of device (``ParallelPlan``).
         devices: number of ranks on each machine. ``"auto"`` uses the number of ranks that torchrun, SLURM or MPI
-            started. Without a launcher, a strategy for several ranks uses all accelerators (``ParallelPlan``).
+            started. If there is no launcher, a strategy for several ranks uses all accelerators (``ParallelPlan``).
         num_nodes: number of machines. ``"auto"`` uses the machines that the launcher provides (``ParallelPlan``).
         precision: number format of weights and matmuls, such as ``"bf16-mixed"`` (``PrecisionPlan``).
         matmul_precision: precision of float32 matmuls (``PrecisionPlan``).

@@ -28,7 +28,7 @@ PICTURE = "lr_find.png"
 
 
 def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> None:
-    """Check the values of both flags.
+    """Check the values of ``auto_lr_find`` and ``auto_scale_batch_size``.
 
     Raises:
         RoomierError: a value is invalid.

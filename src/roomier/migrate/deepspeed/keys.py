@@ -136,7 +136,7 @@ _GROUPS: list[tuple[str, str, str]] = [
 WITHOUT_EFFECT: dict[str, str] = {
     f"{section}.{key}" if section else key: reason for section, keys, reason in _GROUPS for key in keys.split()
 }
-"""Mapping from each key without effect to the reason."""
+"""Mapping from each key without effect to the reason why it has no effect."""
 
 _QUANTIZED = (
     "sends quantized values and thereby changes the gradients",

@@ -69,7 +69,7 @@ def choose(
         check: additional rule of the run, which is a function that raises a RoomierError to reject a plan.
         prices: source of forecasts; None uses closed-form forecasts.
         deadline: time limit of the search. Plans that are not evaluated before the deadline are skipped and reported.
-            None sets the deadline after :data:`SEARCH_S`.
+            None allows :data:`SEARCH_S` seconds.
 
     Returns:
         Choice whose attribute ``chosen`` is None if no plan fits. In this case, :mod:`roomier.planner.choosing.nearest`

@@ -50,7 +50,7 @@ def no_plan_fits(
         check: additional rule of the run, as in :func:`choose`.
         prices: source of forecasts; None uses closed-form forecasts.
         deadline: time limit of the search. Alternatives that are not evaluated before the deadline are omitted, and the
-            error reports this. None sets the deadline after :data:`ADVICE_S`.
+            error reports this. None allows :data:`ADVICE_S` seconds.
     """
     deadline = deadline or Deadline.after(ADVICE_S)
     smallest = _smallest(choice)

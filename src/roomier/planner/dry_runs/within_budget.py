@@ -47,7 +47,8 @@ _NAMES = {
 
 
 def remark_of(keeps: Mapping[str, Keep]) -> str:
-    """Return a sentence that states what the blocks save with an activation budget; empty without a budget."""
+    """Return a sentence that states which activations the blocks save with an activation budget; empty without a
+    budget."""
     if not keeps:
         return ""
     counts = Counter(keeps.values())

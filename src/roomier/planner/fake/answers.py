@@ -23,7 +23,7 @@ class Answers:
     results of some operations.
 
     Args:
-        is_cuda: whether to allocate memory in the same way as GPU kernels; see [Note: like CUDA].
+        is_cuda: True to allocate memory in the same way as GPU kernels; see [Note: like CUDA].
     """
 
     def __init__(self, *, is_cuda: bool = False) -> None:

@@ -28,7 +28,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: s
     Args:
         workload: module and micro-batch.
         plan: plan from which only the techniques that act inside the forward pass are applied.
-        is_sharded: whether to trace the model as if it were sharded across ranks.
+        is_sharded: True to trace the model as if it were sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:

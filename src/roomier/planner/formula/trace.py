@@ -255,7 +255,7 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
     Args:
         workload: module and micro-batch.
         plan: plan whose techniques that act inside a forward pass are applied.
-        is_sharded: whether to trace the model as if it were sharded across ranks.
+        is_sharded: True to trace the model as if it were sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:

@@ -91,10 +91,10 @@ def play(
     Args:
         segments: segments of one micro-batch, in execution order.
         num_micro_batches: number of micro-batches in a step.
-        is_cpu: whether to simulate ranks on a CPU, without overlap.
-        waits_each: whether the end of each backward pass waits for its reductions (``fully_shard``).
+        is_cpu: True to simulate ranks on a CPU, without overlap.
+        waits_each: True to wait for the reductions at the end of each backward pass (``fully_shard``).
         bucket_s: time that one bucket occupies the link (DDP); 0 sends each reduction separately.
-        is_sequential: whether an all-gather in backward starts only when its unit is needed.
+        is_sequential: True to start an all-gather in backward only when its unit is needed.
     """
     num_played = min(num_micro_batches, _MOST_PLAYED)
     clocks, ends = _Clocks(), [0.0]

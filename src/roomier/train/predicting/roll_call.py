@@ -39,7 +39,7 @@ class RollCall:
     """Context in which this rank participates in a stream. A rank that exits the context early informs the other ranks.
 
     Args:
-        ranks: the ranks of the stream. All ranks create a RollCall at the same point.
+        ranks: the ranks of the stream. All ranks must create a RollCall at the same point.
     """
 
     def __init__(self, ranks: Ranks) -> None:

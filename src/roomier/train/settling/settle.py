@@ -51,7 +51,7 @@ def settle(
     Args:
         request: call to settle.
         data: the loaders. The size of their micro-batches is adjusted to the returned plan.
-        ranks: the ranks of the run. All ranks call this function together.
+        ranks: the ranks of the run. All ranks must call this function.
         start: the checkpoint and the folder of the run.
         callbacks: the callbacks of the run.
 
@@ -191,8 +191,8 @@ def _workload(settled: Settled) -> Workload:
 
 
 def _built(module: Module) -> Module:
-    """Return ``module``. If the module overrides ``configure_model``, return a copy on the meta device after this
-    hook."""
+    """Return ``module``. If the module overrides ``configure_model``, return a copy on the meta device for which this
+    hook was called."""
     if not overrides(module, "configure_model", Module):
         return module
 
