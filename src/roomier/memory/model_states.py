@@ -85,7 +85,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
     Args:
         units: result of :func:`roomier.memory.weights.units_with_weights`, with the root first and the other units in
             the order of the forward pass.
-        layout: the settings of the Plan that determine the bytes.
+        layout: the settings of the Plan that determine the sizes.
         state_bytes: function that returns the size of the optimizer states of a weight in bytes; see
             :mod:`roomier.optim.state_bytes`.
         buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.

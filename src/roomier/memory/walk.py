@@ -218,7 +218,7 @@ class Walk:
 
     Args:
         units: units in the order of the forward pass.
-        layout: the settings of the Plan that determine the bytes.
+        layout: the settings of the Plan that determine the sizes.
         sizes: sizes of the tensors of each unit; None computes them.
 
     Attributes:

@@ -176,8 +176,8 @@ class OneBitAdam(Optimizer):
     # ---- after the freeze ----------------------------------------------------------------------------------------
 
     def _freeze(self) -> None:
-        """Convert the sharded moments to the states of :meth:`_step_compressed`. All ranks must call this method at the
-        same step."""
+        """Convert the sharded moments to the states that :meth:`_step_compressed` uses. All ranks must call this method
+        at the same step."""
         self._start_code()
         for index, (parameter, group) in enumerate(self._entries):
             state = self.state[parameter]

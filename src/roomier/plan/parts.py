@@ -242,7 +242,7 @@ class OffloadPlan(Part):
 
     Tensors move in units. A unit consists of the parameters of one block. On a CPU, parameters and optimizer states
     are already in host memory, so ``optimizer_states`` and ``parameters`` support only ``"disk"`` there. The Trainer's
-    argument ``offload`` also accepts the tier of the optimizer states as a string. True means ``"cpu"``.
+    ``offload`` argument also accepts the tier of the optimizer states as a string. True means ``"cpu"``.
 
     Attributes:
         optimizer_states: tier of the optimizer states. The optimizer updates one unit at a time on the device.

@@ -257,8 +257,7 @@ class Run:
         return column
 
     def loss_number(self) -> float | None:
-        """Return the loss of the last step as a number, or None if there was no loss. This method waits for the
-        device."""
+        """Return the loss of the last step as a number; None if no loss exists. This method waits for the device."""
         return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:

@@ -313,7 +313,7 @@ class Settings:
     def use_next(
         self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
     ) -> None:
-        """Use the results of the tuner in the next fits.
+        """In the next fits, use the results of the tuner.
 
         Args:
             plan: plan that replaces the requested plan.

@@ -43,7 +43,7 @@ class Tunable(TrainerView, Protocol):
     def use_next(
         self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
     ) -> None:
-        """Use the values that the tuner found in the next fits. None keeps the current value."""
+        """In the next fits, use the values that the tuner found. None keeps the current value."""
 
     def use_learning_rate(self, learning_rate: float | None) -> None:
         """Use ``learning_rate`` for the optimizer that the Trainer creates."""

@@ -76,7 +76,7 @@ def within_budget(
         lost_ns: function that returns the nanoseconds per step that the recomputation of a block adds.
 
     Raises:
-        BudgetTooSmallError: the budget is too small.
+        BudgetTooSmallError: the peak exceeds the budget even if the blocks save only their inputs.
         NotNestedError: the choice cannot be computed from ``runs``.
     """
     steps = {keep: _Sections(run.intervals, blocks) for keep, run in runs.items()}

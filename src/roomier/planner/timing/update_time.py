@@ -2,8 +2,8 @@
 computed from the number of bytes that they move.
 
 [Note: bytes of an update]
-Fused AdamW reads a weight, its gradient and its two moments, and writes all of these tensors except the gradient. The
-bytes moved are seven times the size of a weight, or 28 bytes per element in float32. Optimizers that consist of several
+Fused AdamW reads a weight, its gradient and its two moments, and writes all of these tensors except the gradient. It
+therefore moves seven times the size of a weight, or 28 bytes per element in float32. Optimizers that consist of several
 operations read and write tensors in each operation. The number of bytes that these optimizers move was counted with
 :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that process blocks in a CPU's cache are
 limited by computation, because they move few bytes. For these optimizers, the value is the time on one core, expressed
