@@ -18,7 +18,7 @@ class Answer:
 
     Attributes:
         setting: name of the setting in the other library, such as ``"zero_optimization.stage"``.
-        value: value that the user set.
+        value: value that was received for the setting.
         keyword: argument of the Trainer that the setting determines, such as ``"offload.parameters"``. Empty if the
             setting has no effect.
         meaning: value to which the argument is set.

@@ -125,7 +125,7 @@ class OffloadedStates:
     """The states of several units in one tier.
 
     Args:
-        units: all units of the model; the number of a unit is its index.
+        units: all units of the optimized parameters; the number of a unit is its index.
         first: number of the first unit whose states are in the tier. The states of earlier units stay on the device.
         optimizers: optimizers that create and update the states.
         staging: transfer between the tier and the device. The tier has one record per unit. If updates are speculative,
@@ -238,7 +238,7 @@ class OffloadedStates:
         """Replace tensors on the meta device with memory in the tier, into which the states of a checkpoint are read.
 
         Args:
-            states: for each parameter, the states by name. Tensors on the meta device are replaced in place.
+            states: for each parameter, a dict of its states, in which the tensors are replaced.
 
         Raises:
             CheckpointError: the states do not fit into the tier.
