@@ -236,7 +236,7 @@ def test_a_buffer_that_changes_later_is_rejected() -> None:
     with recomputed(net, "full"):
         step_of(net, net.loss)
         with pytest.raises(
-            RoomierError, match="activation_checkpointing='total': is a buffer that the first forward of Late did"
+            RoomierError, match="activation_checkpointing='total': is a buffer that the first forward pass of Late did"
         ):
             step_of(net, net.loss)
 

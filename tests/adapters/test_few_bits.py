@@ -200,7 +200,7 @@ def test_custom_forwards_and_weights_that_are_not_finite_are_rejected() -> None:
     plan = AdapterPlan(lora_rank=2, lora_targets="0", frozen_base="nf4")
     odd = nn.Sequential(Shifted(4, 4))
     apply_lora(odd, [], plan)
-    with pytest.raises(RoomierError, match="does not use the forward of"):
+    with pytest.raises(RoomierError, match="does not use the forward method of"):
         quantise_base(odd, plan)
     broken = nn.Sequential(nn.Linear(4, 4))
     apply_lora(broken, [], plan)

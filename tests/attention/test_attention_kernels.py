@@ -170,7 +170,7 @@ def test_the_kernel_is_reported_one_time(
 ) -> None:
     make_trainer(enable_model_summary=True, max_steps=3).fit(Language(), [BATCH] * 3)
     printed = [line for line in capsys.readouterr().err.splitlines() if "attention:" in line]
-    assert printed == ["roomier: attention: flash, 3 calls a forward, [2, 2, 16, 8], float32"]
+    assert printed == ["roomier: attention: flash, 3 calls per forward pass, [2, 2, 16, 8], float32"]
     make_trainer(max_steps=3).fit(Language(), [BATCH] * 3)
     assert "attention: " not in capsys.readouterr().err
 
@@ -179,4 +179,4 @@ def test_the_report_contains_the_dtype_of_the_kernel(
     make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(enable_model_summary=True, max_steps=1, precision="bf16-mixed").fit(Language(), [BATCH])
-    assert "flash, 3 calls a forward, [2, 2, 16, 8], bfloat16" in capsys.readouterr().err
+    assert "flash, 3 calls per forward pass, [2, 2, 16, 8], bfloat16" in capsys.readouterr().err

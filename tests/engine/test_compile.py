@@ -226,7 +226,7 @@ def test_the_attention_kernel_of_compiled_blocks_is_reported(
     module = Language()
     make_trainer(compile=True, max_steps=1, enable_model_summary=True).fit(module, [BATCH])
     err = capsys.readouterr().err
-    assert "attention: flash, 2 calls a forward, [2, 2, 16, 8], float32" in err
+    assert "attention: flash, 2 calls per forward pass, [2, 2, 16, 8], float32" in err
 
 
 @pytest.mark.usefixtures("only_traced")

@@ -211,7 +211,7 @@ def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 def test_module_without_forward_is_rejected() -> None:
     for export in (Module.to_onnx, Module.to_torchscript):
-        with pytest.raises(RoomierError, match=r"NoForward.*has no forward"):
+        with pytest.raises(RoomierError, match=r"NoForward.*has no forward method"):
             export(NoForward())
 
 

@@ -83,7 +83,7 @@ def test_a_missing_or_ambiguous_output_layer_is_rejected(model: nn.Module, probl
 def test_an_output_layer_with_an_adapter_is_rejected(make_trainer: Callable[..., Trainer]) -> None:
     gpt = GPT(GPTConfig.named("gpt-nano", vocab_size=11, context=4))
     trainer = make_trainer(chunked_loss=True, lora={"rank": 2, "targets": "head"}, max_steps=1, optimizer="sgd")
-    with pytest.raises(RoomierError, match="with a different forward"):
+    with pytest.raises(RoomierError, match="with another forward method"):
         trainer.fit(gpt, [])
 
 

@@ -125,7 +125,7 @@ OF_FSDP = [
     Spelling(
         fsdp(sharding_strategy="_HYBRID_SHARD_ZERO2", device_mesh=(2, 2)),
         {**ZERO3, "parallel.strategy": "hsdp", "parallel.shard_size": 2},
-        remarks=("resharded after its forward",),
+        remarks=("resharded after its forward pass",),
     ),
     Spelling(fsdp(cpu_offload=True), {**ZERO3, **HOST}),
     Spelling(fsdp(cpu_offload=CPUOffload(offload_params=True)), {**ZERO3, **HOST}),

@@ -125,4 +125,4 @@ def test_a_parameter_that_is_read_outside_its_block(mode: str, tmp_path: Path, c
             fit(tmp_path / "tier", mode, Language(reads=True))
         return
     check_same(fit(tmp_path / "tier", mode, Language(reads=True)), expected)
-    assert ("read outside the forward of its block" in capsys.readouterr().err) == (mode == "deferred")
+    assert ("read outside the forward pass of its block" in capsys.readouterr().err) == (mode == "deferred")

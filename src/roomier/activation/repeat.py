@@ -64,8 +64,8 @@ class Buffers:
         for place, version in versions.items():
             if place not in now or torch_private.version_of(now[place]) != version:
                 problem = (
-                    f"is a buffer that the first forward of {type(self._block).__name__} did not change, but a later "
-                    "forward changed"
+                    f"is a buffer that the first forward pass of {type(self._block).__name__} did not change, but a "
+                    "later forward pass changed"
                 )
                 action = "Use activation_checkpointing='none', because the block cannot be recomputed"
                 raise RoomierError("activation_checkpointing", place[1], problem, action)

@@ -274,7 +274,7 @@ def _check_whole(name: str, weight: Tensor) -> None:
 def _check_codable(name: str, layer: nn.Module, weight: Tensor, code_format: str) -> None:
     plain = plain_class(layer)
     if isinstance(layer, nn.Linear) and plain.forward is not nn.Linear.forward:
-        problem = f"is not supported for {name}, because {plain.__name__} does not use the forward of nn.Linear"
+        problem = f"is not supported for {name}, because {plain.__name__} does not use the forward method of nn.Linear"
         raise RoomierError("lora.base", code_format, problem, "Remove it from lora.targets, or use base='as_is'")
     if not weight.is_meta and not torch.isfinite(weight).all():
         problem = f"requires finite weights, but the weight of {name} is not finite"

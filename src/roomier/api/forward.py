@@ -87,11 +87,11 @@ class ForwardModule(WrappedModule):
             raise RoomierError(
                 "model",
                 type(self.network).__name__,
-                f"its forward returned a {type(output).__name__} without a scalar loss",
+                f"its forward method returned a {type(output).__name__} without a scalar loss",
                 "Return the loss (pass `labels` to Hugging Face models), or use a roomier.Module with training_step",
             )
         if loss.is_complex():
-            problem = "its forward returned a complex loss, but a loss must be real"
+            problem = "its forward method returned a complex loss, but a loss must be real"
             raise RoomierError(
                 "model", type(self.network).__name__, problem, "Return a real loss, for example loss.abs()"
             )

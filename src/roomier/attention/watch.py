@@ -57,7 +57,7 @@ class AttentionReport:
         lines = []
         for (kernel, shape, dtype), count in self.calls.items():
             sizes = "scores " if kernel in ("math", "by hand") else ""
-            line = f"attention: {kernel}, {count} calls a forward, {sizes}{list(shape)}, {str(dtype)[6:]}"
+            line = f"attention: {kernel}, {count} calls per forward pass, {sizes}{list(shape)}, {str(dtype)[6:]}"
             if kernel == "by hand":
                 line += "; a Hugging Face model created with attn_implementation='sdpa' uses a kernel"
             lines.append(line)

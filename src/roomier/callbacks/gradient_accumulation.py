@@ -76,7 +76,7 @@ class GradientAccumulationScheduler(Callback):
             raise self._refusal(type(pl_module).__name__, problem)
         lever = lever_that_frees_gradients(trainer.plan)
         if lever is not None:
-            problem = f"is not supported with {lever.keyword}, which updates the weights in each backward"
+            problem = f"is not supported with {lever.keyword}, which updates the weights in each backward pass"
             raise self._refusal(lever.value(trainer.plan), problem)
 
     @staticmethod

@@ -138,7 +138,7 @@ def check_gives_batches(obj: object, name: str) -> None:
     if not isinstance(obj, (list, tuple, DataLoader)) and _is_of_datasets(obj):
         action = "Pass DataLoader(dataset.with_format('torch'), batch_size=8), or add collate_fn for texts"
         raise DataError(
-            name, obj, "is a dataset of the package datasets, which yields samples instead of batches", action
+            name, obj, "is a dataset of the datasets package, which yields samples instead of batches", action
         )
     if isinstance(obj, Mapping):
         problem = "is a dict with values that are not loaders" if obj else "is an empty dict"

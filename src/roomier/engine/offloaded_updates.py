@@ -312,8 +312,8 @@ class OffloadedUpdates(Updates):
     def _be_plain(self, parameter: Tensor) -> None:
         self.mode = "plain"
         notice(
-            f"a parameter of shape {tuple(parameter.shape)} is read outside the forward of its block, so blocks are "
-            "updated after backward (offload.update='plain')"
+            f"a parameter of shape {tuple(parameter.shape)} is read outside the forward pass of its block, so blocks "
+            "are updated after backward (offload.update='plain')"
         )
 
     def _watch_forwards(self) -> None:

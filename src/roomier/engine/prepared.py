@@ -78,7 +78,7 @@ class PreparedEngine(EagerEngine):
             raise TrainingError(
                 "step",
                 None,
-                "there are no gradients, because no backward has run yet",
+                "there are no gradients, because no backward pass has run yet",
                 "Call engine.forward_backward(training_step, batches) before engine.step()",
             )
 

@@ -165,7 +165,7 @@ class StepInBackward(Updates):
             TrainingError: ``closure`` is not None, because a closure would compute gradients after the update.
         """
         if closure is not None:
-            problem = "is not supported, because the parameters were updated in the previous backward"
+            problem = "is not supported, because the parameters were updated in the previous backward pass"
             action = "Call engine.step() without a closure, or set step_in_backward=False"
             raise TrainingError("closure", closure, problem, action)
         self._is_step_open = False
@@ -259,15 +259,15 @@ class StepInBackward(Updates):
     def _check_begins_step(self) -> None:
         if self._is_step_open:
             problem = (
-                "a second backward ran before engine.step(), but the first backward has already updated parameters"
+                "a second backward pass ran before engine.step(), but the first pass has already updated parameters"
             )
-            action = "Call engine.step() after each backward, and run one backward of the sum of several losses"
+            action = "Call engine.step() after each backward pass, and call backward once for the sum of several losses"
             raise TrainingError("backward", None, problem, action)
         for optimizer in self._optimizers:
             check_no_step_hooks(optimizer, "set step_in_backward=False")
         kept = next((each for each in self._home if each.grad is not None), None)
         if kept is not None:
-            problem = "already has a gradient before the backward"
+            problem = "already has a gradient before the backward pass"
             action = "Do not run backward in training_step, or set step_in_backward=False"
             raise TrainingError("gradient", self._name_of(kept), problem, action)
 

@@ -38,7 +38,7 @@ def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
         raise RoomierError(f"to {to}", type(model).__name__, problem, action)
     if inspect.getattr_static(type(model), "forward", None) in (nn.Module.forward, Module.forward):
         action = "Define forward(self, ...), which the exported model runs"
-        raise RoomierError(f"to {to}", type(model).__name__, "has no forward", action)
+        raise RoomierError(f"to {to}", type(model).__name__, "has no forward method", action)
     model = torch_private.uncompiled(model)
     if any(isinstance(each, Adapted) for each in model.modules()):
         model = merge_lora(copy.deepcopy(model))

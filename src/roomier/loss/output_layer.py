@@ -41,7 +41,7 @@ def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Lin
         problem = "the model has no linear layer that computes logits"
         raise RoomierError(_FIELD, type(network).__name__, problem, _ACTION)
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        problem = f"{names[layer]}, which computes the logits, is a {type(layer).__name__} with a different forward"
+        problem = f"{names[layer]}, which computes the logits, is a {type(layer).__name__} with another forward method"
         raise RoomierError(_FIELD, True, problem, "Use a plain torch.nn.Linear, or set chunked_loss=False")
     return layer
 

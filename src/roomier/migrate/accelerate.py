@@ -159,7 +159,7 @@ def _handlers(answers: Answers, name: str, handlers: Any) -> None:
 
 
 _HANDLERS_WITHOUT_EFFECT = {
-    "AutocastKwargs": "weights are cast to 16 bits once per forward",
+    "AutocastKwargs": "weights are cast to 16 bits once per forward pass",
     "GradScalerKwargs": _SCALE,
     "InitProcessGroupKwargs": "the backend is gloo on the CPU, and torch's default for other devices",
     "ProfileKwargs": "torch.profiler.profile records a custom loop without arguments of Accelerator",
@@ -253,7 +253,7 @@ MEMBERS = {
     "data_parallel_rank": _RANK,
     "data_parallel_shard_rank": _RANK,
     "torch_device_mesh": "Read accelerator.plan.parallel.num_shards",
-    "trigger_sync_in_backward": "Run the last forward outside of accelerator.no_sync(model)",
+    "trigger_sync_in_backward": "Run the last forward pass outside of accelerator.no_sync(model)",
     "use_seedable_sampler": "Call roomier.seed_everything(seed). The seed of rank 0 determines the order of samples",
     "use_stateful_dataloader": "Use accelerator.skip_first_batches(loader, num_batches)",
     "verify_device_map": "Load the model without device_map; strategy 'zero3' shards its parameters",

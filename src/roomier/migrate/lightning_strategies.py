@@ -43,7 +43,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "skip_all_reduce_unused_params": "find_unused_parameters supports unused parameters",
     "dim": "torch requires 0",
     "batched_grad_copy": "gradients are already views of the buckets",
-    "forward_sync_buffers": "buffers are broadcast in each forward",
+    "forward_sync_buffers": "buffers are broadcast in each forward pass",
     "device_ids": "each rank uses the device with its local rank",
     "output_device": "each rank uses the device with its local rank",
     "process_group": "the process group contains all ranks",
@@ -222,7 +222,7 @@ def _fsdp(answers: Answers, strategy: object) -> None:
     sharding = setting_of(strategy, "sharding_strategy")
     mesh = keywords.pop("device_mesh", None)
     name = name_of("FULL_SHARD" if sharding is None else sharding)
-    remark = "the weights of a block are also resharded after its forward" if name == "_HYBRID_SHARD_ZERO2" else ""
+    remark = "the weights of a block are also resharded after its forward pass" if name == "_HYBRID_SHARD_ZERO2" else ""
     answers.use("sharding_strategy", name, "strategy", SHARDINGS[name], remark)
     if mesh is not None:
         size = mesh[1] if isinstance(mesh, (tuple, list)) else mesh.size(1)

@@ -330,7 +330,7 @@ FIELDS: dict[str, Converted | Elsewhere | NoEffect | Unsupported] = {
     "group_by_length": Elsewhere(_LENGTHS),
     "length_column_name": Elsewhere(f"Use {_BY_LENGTH} with lengths=dataset[length_column_name]"),
     "remove_unused_columns": Elsewhere("Select the columns in collate_fn of your DataLoader"),
-    "label_names": Elsewhere("Name the labels as the arguments of the model's forward in collate_fn"),
+    "label_names": Elsewhere("Name the labels as the arguments of the model's forward method in collate_fn"),
     "ddp_find_unused_parameters": Elsewhere("Use strategy={'name': 'ddp', 'find_unused_parameters': True}"),
     "ddp_bucket_cap_mb": NoEffect(_GROUPS),
     "ddp_broadcast_buffers": NoEffect(_GROUPS),

@@ -313,9 +313,7 @@ class AbsentWatch:
             name = self._residency.absent(each)
             if name is not None:
                 problem = "was read while its module was not running, so it was not on the device"
-                action = (
-                    "Read the parameter in the forward of the module that owns it, or keep the parameters on the device"
-                )
+                action = "Read the parameter in the forward method of its module, or keep the parameters on the device"
                 raise TrainingError(FIELD, name, problem, action)
         return func(*args, **kwargs)
 

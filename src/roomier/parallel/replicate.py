@@ -66,7 +66,7 @@ class Replicas(Unsharded):
         compression: PowerSGD | None,
     ) -> None:
         if compression is not None and by_hand:
-            problem = "is not supported with manual optimization, which does not run the backward of DDP"
+            problem = "is not supported with manual optimization, which does not run the backward pass of DDP"
             raise RoomierError("gradient_compression", "powersgd", problem, "Set gradient_compression='none'")
         self.runner: nn.Module = StepRunner(network)
         self.loss_factor = float(ranks.world.size)

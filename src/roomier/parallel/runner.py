@@ -35,7 +35,7 @@ class StepRunner(nn.Module):
             raise TrainingError(
                 "training_step",
                 getattr(step, "__qualname__", step),
-                "reads the weight of a layer without calling the layer, whose forward would all-gather the weight",
-                "Call the layer, or declare the module whose forward reads the weight as a block: "
+                "reads the weight of a layer without calling the layer, whose forward pass would all-gather the weight",
+                "Call the layer, or declare the module whose forward method reads the weight as a block: "
                 "def model_blocks(self): return [self.decoder]",
             ) from error

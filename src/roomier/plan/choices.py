@@ -144,7 +144,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     },
     "optimizer.step_in_backward": {
         "none": _exact("after backward"),
-        "exact": _exact("each parameter when its gradient is complete; clipping by norm runs two backwards"),
+        "exact": _exact("each parameter when its gradient is complete; clipping by norm runs two backward passes"),
         "stale_norm": _approximate("each parameter in backward, clipped by the norm of the previous step"),
     },
     "activation.policy": {
@@ -172,7 +172,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "offload.update": {
         "auto": _exact("roomier selects when blocks are updated"),
         "plain": _exact("blocks are updated in turn after backward"),
-        "deferred": _exact("each block is updated before its next forward"),
+        "deferred": _exact("each block is updated before its next forward pass"),
         "speculative": _exact("blocks are updated in backward, and again if the norm is clipped"),
     },
     "attention.kernel": {

@@ -157,7 +157,7 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
         problem = "requires clipping by norm, because it clips by the norm of the previous step"
         yield PlanError(field, way, problem, "Use 'exact', or set gradient_clip_val")
     elif plan.batch.clips_norm and plan.compile.enabled:
-        problem = "requires two backwards to clip by norm, but compiled blocks support one backward"
+        problem = "requires two backward passes to clip by norm, but compiled blocks support one backward pass"
         action = "Use gradient_clip_algorithm='value' or compile=False, or use strategy='zero2' or 'zero3' instead"
         yield PlanError(field, way, problem, action)
 
