@@ -1,8 +1,10 @@
 """Position of the training thread, as the heartbeat reads it, at each place in a real run."""
 
 import bdb
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -161,6 +163,31 @@ def test_debug_server_in_the_process_counts_as_a_debugger(
     thread = TrainingThread(trainer)
     trainer.fit(Looks(lambda _: None), [torch.ones(2, 4)] * 2)
     assert [each.activity for each in found] == [Activity.DEBUGGED] * 2
+
+
+def test_reading_the_position_does_not_keep_variables_of_the_step(make_trainer: Callable[..., roomier.Trainer]) -> None:
+    alive: list[bool] = []
+
+    class Looks(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            hidden = self.net(batch)
+            self.hidden = weakref.ref(hidden)
+            heartbeat = threading.Thread(target=thread.position)
+            heartbeat.start()
+            heartbeat.join()
+            return hidden.mean()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            alive.append(self.hidden() is not None)
+
+    trainer = make_trainer(max_steps=2)
+    thread = TrainingThread(trainer)
+    gc.disable()
+    try:
+        trainer.fit(Looks(lambda _: None), [torch.ones(2, 4)] * 2)
+    finally:
+        gc.enable()
+    assert alive == [False, False]
 
 
 def test_second_epoch_may_prepare_its_data_for_long(make_trainer: Callable[..., roomier.Trainer]) -> None:

@@ -99,7 +99,11 @@ class TrainingThread:
         started = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
         frames = sys._current_frames()
         others = [frame for ident, frame in frames.items() if ident not in started and ident != self._ident]
-        return [frames[self._ident], *others] if self._ident in frames else others
+        found = [frames[self._ident], *others] if self._ident in frames else others
+        # The dict contains the frame of this function, whose variables include the dict. This cycle would keep the
+        # local variables of all threads, such as activations, alive until the next garbage collection.
+        frames.clear()
+        return found
 
 
 def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[None]:
