@@ -1,4 +1,4 @@
-"""A dataset from the package datasets is rejected with an error that shows the required DataLoader."""
+"""A dataset from the datasets package is rejected with an error that shows the required DataLoader."""
 
 import pytest
 import torch

@@ -690,7 +690,7 @@ def test_the_clipping_that_applies_is_printed(capsys: pytest.CaptureFixture[str]
 
 
 class DeepSpeedStrategy:
-    """Replacement for Lightning's class, which cannot be created without the package deepspeed."""
+    """Replacement for Lightning's class, which cannot be created without the deepspeed package."""
 
     def __init__(self, config: Any, **settings: Any) -> None:
         self.config = config

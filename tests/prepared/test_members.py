@@ -112,7 +112,7 @@ def test_fsdp_plugins() -> None:
 
 
 class DeepSpeedPlugin:
-    """Replacement with the attributes of Accelerate's class, which requires the package deepspeed."""
+    """Replacement with the attributes of Accelerate's class, which requires the deepspeed package."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.deepspeed_config = config

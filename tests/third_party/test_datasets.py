@@ -1,4 +1,4 @@
-"""Datasets from the package datasets are rejected as loaders. A DataLoader can read such a dataset and resume
+"""Datasets from the datasets package are rejected as loaders. A DataLoader can read such a dataset and resume
 exactly."""
 
 from collections.abc import Callable

@@ -75,8 +75,8 @@ class Stage:
 
     Attributes:
         options: options of the block. The first option is the minimum, with 0 additional bytes.
-        outside_peak_bytes: peak of all memory on the device outside of blocks, while this block and all blocks before
-            it are between their forward and backward passes. These blocks save the minimum.
+        outside_peak_bytes: peak of all memory on the device at the moments when no block runs, and only this block and
+            all blocks before it are between their forward and backward passes. These blocks save the minimum.
     """
 
     options: tuple[Option, ...]

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 
 class CaseModule(Protocol):
-    """Functions that the file of a benchmark must define."""
+    """Functions that the module of a benchmark must define."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this benchmark."""
@@ -36,14 +36,14 @@ class Case:
 
     Attributes:
         summary: one line for the list of benchmarks.
-        module: import path of a file that implements :class:`CaseModule`.
+        module: import path of a module that implements :class:`CaseModule`.
     """
 
     summary: str
     module: str
 
     def load(self) -> CaseModule:
-        """Import the file of the benchmark."""
+        """Import the module of the benchmark."""
         return cast(CaseModule, import_module(self.module))
 
 

@@ -1,7 +1,8 @@
 """The rows of ``roomier bench levers``: their names, and their arguments for roomier and for the Hugging Face Trainer.
 
 The first nine rows reproduce the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30,
-one V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist only in roomier.
+one V100, bert-large, 4 sequences of 512 tokens per step). The other rows are not in the guide and are measured only
+with roomier.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Row:
 
     Attributes:
         roomier: arguments of roomier's Trainer. The precision ``"16"`` means fp16 on a GPU and bf16 on a CPU.
-        transformers: fields of TrainingArguments, and ``precision`` with the same values. None if transformers does not
-            support the technique.
+        transformers: fields of TrainingArguments, and ``precision`` with the same values. None if the row is not
+            measured with transformers.
         needs: package that transformers requires for this technique.
         published: values in the guide: samples per second, and memory in MB.
         only_causal: True if the technique applies only to language models with a large output layer.

@@ -282,7 +282,8 @@ class LightningFile:
 def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the state of Lightning's ModelCheckpoint to the state of roomier's ModelCheckpoint.
 
-    Lightning's files stay in the ranking, but are never removed.
+    Checkpoints that Lightning wrote remain in the ranking. roomier deletes their files only if it writes ``.ckpt``
+    files to the same folder.
     """
     best = {str(path): float(score) for path, score in (state.get("best_k_models") or {}).items()}
     unranked = [str(state["best_model_path"])] if state.get("best_model_path") and not state.get("monitor") else []

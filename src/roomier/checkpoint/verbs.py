@@ -229,7 +229,8 @@ def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> d
 
 
 def _shown(tensor: Tensor) -> str:
-    # A meta tensor would accept any value without storing it.
+    # " on meta" never equals a stored spec. Meta tensors are therefore rejected, because copying into them would
+    # silently discard the values.
     return f"{tree.TensorSpec(tuple(tensor.shape), tensor.dtype)}{' on meta' if tensor.is_meta else ''}"
 
 

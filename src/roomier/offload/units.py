@@ -71,7 +71,8 @@ def units_around(regions: Iterable[Sequence[nn.Parameter]], parameters: Sequence
     """Return the units of ``parameters``: one unit for the parameters outside ``regions``, then one for each region.
 
     Args:
-        regions: parameters that leave the device together, in the order of their forward passes.
+        regions: groups of parameters, in the expected order of the forward passes that use them. The parameters of a
+            group leave the device together.
     """
     left = dict.fromkeys(parameters)
     inside = [Unit(tuple(each for each in region if each in left)) for region in regions]

@@ -86,7 +86,7 @@ def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
-    """Return ``u - 1``, as defined in [Note: dither], as a float32 tensor ``[num_columns]``."""
+    """Return ``u - 1`` as a float32 tensor ``[num_columns]``. [Note: dither] defines ``u``."""
     there = device if torch.float64 in capabilities_of(device).dtypes else torch.device("cpu")
     column = torch.arange(num_columns, dtype=torch.float64, device=there)
     shifts = column.mul_(_COLUMN_SHIFT).add_(step * _STEP_SHIFT % 1).frac_()

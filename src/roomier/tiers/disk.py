@@ -104,7 +104,8 @@ class DiskTier:
         self.bytes_read = self.bytes_written = 0
         self._slots = [_Slot(each) for each in memory]
         self._free = list(self._slots)
-        self._expected: deque[tuple[int, int]] = deque()  # Records whose reads have not started, and bytes to read.
+        # Records whose reads have not started, each with the number of bytes to read.
+        self._expected: deque[tuple[int, int]] = deque()
         self._coming: dict[int, _Slot] = {}  # Slots by record, in the order in which the records are expected.
         self._held: dict[int, _Slot] = {}  # Slots by the id of the buffer that the caller holds.
         self._writes: dict[int, Job] = {}  # The last incomplete write of each record.

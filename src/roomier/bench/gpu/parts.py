@@ -38,7 +38,7 @@ class Setting:
 
 
 class PartModule(Protocol):
-    """The functions that the file of a part defines."""
+    """The functions that the module of a part defines."""
 
     def rows(self, setting: Setting) -> Rows:
         """Return the rows, the most important rows first."""
@@ -52,7 +52,7 @@ class Part:
     """A part of the benchmark.
 
     Attributes:
-        module: import path of a file that implements :class:`PartModule`.
+        module: import path of a module that implements :class:`PartModule`.
         limit_s: seconds after which the process of the part is stopped.
         tiny_limit_s: the same limit for the size ``"tiny"``. Only a part that hangs reaches this limit.
     """

@@ -92,8 +92,9 @@ def main(settings: dict[str, Any]) -> None:
     """Measure one part.
 
     Args:
-        settings: name and module of the part, time when its process started, time limit, size, accelerator, results
-            file and its facts.
+        settings: name and module of the part, start time of the part's process, time limit, size, accelerator, path of
+            the results file, and the facts that each line of this file contains (see
+            :func:`roomier.bench.gpu.results.facts_of`).
     """
     warnings.filterwarnings("ignore")
     measure_part(

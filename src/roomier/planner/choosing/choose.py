@@ -203,9 +203,9 @@ def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
 def simplicity(plan: Plan) -> tuple[int, ...]:
     """Return a sort key that increases with the difference between ``plan`` and a plain training step.
 
-    The key contains the least exact label within a rank, the number of memory techniques, the degree of sharding of the
-    strategy, and the number of micro-batches. The labels of the strategy and the micro-batch size do not count, because
-    every plan on several ranks is near.
+    The key contains the least exact label (:class:`Kind`) among the precision, the optimizer and the memory techniques
+    of ``plan``, the number of memory techniques, the degree of sharding, and the number of micro-batches. The labels of
+    the strategy and the micro-batch size do not count, because every plan on several ranks is near.
     """
     used = used_levers(plan)
     kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]

@@ -85,7 +85,7 @@ def dry_run_by_depth(
             return _chosen(workload, plan, runs, device)
         except (PlanError, BudgetTooSmallError):
             raise
-        except Exception as error:  # a model can fail in any way if it has fewer blocks than at its construction
+        except Exception as error:  # a model with fewer blocks than it was constructed with can raise any exception
             report_full_trace(workload.module, repeats, error)
     return run(workload)
 

@@ -106,7 +106,8 @@ def _name_of(func: Any) -> str:
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Return the work of one operation, as dispatched below autograd."""
     moved_bytes = sum(_bytes_of(each) for each in tensors([args, kwargs, result]))
-    if _name_of(func) in _READS_ROWS:  # reads the indices and the same number of bytes of the table as it writes
+    if _name_of(func) in _READS_ROWS:
+        # The operation reads the indices, and from the table only as many bytes as it writes to the result.
         table, *_ = tensors(args)
         moved_bytes += sum(_bytes_of(each) for each in tensors(result)) - _bytes_of(table)
     count = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else func)

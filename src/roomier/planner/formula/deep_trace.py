@@ -42,7 +42,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: s
             )
         except PlanError:
             raise
-        except Exception as error:  # a model can fail in any way if it has fewer blocks than at its construction
+        except Exception as error:  # a model with fewer blocks than it was constructed with can raise any exception
             report_full_trace(workload.module, repeats, error)
     return take_trace(workload, plan, is_sharded=is_sharded, like=like)
 

@@ -32,8 +32,9 @@ MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, an
 to the tensor bytes. Fragmentation is small if all steps allocate the same memory. For steps with recomputation,
 sharding or offloading, an allocator without fragmentation saved 15 % on average over eight models (GMLake, Guo et al.
 2024, arXiv 2401.08156, abstract). This result predates the change in ``fully_shard`` that frees memory without
-``record_stream`` (pytorch/pytorch#114299). The values in this module are assumptions: 4 % for steps that allocate the
-same memory, 10 % for other steps, and 2 % with ``expandable_segments``, because these segments grow.
+``record_stream`` (pytorch/pytorch#114299). This module assumes a fragmentation of 4 % for steps that all allocate the
+same memory, 10 % for other steps, and 2 % with ``expandable_segments``, because segments that can grow leave fewer
+gaps.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Calibration:
         context_bytes: device memory outside the allocator, in a run with one rank.
         communication_bytes: device memory outside the allocator and the context, in a run on several ranks.
         fragmented: excess of peak reserved memory over peak allocated memory in steps with recomputation, sharding or
-            offloading, as a fraction of peak allocated memory.
+            activation offloading, as a fraction of peak allocated memory.
         fragmented_steady: the same fraction in steps without these techniques.
     """
 
@@ -128,8 +129,9 @@ def calibrate(
 ) -> Calibration:
     """Derive fixed bytes from one run of ``plan``, and store these values for all plans on devices of this kind.
 
-    ``roomier plan --calibrated_by RUN`` calls this function. The fragmentation applies to plans that allocate in the
-    same way as ``plan``: with or without recomputation, sharding and offloading.
+    ``roomier plan --calibrated_by RUN`` calls this function. The measured fragmentation applies only to plans of the
+    same class as ``plan``: either plans that use recomputation, sharding or activation offloading, or plans that use
+    none of them.
 
     Args:
         plan: plan of the run.

@@ -3,10 +3,10 @@
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer. The techniques of the plan that act inside
 the forward pass are applied. Each :class:`Execution` contains the growth of tensors since its start. The sizes of the
-states that strategies shard are calculated and added. Two effects inside a forward pass depend on sharding. If weights
-of matmuls are all-gathered in 16 bits, autocast creates no copies of these weights, and the gradients have 16 bits. In
-addition, a view that a unit returns becomes a separate tensor. Therefore, one trace is recorded for unsharded models,
-and another trace for sharded models.
+model states that strategies shard are not recorded, but are calculated for each strategy and added to this growth. Two
+effects inside a forward pass depend on sharding. If weights of matmuls are all-gathered in 16 bits, autocast creates no
+copies of these weights, and the gradients have 16 bits. In addition, a view that a unit returns becomes a separate
+tensor. Therefore, one trace is recorded for unsharded models, and another trace for sharded models.
 
 [Note: pending gradients]
 A gradient is *complete* when it has been added to the gradient of its parameter. Until then, the gradient is pending.

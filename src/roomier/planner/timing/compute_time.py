@@ -11,14 +11,15 @@ On a CPU, launch and computation run in one thread, so the two times are added.
 :attr:`~roomier.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that autograd
 records. Launching an operation of a model takes four times as long, because its module, its arguments and its kernel
 add overhead. In models with a few thousand parameters, other costs are negligible. In a GPT and a BERT-like encoder of
-this size, each counted operation took the time of 3.7 to 4.3 lightest operations (2.9 in an MLP, 6.3 in a convolutional
-network). These are process times on one core of an Intel Xeon with torch 2.13.
+this size, each counted operation took 3.7 to 4.3 times as long as the lightest operation (2.9 times in an MLP, 6.3
+times in a convolutional network). These are process times on one core of an Intel Xeon with torch 2.13.
 
-The recomputation of a block costs 60 operations in addition to its computation. The additional operations come from
-hooks, random states and a second pass through the modules of the block. Python also executes code for each operation of
-the block. With ``"selective"``, Python handles each operation in both forward passes. Overhead per block was measured
-with four blocks for the four models above, whose forward passes have 5, 10, 30 and 7 operations. The overhead was 188,
-360, 510 and 338 lightest operations with ``"full"``, and 290, 648, 1035 and 449 with ``"selective"``.
+The recomputation of a block takes as long as 60 counted operations, on top of the operations of the block itself. The
+additional time is spent on hooks, random states and a second pass through the modules of the block. Python also
+executes code for each operation of the block. With ``"selective"``, Python handles each operation in both forward
+passes. Overhead per block was measured with four blocks for the four models above, whose forward passes have 5, 10, 30
+and 7 operations. The overhead was 188, 360, 510 and 338 times the duration of the lightest operation with ``"full"``,
+and 290, 648, 1035 and 449 times this duration with ``"selective"``.
 
 Fusion in compiled blocks (``compile=True``) moves fewer bytes. Fusion is not modeled, because no factor was measured.
 Therefore, a compiled plan has the same forecast as the plan without compilation.
@@ -48,7 +49,7 @@ _RATES = {
 }
 
 _LIGHTEST_OPERATIONS = 4.0
-_OPERATIONS_OF_REPEATING = 60.0  # cost of recomputing a block in each micro-batch
+_OPERATIONS_OF_REPEATING = 60.0  # additional cost of recomputing a block in each micro-batch, in counted operations
 _SEEN_BY_PYTHON = {Keep.INPUT: 1.5, Keep.PRODUCTS: 6.0}  # cost per operation of the block's forward pass, in operations
 
 

@@ -35,9 +35,10 @@ from roomier.planner.timing.update_time import update_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
-# Host cost of a sharded unit, in lightest operations (see [Note: cost of Python]). This cost was measured for a model
-# of eight tiny units, with a process group that does not communicate. An operation took 3.2 us, an all-gather 0.25 ms,
-# a reduce-scatter 0.19 ms, and the hooks of a unit in forward and backward 0.27 ms (torch 2.13).
+# Host cost of a sharded unit, as multiples of the time of the lightest operation (see [Note: cost of Python]). This
+# cost was measured for a model of eight tiny units, with a process group that does not communicate. The lightest
+# operation took 3.2 us, an all-gather 0.25 ms, a reduce-scatter 0.19 ms, and the hooks of a unit in forward and
+# backward 0.27 ms (torch 2.13).
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85

@@ -76,9 +76,10 @@ _ROUNDED = {
 }
 _SIGN_BYTES = 0.15625  # 1-bit Adam, per element: a bit, and a float32 for 128 elements (docs/design/communication.md)
 _MUON_STEPS = 5
-# Costs in lightest operations. A step of fused AdamW took the time of 22 lightest operations, plus 2 to 3 for each of
-# 16 to 54 weights. A step in backward, which updates one weight at a time, took the time of 7 lightest operations for
-# each weight (6.1 to 8; 10 for convolutions). These are process times on one core of an Intel Xeon with torch 2.13.
+# Costs as multiples of the time of the lightest operation. A step of fused AdamW took 22 times as long as the lightest
+# operation, plus 2 to 3 times for each of 16 to 54 weights. A step in backward, which updates one weight at a time,
+# took 7 times as long for each weight (6.1 to 8; 10 for convolutions). These are process times on one core of an Intel
+# Xeon with torch 2.13.
 _OPERATIONS_OF_STEP = 22
 _OPERATIONS_OF_WEIGHT = {"none": 2, "exact": 7}
 
