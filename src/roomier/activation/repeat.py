@@ -47,7 +47,7 @@ class Buffers:
         return self._changing is None or place in self._changing
 
     def learn(self, before: dict[_Place, Tensor], versions: dict[_Place, int]) -> None:
-        """Determine which buffers the forward pass that has just ended changed.
+        """Determine which buffers were changed by the forward pass that just ended.
 
         Args:
             before: copies of the buffers that can change.

@@ -53,7 +53,8 @@ class FrameCount:
 
 
 class CallCount:
-    """Probe that counts the Python calls into a library from the step ``first`` up to the step ``last``.
+    """Probe that counts the Python calls into a library from the step ``first`` up to but not including the step
+    ``last``.
 
     The counted steps should be an integer number of log intervals, so that calls in log steps are counted in proportion
     to their frequency. A call within ``training_step`` is counted only if it enters the library. A generator is counted

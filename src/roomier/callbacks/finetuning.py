@@ -282,8 +282,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     Args:
         unfreeze_backbone_at_epoch: epoch in which training of the backbone starts, counted from 0.
-        lambda_func: function that maps an epoch to a factor. When a later epoch starts, the rate of the backbone is
-            multiplied by ``lambda_func(epoch + 1)``.
+        lambda_func: function that maps an epoch to a factor. At the start of each later epoch, the learning rate of
+            the backbone is multiplied by ``lambda_func(epoch + 1)``.
         backbone_initial_ratio_lr: initial rate of the backbone, as a fraction of the rate of the first group.
         backbone_initial_lr: initial rate of the backbone; takes precedence over ``backbone_initial_ratio_lr``.
         should_align: if True, limit the rate of the backbone to the rate of the first group.

@@ -34,7 +34,7 @@ def model_to_export(
 
     Args:
         class_path: import path of the model class; None uses the class that ``roomier fit`` wrote to the run folder.
-        others: command-line words that do not belong to an option: ``--model.NAME VALUE``.
+        others: remaining command-line words, which set arguments of the model (``--model.NAME VALUE``).
         trusts_folder: if True, import the class that the run folder names, and construct it with the stored arguments.
 
     Raises:

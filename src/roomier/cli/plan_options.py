@@ -237,8 +237,8 @@ def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
 
 
 def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:
-    """Return the Plan that the Trainer's keywords describe on ``machine``, with all strategies or the selected
-    strategy.
+    """Return the Plan that the Trainer's keywords describe on ``machine``. Its strategy is ``"auto"`` if no strategy is
+    selected.
 
     Args:
         optimizes_itself: True if the model configures its optimizer. Otherwise, the default optimizer is AdamW.

@@ -40,7 +40,7 @@ class FormError(ValueError):
         super().__init__(f"{place} is {shorten(value, _SHOWN_CHARS)}, but must be {constraint}")
 
     def within(self, place: str) -> FormError:
-        """Return the same error for a value in a container, where ``place`` is the place of the container."""
+        """Return this error with ``place`` as a prefix, which is the place of the container with the value."""
         return FormError(item_of(place, self.place), self.value, self.constraint)
 
 

@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """One or several nodes with identical devices.
+    """One or more nodes with identical devices.
 
     Attributes:
         device: the device of each rank.

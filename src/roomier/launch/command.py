@@ -1,8 +1,8 @@
 """Command that started this process, and its working folder. The other ranks of this machine run the same command.
 
 [Note: folders]
-Relative paths on a command line refer to the working folder of the process at its start. A script may change the folder
-before it starts the ranks, even before it imports roomier. The other ranks start in the original folder and run the
+Relative paths on a command line refer to the working folder of the process at its start. A script may change its folder
+before it starts the ranks, or even before it imports roomier. The other ranks start in the original folder and run the
 same script, so they change the folder in the same way as rank 0. As a result, relative paths have the same meaning on
 all ranks.
 

@@ -65,7 +65,7 @@ class Judge:
 
     Attributes:
         slowest_s: duration of the slowest micro-batch so far, including its share of the step. Steps in which a rank
-            had an activity that can take a long time are not measured.
+            performed an operation that can take a long time are not measured.
     """
 
     def __init__(self, limits: Limits, process_state: Callable[[Record], str | None] = lambda _: None) -> None:

@@ -50,7 +50,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "device_mesh": "the number of ranks determines the mesh",
     # FullyShardedDataParallel
     "auto_wrap_policy": (
-        "the units are the blocks (repeated layers), or the modules that model_blocks() of the model returns"
+        "the units are the blocks (repeated layers), or the modules that the method model_blocks() returns"
     ),
     "use_orig_params": "parameters always keep their names and shapes",
     "limit_all_gathers": "at most one block is all-gathered before its computation",

@@ -1,7 +1,8 @@
 """Answers to the fields of transformers' ``TrainingArguments``, and to the other arguments of transformers' Trainer.
 
-A field is converted if an argument of the Trainer results in the same computation. All other fields belong to another
-object of roomier, have no effect, or are not supported. The table also contains names of fields from transformers 4.
+A field is converted if an argument of roomier's Trainer results in the same computation. All other fields belong to
+another object of roomier, have no effect, or are not supported. The table also contains names of fields from
+transformers 4.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class OffloadedGradients:
         self._awaits_update: set[Region] = set()
 
     def begin_step(self) -> None:
-        """Begin a step, before its first forward pass. Parameters can have been unfrozen since the last step.
+        """Begin a step, before its first forward pass. Parameters may have been unfrozen since the last step.
 
         Gradients of earlier steps belong to pending updates, which run when the region of the gradients is used.
         """

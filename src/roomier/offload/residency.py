@@ -164,7 +164,7 @@ class Residency:
 
     def release(self) -> None:
         """Move all regions away from the device."""
-        self._running.clear()  # a forward pass can have ended with an error
+        self._running.clear()  # a forward pass may have ended with an error
         self._leave_except(set())
         for region in self._leaving:
             self._memory[region].free()

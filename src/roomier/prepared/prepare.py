@@ -52,7 +52,7 @@ def prepare(
 
     Args:
         module: any ``nn.Module``. The module is moved and converted in place.
-        optimizer: one or several optimizers of the module's parameters. If None, the optimizer that ``plan`` names is
+        optimizer: one or more optimizers of the module's parameters. If None, the optimizer that ``plan`` names is
             created.
         objects: DataLoaders, schedulers, and additional models and optimizers, in any order.
         plan: a Plan, a mapping, or the path of a YAML or JSON file. None is ``Plan()``.

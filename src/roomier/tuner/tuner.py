@@ -80,7 +80,7 @@ class Tuner:
     ) -> int | None:
         """Search for a batch size. See :func:`roomier.tuner.scale_batch_size`.
 
-        The search does not change an attribute of the model, so ``batch_arg_name`` is ignored.
+        The search does not change any attribute of the model, so ``batch_arg_name`` is ignored.
         """
         _check_method(method, dataloaders)
         return scale_batch_size(

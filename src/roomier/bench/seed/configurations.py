@@ -38,7 +38,7 @@ class Configuration:
         name: name of the row.
         flags: arguments of the Trainer. The precision ``"16"`` means fp16 on a GPU and bf16 on a CPU. The tier
             ``"lower"`` means host memory on a GPU and the disk on a CPU.
-        published: values of the article; None if the article states no value.
+        published: values reported in the article; None if the article reports none.
     """
 
     name: str

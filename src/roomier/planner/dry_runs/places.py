@@ -16,7 +16,7 @@ _PLACE = "_roomier_place"  # attribute of a tensor: name of the part of the mode
 
 
 def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Return the parts of ``network`` that a dry run distinguishes, with their names. The parts are the blocks, and the
+    """Return the parts of ``network`` that a dry run distinguishes, with their names. The parts are the blocks and the
     leaf modules outside the blocks."""
     in_blocks = {part for block in blocks for part in block.modules()}
     return {

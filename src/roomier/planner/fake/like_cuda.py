@@ -19,8 +19,8 @@ differences, which affect the memory of a step on a GPU, are modeled:
   parameters on a GPU), so the temporary tensors of all parameters exist at the same time. ``foreach`` is also the
   default on other accelerators with their own memory.
 
-cuDNN kernels and workspaces, which are not tensors, are not modeled. For an LSTM, the saved memory of oneDNN's kernel
-is counted instead.
+cuDNN kernels and workspaces, which are not tensors, are not modeled. For an LSTM, the memory that oneDNN's kernel
+saves for backward is counted instead.
 """
 
 from __future__ import annotations

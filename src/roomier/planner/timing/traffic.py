@@ -222,7 +222,7 @@ def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[Un
     copied = 2 + (3 * group.share_sent if adds_up else 0)  # passes: the copy into the bucket, and the sum
     if plan.parallel.gradient_compression == "powersgd":
         copied += _POWERSGD_PASSES
-        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # the two factors are separate collectives
+        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # two collectives, one per factor
     found = []
     for unit, whole, wired in zip(units, whole_bytes, num_bytes, strict=True):
         share = wired / max(sum(num_bytes), 1)

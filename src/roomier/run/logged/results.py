@@ -384,7 +384,7 @@ class Results:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values. The name ``x`` contains the latest value of a step or of an epoch."""
+        """All logged values. The key ``x`` maps to the latest value, from a step or an epoch."""
         return self._shown()[0]
 
     @property
