@@ -262,7 +262,7 @@ class TrainerView(Protocol):
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first callback that saves checkpoints; None without such a callback."""
+        """The first callback that saves checkpoints; None if no such callback exists."""
 
     @property
     def checkpoint_callbacks(self) -> Sequence[Any]:
@@ -270,7 +270,7 @@ class TrainerView(Protocol):
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping callback; None without such a callback."""
+        """The first EarlyStopping callback; None if no such callback exists."""
 
     @property
     def early_stopping_callbacks(self) -> Sequence[Any]:

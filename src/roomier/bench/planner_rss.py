@@ -1,7 +1,7 @@
 """Resident-set measurement of ``roomier bench planner``, which runs as ``python -m roomier.bench.planner_rss FOLDER
 SETTINGS``.
 
-The module measures the increase of the resident set of a fresh process, from before the model is created to the peak
+The module measures the increase in the resident set of a fresh process, from before the model is created to the peak
 during the third step. The model is so wide that the memory of libraries and of the allocator is negligible.
 """
 

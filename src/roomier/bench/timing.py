@@ -18,7 +18,7 @@ import torch
 class Cost:
     """The time of one step in microseconds.
 
-    The wall time is the time for which a user waits. The processor time excludes the time of other processes. On a CPU,
+    The wall time is the time that a user waits. The processor time excludes the time of other processes. On a CPU,
     if the machine runs no other work, both times are equal.
 
     Attributes:

@@ -82,7 +82,7 @@ class Updates:
         return None
 
     def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """Return the norm of the gradients before clipping, if this object clips the gradients."""
+        """Return the norm of the gradients before clipping; None if this object does not clip them."""
         return None
 
     def state(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _rounded_up(number: int, step: int) -> int:
 
 
 def _pack(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Pack sequences step by step. Unknown lengths are assumed to be the maximum."""
+    """Pack sequences by time step. Unknown lengths are assumed to be the maximum."""
     given, lengths, batch_first = args
     num_sequences, length = given.shape[:2] if batch_first else (given.shape[1], given.shape[0])
     known = known_values.is_known(lengths) or torch_fake.fake_constant(lengths) is not None
