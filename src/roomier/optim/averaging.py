@@ -179,7 +179,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of ``value``, which is unsharded or sharded like ``tensor``."""
     if is_sharded(value) or not is_sharded(tensor):
         return local(value)
-    from torch.distributed.tensor import distribute_tensor  # slow to import, but already imported if tensors are sharded
+    from torch.distributed.tensor import distribute_tensor  # slow to import, but imported already if sharded
 
     placed = value.to(tensor.to_local().device)
     return local(distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None))
@@ -188,7 +188,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
 def _full_tensor_of(tensor: Tensor, part: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return part
-    from torch.distributed.tensor import DTensor  # slow to import, but already imported if tensors are sharded
+    from torch.distributed.tensor import DTensor  # slow to import, but imported already if sharded
 
     placed = part.to(tensor.to_local().device)
     return DTensor.from_local(

@@ -57,8 +57,8 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
     """Reject arguments of earlier Lightning versions. ``given`` contains the arguments of the Trainer.
 
     Raises:
-        RoomierError: an argument of an earlier version of Lightning is given. The error message shows the call ``Trainer(...)`` with current
-            arguments.
+        RoomierError: an argument of an earlier version of Lightning is given. The error message shows the call
+            ``Trainer(...)`` with current arguments.
     """
     found = [name for name in given if _is_former(name, given[name])]
     if not found:
