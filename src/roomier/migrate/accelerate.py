@@ -123,7 +123,7 @@ def _fsdp(answers: Answers, name: str, plugin: Any) -> None:
             answers.ignore(f"{name}.{setting}", value, WITHOUT_EFFECT.get(setting, _UNITS))
 
 
-_UNITS = "the units are the blocks (repeated layers), or the modules that model_blocks() of the model returns"
+_UNITS = "the units are the blocks (repeated layers), or the modules that the method model_blocks() returns"
 _OF_UNITS = {
     "auto_wrap_policy": None,
     "transformer_cls_names_to_wrap": None,

@@ -27,7 +27,7 @@ _LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hyster
 _OF_ACCELERATE = {
     "zero3_init_flag": "configure_model of the module creates large models part by part",
     "transformer_moe_cls_names": (
-        "the units are the blocks (repeated layers), or the modules that model_blocks() of the model returns"
+        "the units are the blocks (repeated layers), or the modules that the method model_blocks() returns"
     ),
     "is_train_batch_min": "the DataLoader determines the batch",
 }
