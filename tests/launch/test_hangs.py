@@ -56,7 +56,9 @@ def run(notes: Path, how: str, rank: int, launcher: Iterable[str] = (), **keywor
     done = subprocess.run(words, env=environ, cwd=notes, capture_output=True, text=True, timeout=400)
     seconds = time.time() - (notes / "gone-wrong").stat().st_mtime
     pids = [int(path.stem) for path in notes.glob("*.pid")]
-    left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    running = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, running = psutil.wait_procs(running, timeout=5.0)  # a killed process ends when the kernel schedules it
+    left = [each.pid for each in running if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     return Outcome(done.returncode, done.stdout, done.stderr, seconds, left)
 
 

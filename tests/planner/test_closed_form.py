@@ -186,7 +186,7 @@ def test_the_peak_with_a_budget_is_the_peak_of_the_choice() -> None:
         assert forecast.tensor_bytes <= wanted
         quick, slow, found_s = (each.time.compute_s for each in (high, low, forecast) if each.time is not None)
         assert quick * 0.999 <= found_s <= slow * 1.001
-        assert forecast.remark.startswith("Activation budget: of 6 blocks ")
+        assert forecast.remark.startswith("Activation budget: of 6 blocks, ")
     with pytest.raises(BudgetTooSmallError, match="peak of a step is at least"):
         asked.estimate(make_plan(activation={"policy": "budget", "budget_bytes": 2**20}), 64)
 

@@ -64,7 +64,7 @@ def test_a_budget_is_confirmed_by_a_dry_run() -> None:
     found = confirm(workload(), plan, machine("cpu"))
     assert dry_run(workload(), plan, device=machine("cpu").device).intervals == found.timeline
     assert found.method == "dry run"
-    assert found.remark.startswith("Activation budget: of 4 blocks ")
+    assert found.remark.startswith("Activation budget: of 4 blocks, ")
 
 
 def test_activations_in_host_memory_of_a_gpu_are_forecast_by_the_closed_form() -> None:

@@ -123,7 +123,7 @@ def _without_effect_on_one_rank(name: str, value: object, given: Mapping[str, An
     ordinary = {"sync_batchnorm": False, "use_distributed_sampler": True, "replace_sampler_ddp": True}
     if not isinstance(value, bool) or value == ordinary[name] or num_ranks_of(given, alone_by_default=True) > 1:
         return False
-    notice(f"{name}={value} has no effect, because this run has one rank")
+    notice(f"{name}={value}: no effect: this run has one rank")
     return True
 
 
