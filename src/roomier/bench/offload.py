@@ -144,9 +144,12 @@ class _Training:
         return min(1.0, OffloadPlan.buffers / num_units) / 2
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the number of bytes read from and written to the disk so far."""
+        """Complete the updates and their writes, and return the number of bytes read from and written to the disk."""
         updates = self._engine._updates
-        return updates.moved_bytes() if isinstance(updates, OffloadedUpdates) else (0, 0)
+        if not isinstance(updates, OffloadedUpdates):
+            return 0, 0
+        updates.settle()
+        return updates.moved_bytes()
 
     def close(self) -> None:
         """Free the tier."""
