@@ -1,1 +1,2 @@
-"""Accelerators through ``torch.accelerator``: names, capabilities, streams, memory, random states, and copies."""
+"""Accelerators through ``torch.accelerator``: names, capabilities, streams, memory, random states, and copies of
+batches."""

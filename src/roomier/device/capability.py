@@ -1,10 +1,10 @@
-"""Capabilities of a device: the features that code may use on the device.
+"""Capabilities of a device, such as streams, pinned memory and fused optimizers.
 
 [Note: capabilities are tried]
 Code must not depend on the name of a device, because torch supports devices that roomier does not know. Drivers can
-implement torch's interfaces only partially. Therefore, roomier determines each capability by using the feature once on
-one element. Each result is stored until the process ends. The CPU requires neither streams nor pinned memory, because
-the CPU is the host.
+implement torch's interfaces only partially. Therefore, roomier tries each feature once, with a tiny operation, and
+stores the result until the process ends. The capabilities of the CPU are fixed. The CPU requires neither streams nor
+pinned memory, because the CPU is the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Capabilities:
     Attributes:
         has_streams: True if kernels and copies can run on several streams, and events can order and time them.
         has_pinned_memory: True if host memory can be pinned, so that copies from it run while the host continues.
-        has_memory_statistics: True if the allocator reports current and peak bytes.
+        has_memory_statistics: True if the allocator reports its current and peak memory usage.
         has_memory_info: True if the driver reports the free and the total memory.
         fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) that have fused kernels.
         dtypes: the dtypes among bfloat16, float16 and float64 in which the device can run computations.
@@ -95,7 +95,7 @@ def _tried(device_type: str) -> Capabilities:
 
 
 def _works(use: Callable[[], Any]) -> bool:
-    """Call ``use``, and return False if it raises an error or returns False; otherwise, return True."""
+    """Call ``use``. Return False if the call raises an error or returns False, and True otherwise."""
     try:
         return use() is not False
     except torch.OutOfMemoryError:
@@ -137,7 +137,7 @@ def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def usable_device(accelerator: str, mode: str) -> torch.device:
-    """Return the device for ``accelerator``, and print a notice about the slower code paths that a run on it uses.
+    """Return the device for ``accelerator``, and print a notice if the device lacks capabilities.
 
     Args:
         mode: precision mode of the run.

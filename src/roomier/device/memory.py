@@ -1,8 +1,8 @@
-"""Memory of an accelerator. All numbers are bytes.
+"""Memory of an accelerator. All sizes are in bytes.
 
-Functions that read the allocator require the capability ``has_memory_statistics``. *Allocated* bytes are the sizes of
-tensors, each rounded up to the block size of the allocator. *Reserved* bytes are the memory that the allocator has
-taken from the device.
+Functions that read the allocator require the capability ``has_memory_statistics``. *Allocated* memory is the memory of
+tensors. The size of each tensor is rounded up to the block size of the allocator. *Reserved* memory is the memory that
+the allocator has obtained from the device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and the total memory of ``device``, counting the memory of all processes; None if the driver does
-    not report them."""
+    """Return the free and the total memory of ``device``, or None if the driver does not report them. Memory that other
+    processes use does not count as free."""
     return torch.accelerator.get_memory_info(device) if capabilities_of(device).has_memory_info else None
 
 
@@ -70,7 +70,7 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def release_cached(device: torch.device) -> None:
-    """Return the unused memory in the allocator's cache to the device."""
+    """Release the unused memory in the allocator's cache to the device."""
     release = None if device.type == "cpu" else getattr(torch.get_device_module(device), "empty_cache", None)
     if release is not None:
         release()

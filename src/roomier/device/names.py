@@ -1,4 +1,4 @@
-"""Names of device types. This file does not import torch, so that a Plan can be checked without torch."""
+"""Names of device types. Importing this file does not import torch, so a Plan can be checked without torch."""
 
 from __future__ import annotations
 

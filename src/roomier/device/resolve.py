@@ -1,8 +1,8 @@
 """Resolve the name of an accelerator to a device.
 
 torch supports one accelerator in a process: the accelerator for which torch was compiled, or the device that a package
-registered (``PrivateUse1``). ``torch.accelerator`` refers to this accelerator, so this file contains no names of
-devices.
+registered (``PrivateUse1``). ``torch.accelerator`` refers to this accelerator, so this file contains no code for
+specific accelerators.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from roomier.device.names import PACKAGES, is_known_to_torch
 
 
 def resolve_device(accelerator: str) -> torch.device:
-    """Return the device for ``accelerator``. An accelerator has the current device index.
+    """Return the device for ``accelerator``. The result has the current device index, unless it is the CPU.
 
-    ``"gpu"`` selects the accelerator of this machine. ``"auto"`` selects the CPU if there is no accelerator.
+    ``"gpu"`` and ``"auto"`` select the accelerator of this machine. If there is none, ``"auto"`` selects the CPU.
 
     Raises:
         RoomierError: this machine does not have the accelerator, or torch does not support it.
@@ -56,7 +56,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def group_backend(device_type: str) -> str | None:
-    """Return the names of the backends of a process group for tensors on the CPU and on ``device_type``.
+    """Return the backend argument for a process group that communicates tensors on the CPU and on ``device_type``.
 
     The result is ``"gloo"`` for the CPU, and for example ``"cpu:gloo,cuda:nccl"`` for a GPU. The result is None if
     torch has no collectives for the device.
@@ -65,7 +65,7 @@ def group_backend(device_type: str) -> str | None:
         return "gloo"
     try:
         backend = dist.get_default_backend_for_device(device_type)
-    except (ValueError, RuntimeError):  # a RuntimeError is raised if torch does not recognize the name
+    except (ValueError, RuntimeError):  # torch raises a RuntimeError if it does not recognize the device type
         return None
     # torch lists gloo for mps, but gloo cannot send tensors on mps.
     is_supported = device_type in dist.Backend.backend_capability.get(backend, [device_type])

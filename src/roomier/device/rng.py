@@ -45,7 +45,7 @@ _STATES = fields(
 
 
 def rng_form(value: Any, place: str) -> None:
-    """Check that ``value`` has the form of the result of :func:`rng_state`. Each key that is not a generator of the
+    """Check that ``value`` has the structure that :func:`rng_state` returns. Each key that is not a generator of the
     host must be a device type."""
     _STATES(value, place)
     for key in of_devices(value):
@@ -57,13 +57,13 @@ def seed_everything(seed: int | None = None, workers: bool = False) -> int:
     """Seed Python, NumPy and torch (all devices), and return ``seed``.
 
     Args:
-        seed: integer in ``[0, 2**32)``. None uses the value of the ``PL_GLOBAL_SEED`` environment variable, as in
-            Lightning, or 0 if the variable is not set.
+        seed: integer in ``[0, 2**32)``. If None, the value of the ``PL_GLOBAL_SEED`` environment variable is used, as
+            in Lightning, or 0 if the variable is not set.
         workers: has no effect. This argument exists for compatibility with Lightning. roomier always seeds the workers
             of a DataLoader, separately for each sample.
 
     Raises:
-        RoomierError: ``seed`` is not an integer in ``[0, 2**32)``.
+        RoomierError: ``seed``, or the value of the environment variable, is not an integer in ``[0, 2**32)``.
 
     Example:
         >>> roomier.seed_everything(42)
@@ -129,7 +129,7 @@ def generator_state(device: torch.device) -> Tensor:
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set the state that :func:`generator_state` returned."""
+    """Set torch's default generator for ``device`` to ``state``, which :func:`generator_state` returned."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -137,7 +137,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 def check_rng_state(state: dict[str, Any], place: str) -> None:
-    """Check that the generators on the CPU accept the tensors of ``state``, which :func:`rng_form` has checked.
+    """Check that the generators of the CPU accept the tensors of ``state``. Call :func:`rng_form` first.
 
     Raises:
         FormError: a generator does not accept its tensor.
@@ -164,7 +164,8 @@ def check_generator_state(state: torch.Tensor, place: str) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the state that :func:`rng_state` returned. States of devices that do not exist are skipped."""
+    """Restore the states of all generators from a result of :func:`rng_state`. States of devices that do not exist are
+    skipped."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     np.random.set_state(

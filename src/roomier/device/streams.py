@@ -1,7 +1,7 @@
 """Streams and events of an accelerator.
 
 Kernels and copies on one stream run in launch order. Work on different streams is unordered unless a stream waits for
-an event of another stream. The work that is launched inside ``with stream:`` runs on ``stream``.
+an event of another stream. Work launched inside ``with stream:`` runs on ``stream``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ def computing_stream(device: torch.device) -> torch.Stream:
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """Record an event on the compute stream. ``elapsed_time`` returns the milliseconds between two events."""
+    """Record an event on the compute stream, and return it. ``elapsed_time`` returns the milliseconds between two
+    events."""
     event = torch.Event(device, enable_timing=True)
     event.record(computing_stream(device))
     return event
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished all submitted work. The CPU has no pending work."""
+    """Wait until ``device`` has finished all submitted work. For the CPU, return immediately."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,7 +1,7 @@
 """Storage for measurements of this machine, in one JSON file in the user's cache folder.
 
 A write replaces one section of the file. The file is replaced atomically, so a reader never reads an incomplete file.
-If two processes write at the same time, the file contains only the data of the later write.
+If two processes write at the same time, the later write can overwrite the section of the earlier write.
 """
 
 from __future__ import annotations

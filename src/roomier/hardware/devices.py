@@ -14,11 +14,11 @@ SXM, H200, B200, MI325X, RTX 4090 and RTX 5090 were compared with public copies 
 as reported by its driver, pytorch/ao#4002). The other values were entered from memory and were not compared with the
 data sheets. Public copies for B300 disagree with each other.
 
-*Memory* is the total that CUDA reports, which is the maximum for a run. This total is 1 to 4 % less than the number of
-GiB in the name of the device, because the driver and error correction reserve some memory. If the totals of different
-drivers differ, the table contains the smallest total. Sources: public out-of-memory messages ("GPU 0 has a total
-capacity of ...") for A100, H100, H100 NVL, H200, B300, A10G, A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002
-(B200) and unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The other totals were entered without a source.
+*Memory* is the total that CUDA reports, which is the maximum for a run. This total is up to 9 % less than the nominal
+memory size, because the driver and error correction reserve some memory. If the totals of different drivers differ, the
+table contains the smallest total. Sources: public out-of-memory messages ("GPU 0 has a total capacity of ...") for
+A100, H100, H100 NVL, H200, B300, A10G, A40, L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and
+unslothai/unsloth-zoo#1053 (RTX 6000 Ada). The other totals were entered without a source.
 
 *Share* is the fraction of the peak that matrix products of a model reach. Published values for large products are 0.74
 for A100, 0.76 for V100, 0.63 for A6000, and 0.5 for RTX 3090 Ti (github.com/fanghostt/transformers-benchmarks). The
@@ -53,12 +53,12 @@ from roomier.hardware.machine import Device, Link, Machine
 
 LINK_EFFICIENCY = 0.78
 OPERATION_S = 7e-6
-"""Assumed host time that eager PyTorch requires to start one operation on a GPU; 5 to 10 us are typical."""
+"""Assumed host time in seconds to start one operation of eager PyTorch on a GPU. Typical times are 5 to 10 us."""
 
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.6e-6, 5.7e-6, 19.8e-6
 _DISK_READ, _DISK_WRITE = Link(6e9, 1e-4), Link(4e9, 1e-4)
 MOST_PER_NODE = 16
-"""Upper bound for the GPUs of one node (DGX-2 had 16)."""
+"""Maximum number of GPUs in a node. (A DGX-2 has 16.)"""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Sheet:
 
     Attributes:
         device: the device of the row.
-        aliases: additional names used by people and by CUDA; see :func:`plain_name`.
+        aliases: other names of the device, including the names that CUDA reports; see :func:`plain_name`.
         capability: major version of CUDA's compute capability; 0 for devices of other vendors.
         num_links: number of NVLinks per device; 0 if the devices of a node are connected by PCIe.
-        in_node, host, network: rate of each link in one direction in bytes/s, from the data sheet.
+        in_node, host, network: rates of the links in one direction, in bytes/s, from the data sheet.
         node_memory_bytes: host memory of a typical node.
     """
 
@@ -89,7 +89,7 @@ class Sheet:
         return self.device.name
 
     def machine(self, devices: int, num_nodes: int) -> Machine:
-        """Return ``num_nodes`` nodes with ``devices`` devices each."""
+        """Return a machine of ``num_nodes`` nodes with ``devices`` devices each."""
         return Machine(
             device=self.device,
             devices_per_node=devices,
@@ -107,8 +107,8 @@ class Sheet:
 # Rates are in TFLOP/s, bandwidth in TB/s, links in GB/s in one direction, and network in Gbit/s per device; "-" means
 # absent. cc is the major version of the compute capability. The row mi250x is one of the two dies of a card. H100 PCIe
 # and NVL: NVLink bridges connect only pairs of cards. The devices of an AWS node (a10g, l4, v100, t4) share its network
-# card of 100 Gbit/s. MI300X, MI325X: 7 links of 64 GB/s. MI250X: 50 GB/s between the slowest pairs, 36 to the host,
-# half a card of 200 Gbit/s, as in Frontier.
+# card of 100 Gbit/s. MI300X, MI325X: 7 links of 64 GB/s. MI250X: 50 GB/s between the slowest pairs, 36 GB/s to the
+# host, and half of a network card of 200 Gbit/s, as in Frontier.
 _TABLE = """
 name            GiB     TB/s   fp32   tf32    bf16    fp16    fp8     cc  link  links  host  network  node_GiB  share
 b300            267.69  8.0    75     1125    2250    2250    4500    10  900   18     64    800      2048      0.65
@@ -232,8 +232,8 @@ def known_names() -> dict[str, Sheet]:
 def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
     """Return the peak rate of matrix products in FLOP/s for ``precision`` (``"16"``, ``"tf32"`` or ``"32"``).
 
-    Returns None if the table does not contain the device. The table contains no CPUs, because the peak rate of a CPU
-    depends on its clock under load.
+    Returns None if the table does not contain the device, or has no rate for ``precision``. The table contains
+    no CPUs, because the peak rate of a CPU depends on its clock under load.
     """
     sheet = sheet_of(device_name(device) or "") if device.type == "cuda" else None
     dtype = {"16": "fp16", "tf32": "tf32", "32": "fp32"}[precision]

@@ -1,4 +1,4 @@
-"""Measures a disk with the same transfers that offloaded data uses."""
+"""Measurement of a disk with the transfers that offloading uses."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRate
 
     Args:
         folder: folder for the temporary file.
-        seconds: approximate duration.
-        num_bytes: maximum number of bytes in each direction.
+        seconds: approximate duration of the measurement.
+        num_bytes: maximum number of bytes to read and to write at a time.
 
     Raises:
-        RoomierError: the folder is not writable.
+        RoomierError: the folder is not writable, or the disk is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

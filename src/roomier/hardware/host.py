@@ -57,8 +57,8 @@ def available_memory_bytes() -> int:
 def container_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the usage in bytes of this process's control group (v2) and of each parent group, if the
-    group has a limit.
+    """Yield the memory limit and the memory usage, in bytes, of each control group (v2) that contains this process and
+    has a limit.
 
     The usage excludes file pages that were not accessed recently (``inactive_file``), because the kernel reclaims them
     on demand (Linux, Documentation/admin-guide/cgroup-v2.rst).

@@ -37,7 +37,7 @@ class Device:
         product_efficiency: fraction of ``flops_per_s`` that matrix products of a model reach; 1 for measured rates.
         operation_s: seconds that the host requires to start one operation.
         update_bytes_per_s: bytes that a fused AdamW reads and writes per second (4 numbers read and 3 written per
-            parameter); None if this rate was not measured. In this case, ``memory_bytes_per_s`` is used.
+            parameter); None if this rate was not measured. If None, ``memory_bytes_per_s`` is used instead.
     """
 
     name: str

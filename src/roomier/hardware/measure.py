@@ -25,11 +25,11 @@ DTYPES = {
     "fp16": torch.float16,
 }
 _SMALLEST, _LARGEST = 128, 8192  # Number of rows of a matrix.
-_IS_LONG_S = 0.02  # The launch of a product that takes this long has a negligible cost.
+_IS_LONG_S = 0.02  # The launch cost of a product that takes this many seconds is negligible.
 
 
 def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
-    """Return the FLOP/s of a square matrix product; None if the device does not support the dtype.
+    """Return the highest rate of square matrix products in FLOP/s; None if the device does not support the dtype.
 
     Args:
         dtype: one of ``DTYPES``.
@@ -48,7 +48,7 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
                 return best or None
             took = _typical_seconds(partial(torch.mm, a, b, out=out), device, seconds / 16)
             best = max(best, 2 * size**3 / took)
-            # The next product is 8 times as large and runs at least 3 times.
+            # The next product takes about 8 times as long and runs at least 3 times.
             is_over = size > _SMALLEST and time.perf_counter() + 24 * took > deadline
             if is_over or took > _IS_LONG_S or size >= _LARGEST:
                 return best
@@ -60,7 +60,7 @@ def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = No
 
     By default, a copy has a size of 128 MiB, or 16 MiB on a CPU. If a model is trained on a CPU, most of its data is in
     the caches of the CPU. (A core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB.) On
-    busy cores, a long copy would be interrupted.
+    busy cores, other programs would also interrupt a long copy.
     """
     if num_bytes is None:
         num_bytes = 2**24 if device.type == "cpu" else _fitting(2**27, device)
@@ -90,11 +90,11 @@ def operation_seconds(device: torch.device, seconds: float, num_operations: int 
 
 
 def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**24) -> float:
-    """Return the rate of a fused AdamW in bytes per second. AdamW reads 4 numbers and writes 3 numbers per parameter.
+    """Return the rate of an AdamW update in bytes per second. AdamW reads 4 numbers and writes 3 numbers per parameter.
 
-    A device without fused optimizers runs separate kernels, so its rate is lower than its memory bandwidth.
+    A device without fused optimizers runs separate kernels, so its update rate is lower than its memory bandwidth.
     """
-    # 16 bytes: the value, the gradient and two states in float32.
+    # 16 bytes per parameter: the value, the gradient and two states in float32.
     num_parameters = _fitting(16 * num_parameters, device) // 16
     parameters = [torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in range(4)]
     for parameter in parameters:
@@ -114,7 +114,7 @@ def _fitting(num_bytes: int, device: torch.device) -> int:
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return the second shortest time of ``run`` in seconds. ``run`` is repeated for ``seconds``, but at least three
-    times. The first run is a warm-up."""
+    times. The first run is a warm-up. If the first run takes longer than ``seconds``, ``run`` is repeated only once."""
     start = time.perf_counter()
     first = seconds_of(run, device)
     if first > seconds:
@@ -126,7 +126,7 @@ def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: f
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Call ``run``, and return the seconds from its start until ``device`` has finished all work."""
+    """Call ``run``, and return the time in seconds until ``device`` has finished all work."""
     synchronize(device)
     start = time.perf_counter()
     run()

@@ -51,11 +51,11 @@ class Measured:
         is_quick: True for a measurement that took about a second in the calling process, without disk and collectives.
         flops_per_s: rates of matrix products by dtype, in FLOP/s.
         memory_bytes_per_s: memory bandwidth, reads plus writes.
-        operation_s: seconds to start one operation.
+        operation_s: time to start one operation, in seconds.
         update_bytes_per_s, host_bytes_per_s: bandwidth of an optimizer update, and of transfers from host to device;
             None if not measured.
-        gather, reduce: bandwidth of the collective (bytes that one rank sends per second) and its latency in seconds;
-            None for one rank.
+        gather, reduce: bandwidth (bytes that one rank sends per second) and latency (seconds) of an all-gather and a
+            reduce-scatter; None if not measured.
         disk_read, disk_write: rates of reads and writes in the folder for offloading, in bytes per second; None if not
             measured.
         disk_both: total rate of simultaneous reads and writes, in bytes per second; None if not measured.

@@ -1,4 +1,4 @@
-"""Measures this machine: concurrent processes, collectives between them, and the disk."""
+"""Measurements of this machine: rates of concurrent processes, collectives between the processes, and the disk."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
         torch.set_num_threads(threads_before)
     share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
     sharing = num_ranks if device.type == "cpu" else 1
-    # In the measurement with all threads, each rank has its share of the total rate. The measurement with one thread is
-    # a second estimate, because other programs slow down threads that wait for each other.
+    # The rate of a rank is estimated in two ways: from its share of the rate with all threads, and from the rate with
+    # one thread. The higher estimate is used, because other programs slow down threads that wait for each other.
     alone, all_threads = memory[1], memory[together]
     copied, updated = (max(share * one, both / sharing) for one, both in zip(alone, all_threads, strict=True))
     return Measured(
@@ -117,7 +117,7 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
     """Return the bandwidth of a collective (bytes that a rank sends per second) and the duration of a small collective
     in seconds; None for one rank.
 
-    A collective ends when the slowest rank has finished. The result is the time of the fastest repetition.
+    The duration of a collective is the time of its slowest rank. The shortest duration of all repetitions is used.
     """
     if len(ranks) == 1:
         return None

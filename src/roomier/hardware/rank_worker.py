@@ -1,4 +1,4 @@
-"""Process of one rank in a measurement of several ranks, started with
+"""Process of one rank in a measurement of this machine, started with
 ``python -m roomier.hardware.rank_worker SETTINGS``.
 
 The settings are JSON on the command line, and the result is a JSON file. All ranks take the same measurement at the
@@ -33,7 +33,7 @@ from roomier.hardware.measure import (
 )
 
 _PATIENCE = timedelta(seconds=60)
-_WHOLE_BYTES = 2**24  # size of one collective, similar to a block of a small model
+_WHOLE_BYTES = 2**24  # bytes in a large collective, similar to a block of a small model
 _SMALL_BYTES = 2**10
 _REPETITIONS = 8
 
@@ -93,7 +93,7 @@ def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Return the row of this rank, summed over all ranks as in the engine."""
+    """Return the row of this rank, summed over all ranks in the same way as in the engine."""
     if rows.device.type != "cpu":
         result = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(result, rows)
@@ -114,7 +114,7 @@ def _repeated(run: Callable[[], object], device: torch.device) -> list[float]:
         run()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]  # the first repetition is dropped, because it connects the ranks
+    return seconds[1:]  # the first repetition is dropped, because it also connects the ranks
 
 
 def _meet() -> None:

@@ -1,5 +1,5 @@
-"""Creates machines from a text: ``"a100-40gb:8"``, ``"8xh100"``, ``"cpu:2"``, ``"this:4"``, or the path of a file that
-describes a machine."""
+"""Conversion of text to a machine. The text is a device with a count, such as ``"a100-40gb:8"``, ``"8xh100"`` or
+``"this:4"``, or the path of a file that describes a machine."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
     """Return the machine that ``spec`` describes.
 
     Args:
-        spec: case-insensitive name of a GPU, either from the table (``devices.py``) or as CUDA reports the name. The
+        spec: case-insensitive name of a GPU: a name in the table (``devices.py``), or the name that CUDA reports. The
             number of devices per node (default 1) is a suffix or a prefix: ``"a100-40gb:8"`` or ``"8xa100-40gb"``.
             ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
             ends in .yaml, .yml or .json refers to a file with the fields of :class:`Machine`; see
             :func:`machine_of_dict`.
-        num_nodes: number of nodes; None uses the value in the file, or 1 if there is no value.
+        num_nodes: number of nodes; None uses the value in the file, or 1 without a file.
 
     Raises:
         RoomierError: the device, the count or the file is invalid.
@@ -87,7 +87,8 @@ def machine_of_dict(content: Mapping[str, Any]) -> Machine:
 
     The device is a name in the table, or a mapping of the fields of :class:`Device`. A link is a number (bytes per
     second), or a mapping with ``bytes_per_s`` and ``latency_s``. A size in bytes is a number, or a string such as
-    ``"40GiB"``. If the device is a name in the table, the typical node of the device provides missing fields.
+    ``"40GiB"``. If the device is a name in the table, missing fields have the values of the typical node of this
+    device.
 
     Raises:
         RoomierError: a field is missing, unknown or invalid.

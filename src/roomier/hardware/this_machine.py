@@ -79,8 +79,8 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
 
 
 def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
-    """Return the stored measurement for ``num_ranks``, or otherwise a quick measurement; None if a data sheet is used
-    instead.
+    """Return the stored measurement for ``num_ranks``. If there is none, return None for a GPU with a data sheet in the
+    table, and a quick measurement for other devices.
 
     The disk and collective rates of a quick measurement come from another stored measurement of this host, if one
     exists.
@@ -169,7 +169,7 @@ def _memory_bytes(device: torch.device, devices: int) -> int:
 def _disk_free_bytes(folder: str | None) -> int | None:
     try:
         return free_bytes(default_folder() if folder is None else Path(folder))
-    except (TierError, OSError):  # an error about an unusable folder is raised by the run
+    except (TierError, OSError):  # the run raises an error if the folder is unusable
         return None
 
 

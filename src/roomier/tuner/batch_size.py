@@ -66,8 +66,8 @@ def scale_batch_size(
         margin: fraction by which the resulting size is reduced.
         max_val: maximum size in a trial.
         memory_budget: limit on the measured memory of a step, in bytes or as a string such as ``"8GiB"``. The default
-            is the budget of the Trainer, or the memory of the device. Required on a CPU. After the search, the budget
-            of the Trainer is not checked by a forecast.
+            is the budget of the Trainer, or the memory of the device. Required on a CPU. After the search, no forecast
+            checks the budget of the Trainer.
 
     Returns:
         The size of the micro-batch; None in a fast development run.
@@ -114,7 +114,7 @@ def largest_that_fits(
         fits: function that returns True if a size fits.
         first: the first size to try.
         refines: True to search between the last size that fits and the first size that does not fit. If False, the
-            size is only doubled.
+            search only doubles the size.
         max_trials: maximum number of calls of ``fits``.
     """
     best, too_large = -1, len(sizes)  # indices
@@ -153,7 +153,7 @@ def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | Non
     """Return the memory limit of a step; None means the memory of the device.
 
     Raises:
-        RoomierError: the limit is unknown, or the run has several ranks, because a single rank could run out of memory.
+        RoomierError: the limit is unknown, the strategy is ``"auto"``, or the run has several ranks.
     """
     plan = trainer.requested_plan
     if plan.parallel.strategy == "auto":
@@ -198,7 +198,7 @@ class _Trials:
 
         def cut(plan: Plan, data: RunLoaders, request: Request) -> Plan:
             whole = samples_of_step(request, data) // size
-            # The second micro-batch of a step accumulates gradients.
+            # Two micro-batches suffice. The second one accumulates gradients.
             return with_micro_batch(plan, data, size, min(whole, 2))
 
         peak = _PeakOfAStep()
@@ -229,7 +229,7 @@ class _Trials:
 
 
 class _PeakOfAStep(Callback):
-    """Callback that measures the peak memory of a step after the first step, because the first step creates the
+    """Callback that measures the peak memory of a later step than the first, because the first step creates the
     optimizer states."""
 
     def __init__(self) -> None:

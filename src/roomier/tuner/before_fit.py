@@ -1,4 +1,4 @@
-"""Searches before a fit, which ``Trainer(auto_lr_find=True, auto_scale_batch_size=True)`` requests."""
+"""Searches that run before a fit if ``auto_lr_find`` or ``auto_scale_batch_size`` of the Trainer requests them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
 
 
 def write_picture(curve: LearningRateCurve, run: Run) -> None:
-    """Write the curve to the run folder if the run has a folder. If the write fails, print a notice."""
+    """Save a plot of the curve in the run folder, if the run has one. If the plot cannot be saved, print a notice."""
     if run.folder is None or not run.ranks.is_zero:
         return
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from roomier.core.errors import RoomierError
 
 _SMOOTHING = 0.98
-_REACH = 1 / 8  # Extent of the fitted line on each side, as a fraction of all steps.
+_REACH = 1 / 8  # Extent of the fitted line on each side, as a fraction of the steps that are not ignored.
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class LearningRateCurve:
         """Return the rate at which the loss decreases most steeply; None if the loss never decreases or the number of
         steps is too small.
 
-        The slope at a step is the slope of a line fitted to the surrounding losses (an eighth of all steps on each
-        side). The line is fitted to the losses as a function of the logarithm of the rate, or of the rate itself if the
-        rate increases linearly. A line through fewer losses would be too sensitive to the noise of individual batches.
-        Smith (arXiv:1506.01186, section 3.3) reads two rates from the curve: the rate at which the loss begins to
-        decrease, and the rate at which the loss stops decreasing. The rate of the steepest descent is between these two
-        rates.
+        The slope at a step is the slope of a line fitted to the surrounding losses (on each side, an eighth of the
+        steps that are not ignored). The line is fitted to the losses as a function of the logarithm of the rate, or of
+        the rate itself if the rate increases linearly. A line through fewer losses would be too sensitive to the noise
+        of individual batches. Smith (arXiv:1506.01186, section 3.3) reads two rates from the curve: the rate at which
+        the loss begins to decrease, and the rate at which the loss stops decreasing. The rate of the steepest descent
+        is between these two rates.
 
         Args:
             skip_begin: number of steps to ignore at the beginning.

@@ -1,4 +1,4 @@
-"""Functions for the attribute of a module that contains its learning rate."""
+"""Functions that find and set the attribute of a module that contains its learning rate."""
 
 from __future__ import annotations
 

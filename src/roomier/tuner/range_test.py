@@ -53,8 +53,9 @@ def lr_find(
         mode: spacing of the rates between ``min_lr`` and ``max_lr``.
         early_stop_threshold: stop the test if the smoothed loss is greater than its minimum times this factor; None
             disables this condition. A loss that is not finite always stops the test.
-        update_attr: True to use the suggested rate in subsequent fits. The rate is set on the optimizer that the
-            Trainer selects by name, or in the ``lr`` or ``learning_rate`` attribute of ``model`` or its ``hparams``.
+        update_attr: True to use the suggested rate in subsequent fits. If the Trainer creates the optimizer
+            (``Trainer(optimizer=...)``), the optimizer uses the rate. Otherwise, the rate is assigned to the ``lr`` or
+            ``learning_rate`` attribute of ``model`` or its ``hparams``.
         attr_name: name of the attribute if it is neither ``lr`` nor ``learning_rate``.
 
     Returns:
@@ -152,8 +153,8 @@ class _RangeTest(Callback):
 
         Args:
             run: the run of the trial.
-            name: the attribute of the model whose value is ``probe``; empty if no such attribute exists.
-            probe: learning rate that was assigned to the copy of the model.
+            name: the attribute of the model whose value is ``probe``; empty if no attribute was changed.
+            probe: learning rate that was assigned to this attribute of the copy.
 
         Raises:
             RoomierError: the number of optimizers is not 1, or the attribute does not affect the rate.
@@ -197,7 +198,8 @@ class _RangeTest(Callback):
 
 
 def _highest_rate(group: dict[str, Any]) -> float:
-    """Return the highest learning rate of ``group``, without the effect of a schedule on the first step."""
+    """Return the learning rate of ``group`` without the effect of a schedule: ``max_lr``, ``initial_lr`` or ``lr``,
+    whichever exists first."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 

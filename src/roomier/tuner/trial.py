@@ -1,4 +1,4 @@
-"""Run a few steps of a fit without changing the objects that a fit changes.
+"""Run a few steps of a fit without changing the model, the data or the Trainer.
 
 [Note: trials have no side effects]
 The model and the DataModule are copied before their ``setup``. Datasets are not copied. The attributes, positions and

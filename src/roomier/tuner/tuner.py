@@ -1,4 +1,4 @@
-"""Tuner, which provides both searches with the names that Lightning uses."""
+"""The Tuner class, which provides both searches under the names that Lightning uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roomier.tuner.tunable import Tunable
 
 
 class Tuner:
-    """Tuner that searches for a learning rate or a batch size for the fits of ``trainer``.
+    """Searches for a learning rate or a batch size for the fits of ``trainer``.
 
     Args:
         trainer: the Trainer whose next fits use the results.
@@ -45,7 +45,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateCurve | None:
-        """Search for a learning rate. See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` are not used."""
+        """Search for a learning rate. See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` is ignored."""
         _check_method(method, dataloaders)
         return lr_find(
             self._trainer,
