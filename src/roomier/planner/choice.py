@@ -64,8 +64,8 @@ class Choice:
             excess first), and the plans that rules reject.
         planning_s: duration of the search in seconds.
         num_plans: number of compared plans, including plans that ``considered`` omits, but excluding rejected plans.
-        is_complete: whether the search was completed. If the time limit was reached, ``considered`` also contains the
-            plans that were not evaluated, with this reason.
+        is_complete: whether the search was completed before the time limit. If not, the plans in ``considered`` that
+            were not evaluated state this reason.
     """
 
     machine: Machine
@@ -176,7 +176,8 @@ def words_of(plan: Plan, micro_batch: int) -> str:
 
 
 def levers_of(plan: Plan) -> list[str]:
-    """Return a short description of each memory technique and the precision of ``plan``."""
+    """Return short descriptions of the memory techniques of ``plan``, and its precision unless this is
+    ``"32-true"``."""
     activation = plan.activation
     words: list[str] = []
     if activation.policy != "none":

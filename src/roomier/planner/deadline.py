@@ -1,4 +1,4 @@
-"""Time limits of the planner's searches, because a run starts only after planning is complete."""
+"""Time limits of the planner's searches. A run starts only after planning is complete."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SEARCH_S = 120.0
 ADVICE_S = 60.0
 """Time limit of the search for alternatives if no plan fits, in seconds."""
 AFTER_OUT_OF_MEMORY_S = 20.0
-"""Time limit of the search for a smaller plan after a device ran out of memory, in seconds. Other ranks wait
-meanwhile."""
+"""Time limit of the search for a smaller plan after a device ran out of memory, in seconds. The other ranks wait during
+this search."""
 
 
 @dataclass(frozen=True)

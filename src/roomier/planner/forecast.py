@@ -1,4 +1,4 @@
-"""The cost of one plan: bytes at each point in time of a step, and the duration of the step in seconds."""
+"""The cost of one plan: the memory during a step, and the duration of the step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StepTime:
         recompute_s: part of ``compute_s`` that is spent on recomputation.
         communication_s: duration of all collectives, including collectives that overlap with computation.
         exposed_s: part of ``communication_s`` that does not overlap with computation.
-        offload_s: time that offloading adds to the step, which is the time of the transfers in both directions that do
-            not overlap with computation.
+        offload_s: duration of the transfers of offloaded data, in both directions, that do not overlap with
+            computation.
         update_s: duration of clipping and of the optimizer step.
     """
 
@@ -46,8 +46,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank transfers in one optimizer step between its device and the lower tiers. Activations count
-    only if they are on disk.
+    """Bytes that one rank transfers in one optimizer step between its device and the lower tiers. Activations are
+    counted only if they are offloaded to disk.
 
     Attributes:
         to_device_bytes: bytes copied from host memory to the device; 0 if the device is the host.
@@ -132,13 +132,13 @@ class Forecast:
         return round(self.traffic.disk_written_bytes * _DAY_S / self.time.total_s)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Return whether the device requires at most ``budget_bytes``, and the offloaded data of a node fits in its
-        host memory and on its disk."""
+        """Return whether the plan requires at most ``budget_bytes`` on the device, and the offloaded data of a node
+        fits in its host memory and on its disk."""
         return self.peak_bytes <= budget_bytes and not self.full_tier
 
     @property
     def full_tier(self) -> str:
-        """Tier in which the offloaded data of a node does not fit, ``"host memory"`` or ``"disk"``; empty if the data
+        """Tier (``"host memory"`` or ``"disk"``) in which the offloaded data of a node does not fit; empty if the data
         fits."""
         machine = self.machine
         if self.host_bytes * machine.devices_per_node > _SHARE_OF_HOST * machine.host_memory_bytes:

@@ -24,8 +24,8 @@ DEFAULT_TOKENS = 2048
 _DEFAULT_LABEL_TOKENS = 128  # length of a transcript in tokens
 _DEFAULT_IMAGE_SIZE = 224
 
-# Classes that are tried in this order if a configuration names no class. Classes for text come before classes for a
-# part of a model, such as a decoder that can also be used as a language model.
+# Classes that are tried in this order if a configuration names no class. AutoModelForCausalLM is last, because it can
+# select only a part of a model, such as a decoder that can also be used as a language model.
 _AUTO_CLASSES = (
     "AutoModelForPreTraining",
     "AutoModelForMaskedLM",
@@ -67,13 +67,14 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def _special_float(values: dict[str, Any]) -> Any:
-    """Return the number that transformers writes as ``{"__float__": "Infinity"}``, which JSON cannot represent."""
+    """Convert values such as ``{"__float__": "Infinity"}``, with which transformers represents numbers that JSON lacks,
+    to a float. Return other dictionaries unchanged."""
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
-    """Return a workload with a model that is constructed from ``config`` and a batch for this model. The tensors of
-    both use no memory.
+    """Return a workload that contains a model constructed from ``config`` and a batch for this model. All tensors are
+    on the meta device and use no memory.
 
     Args:
         config: transformers configuration.
@@ -83,8 +84,8 @@ def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: in
             specifies.
 
     Raises:
-        RoomierError: no model class that computes a loss is known for ``config``, or the batch format of the class is
-            not supported.
+        RoomierError: no model class that computes a loss is known for ``config``, the batch format of the class is not
+            supported, or ``num_tokens`` exceeds the maximum of the model.
     """
     kind = model_class(config)
     make_batch = _batch_of(kind)

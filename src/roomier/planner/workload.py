@@ -35,12 +35,12 @@ class Workload:
             the same shapes.
         batch: micro-batch in the form that the loader yields.
         batch_size: number of samples in ``batch``, along dimension 0 of its tensors.
-        activation_factor: ratio of measured activations and temporaries to their forecast, from a run of the same
-            model; see :mod:`roomier.planner.measured.calibrated`.
+        activation_factor: ratio of the measured to the forecast size of activations and temporaries in a run of the
+            same model; see :mod:`roomier.planner.measured.calibrated`.
         copies: copies of the weights that callbacks of the run store, such as averages.
 
     Raises:
-        RoomierError: the module uses manual optimization, so the operations of a step are unknown before it runs.
+        RoomierError: the module uses manual optimization, so the operations of a step are unknown before the step runs.
 
     Example:
         >>> workload = Workload.of(nn.Linear(8, 2), (torch.empty(4, 8), torch.empty(4, dtype=torch.long)))
@@ -83,8 +83,8 @@ class Workload:
     def calibrated(self, intervals: tuple[Interval, ...], plan: Plan) -> tuple[Interval, ...]:
         """Return ``intervals``, the forecast of a step of ``plan``, with activations scaled by ``activation_factor``.
 
-        The intervals of a plan with an activation budget are returned unchanged, because the blocks of a run measure
-        their activations and keep the peak within the budget.
+        The intervals of a plan with an activation budget are returned unchanged, because a run with a budget measures
+        the activations of its blocks and keeps the peak within the budget.
         """
         if self.activation_factor == 1 or plan.activation.policy == "budget":
             return intervals

@@ -164,8 +164,8 @@ def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[
 def _tiers(plan: Plan, workload: Workload, machine: Machine, *, is_last_resort: bool) -> list[Changes]:
     """Return tiers of model states, from the fastest to the slowest.
 
-    On a device with separate memory, states in host memory can be faster than other techniques. All other tiers are
-    used only if no other plan fits, because disks are slow and wear out.
+    On a device with separate memory, optimizer states in host memory can be faster than other memory techniques. All
+    other tiers are used only if no other plan fits, because disks are slow and wear out.
     """
     states, parameters = "offload.optimizer_states", "offload.parameters"
     offload = plan.offload
@@ -196,13 +196,13 @@ def _is_slow(changes: Changes) -> bool:
 
 def _goes_with_communication(changes: Changes) -> bool:
     """Return False if ``changes`` combine sequential communication with a strategy that does not shard parameters.
-    Such combinations save little memory, so they are omitted without a reason."""
+    Such combinations save little memory, so they are omitted without reporting a reason."""
     return "parallel.communication" not in changes or changes["parallel.strategy"] in ("zero3", "hsdp")
 
 
 def _goes_with_tiers(plan: Plan, changes: Mapping[str, Any]) -> bool:
     """Return whether the tiers in ``changes`` are supported with the other options in ``changes``. Unsupported
-    combinations are omitted without a reason, because the request contains no tiers."""
+    combinations are omitted without reporting a reason, because the request contains no tiers."""
     if "offload.optimizer_states" not in changes:
         return True
     frees = [lever for lever in LEVERS if lever.frees_gradients]

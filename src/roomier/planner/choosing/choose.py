@@ -33,8 +33,8 @@ All other kinds use the fraction of ``"cuda"``. On a GPU, this fraction is the l
 Memory shared with the host is also used by the system, the dataset and its workers, and file caches.
 """
 
-# Maximum number of plans in the result that fit, and maximum number that do not fit. The best plan of each strategy is
-# added.
+# Maximum number of listed plans that fit, and of listed plans that do not fit. The best plan of each strategy is always
+# listed.
 _NUM_KEPT = 12
 
 
@@ -76,7 +76,7 @@ def choose(
         can return alternatives.
 
     Raises:
-        RoomierError: no step of the model can be forecast.
+        RoomierError: no plan can be forecast.
     """
     start = time.perf_counter()
     budget = budget_of(plan, machine) if budget_bytes is None else budget_bytes
@@ -205,7 +205,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
 
     The key contains the least exact label (:class:`Kind`) among the precision, the optimizer and the memory techniques
     of ``plan``, the number of memory techniques, the degree of sharding, and the number of micro-batches. The labels of
-    the strategy and the micro-batch size do not count, because every plan on several ranks is near.
+    the strategy and the micro-batch size do not count, because every plan on several ranks has the label near.
     """
     used = used_levers(plan)
     kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]
@@ -248,7 +248,7 @@ def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
 
 
 def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
-    """Yield one plan for each strategy. The plan's reason contains the number of other plans that use the same
+    """Yield the first plan of each strategy. Its reason also states how many other plans in ``found`` use this
     strategy."""
     by_strategy: dict[str, list[Considered]] = {}
     for each in found:

@@ -46,7 +46,7 @@ def as_call(keywords: Mapping[str, Any]) -> str:
 
 
 def _given(part: Part, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of ``part`` that differ from their defaults, with the names of their keywords."""
+    """Return the fields of ``part`` that differ from their defaults, as a map from keywords to values."""
     defaults = {each.name: each.default for each in dataclasses.fields(part)}
     values = {field: getattr(part, field) for field in names}
     return {names[field]: value for field, value in values.items() if value != defaults[field]}

@@ -27,7 +27,7 @@ from roomier.planner.workload import Workload
 
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SMALL_STATES = ("adamw8bit", "adamw4bit")
-_MAX_TIMES = 256  # largest multiple of the current number of ranks
+_MAX_TIMES = 256  # largest factor by which the number of devices is multiplied
 
 
 def no_plan_fits(
@@ -180,8 +180,8 @@ class _Peaks:
 
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
-    """Return advice to allow the fewest additional choices with which a plan fits; None if no such choices are found.
-    Choices with exact labels are tried first."""
+    """Return advice to allow the fewest additional options with which a plan fits; None if no such options are found.
+    Options with the label exact are tried first."""
     levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
@@ -230,8 +230,8 @@ def _smaller_batch(peaks: _Peaks, given: int, smallest: Forecast, budget: int) -
 
 
 def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
-    """Return advice to use 2, 4 or more times as many devices, each of which stores smaller shards; None if no number
-    of devices is sufficient."""
+    """Return advice to use 2, 4, 8 or more times as many devices, so each device stores smaller shards; None if no such
+    number of devices is sufficient."""
     parallel, times = smallest.plan.parallel, 2
     last = smallest.peak_bytes
     while times <= _MAX_TIMES:

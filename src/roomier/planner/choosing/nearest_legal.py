@@ -102,8 +102,7 @@ def nearest_legal(
 
 
 def has_its_device(plan: Plan) -> bool:
-    """Return whether this machine has the device of the plan, and whether the device supports the tiers of the
-    plan."""
+    """Return True if this machine has the device of the plan, and this device supports the tiers of the plan."""
     try:
         check_offload(plan, resolve_device(plan.parallel.accelerator).type)
     except RoomierError:

@@ -1,4 +1,4 @@
-"""Forecasts of the candidates that are required to find the fastest plan that fits.
+"""Evaluation of candidates. Only the forecasts that are needed to find the fastest plan that fits are computed.
 
 [Note: plans that are not evaluated]
 Most of the planning time is spent in traces. Each combination of techniques that reduce activation memory requires one
@@ -143,12 +143,13 @@ class Pricing:
     """Sequential evaluation of candidates; see [Note: plans that are not evaluated].
 
     Args:
-        found: all candidates, in the order of their techniques, starting with full micro-batches.
+        found: all candidates. For each strategy, plans without techniques come first. For each set of techniques, full
+            micro-batches come first.
         prices: source of forecasts.
         check: additional rule of the run; None if there is no such rule.
         budget_bytes: memory that a device may use.
-        deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped. One
-            candidate is always evaluated.
+        deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped. At least
+            one candidate is evaluated.
 
     Attributes:
         priced: results so far.
@@ -176,7 +177,7 @@ class Pricing:
         self.add(found)
 
     def add(self, found: Sequence[Candidate]) -> None:
-        """Add candidates, in the order of their techniques."""
+        """Add candidates, in the same order as in the constructor."""
         for each in found:
             if each.refusal:
                 self.priced.refused.append(Considered(each.plan, each.micro_batch, None, False, each.refusal))
@@ -205,7 +206,7 @@ class Pricing:
         return id(forecast) not in self._too_large and forecast.fits(int(self._budget_bytes))
 
     def reject(self, forecast: Forecast) -> None:
-        """Record that ``forecast`` does not fit, after a dry run."""
+        """Record that a dry run did not confirm that the plan of ``forecast`` fits."""
         self._too_large.add(id(forecast))
 
     def price_all(self) -> None:

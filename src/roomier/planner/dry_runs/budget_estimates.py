@@ -1,5 +1,5 @@
-"""Values that replace the measurements of an activation budget in a dry run. Bytes are computed from shapes, and times
-from a performance model."""
+"""Estimates that replace the measurements of an activation budget in a dry run. Bytes are computed from shapes, and
+times from a performance model."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class TrackedBytes:
         self._num_seen, self._before = len(changes), sum(changes)
 
     def stop(self) -> None:
-        """Do nothing. The update after this call is measured, because the allocator of a device reports it."""
+        """Do nothing. The measurement continues during the update, because the allocator of a device also reports its
+        memory."""
 
     def note(self, tensor: Tensor) -> None:
         """Do nothing. The tracker counts all tensors of the optimizer."""

@@ -3,9 +3,9 @@
 [Note: limits of a dry run]
 A dry run does not distinguish the memory of the device, the host and the disk. Plans that move activations out of
 device memory, or that offload parameters, are therefore forecast with the closed form. If a plan offloads only
-optimizer states, a dry run has all states on the device, and the formulas for tiers
-(:mod:`roomier.planner.formula.offloaded`) change its timeline. If such a plan also has an activation budget, the closed
-form is used, because the choice of saved activations depends on the memory of the states.
+optimizer states, a dry run keeps all states on the device, and the formulas for tiers
+(:mod:`roomier.planner.formula.offloaded`) then correct its timeline. If such a plan also has an activation budget, the
+closed form is used, because the choice of saved activations depends on the memory of the states.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ class Interval:
         return total_bytes(self.peak)
 
     def with_activations(self, factor: float) -> Interval:
-        """Return this interval for a larger or smaller batch. Activations and temporaries are multiplied by
-        ``factor``."""
+        """Return this interval with the activations and temporaries multiplied by ``factor``."""
         moments = (
             {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
             for moment in (self.begin, self.peak, self.end)
@@ -126,16 +125,16 @@ def dry_run(
 ) -> DryRun:
     """Run a step of ``workload`` under ``plan`` without memory or a device.
 
-    Only the shapes of the module are copied, and no values are computed. [Note: values in a dry run] describes code
-    that reads values of tensors. With an activation budget, the second step is measured as in a run, and the third
-    step, to which the choice applies, is returned. All optimizer states and parameters are on the device.
+    Only the shapes of the module are copied, and no values are computed. For code that reads values of tensors, see
+    [Note: values in a dry run]. With an activation budget, the second step is measured as in a run, and the third step,
+    to which the choice applies, is returned. All optimizer states and parameters are on the device.
 
     Args:
         workload: module and micro-batch.
         plan: plan with a concrete strategy.
         rank: rank to simulate. Rank 0 requires at least as much memory as any other rank.
         is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
-        like: kind of the device whose kernels determine the saved memory; see
+        like: kind of the device whose kernels determine the memory that is saved for backward; see
             :func:`roomier.planner.fake.fake_world.fake_world`.
         device: device whose speed determines the time of recomputation, for an activation budget.
 
@@ -212,7 +211,7 @@ def _tracked_step(
     device: Device,
     like: str,
 ) -> DryRun:
-    # DDP is constructed in the second step, and the second step of an activation budget is measured.
+    # DDP is constructed in the second step. A run with an activation budget measures its second step.
     num_steps_before = 2 if plan.parallel.strategy == "ddp" or plan.activation.policy == "budget" else 1
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     places = named_places(engine.module, engine.blocks)

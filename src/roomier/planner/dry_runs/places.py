@@ -1,4 +1,4 @@
-"""Notifications that name the part of a model that is running, in forward and in backward."""
+"""Hooks that report which part of a model is running, in the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reporting_places(places: dict[nn.Module, str], set_place: Callable[[str], No
     """Return a context that calls ``set_place`` with the name of each part when the part starts, and with "" when the
     part ends.
 
-    In backward, a part starts when the gradient of its output is complete, and ends when the gradient of its input is
-    complete.
+    In the backward pass, a part starts when the gradient of its output is complete, and ends when the gradient of its
+    input is complete.
 
     Args:
         places: names of the parts, from :func:`named_places`.

@@ -146,8 +146,8 @@ def _names_a_block(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class _Face:
-    """Properties that determine the cost of a block. Equal blocks have equal ``kept``. The integers in ``counted`` may
-    count the blocks."""
+    """Properties that determine the cost of a block. Equal blocks have equal ``kept``. Equal blocks can differ in the
+    integers of ``counted``, which may count the blocks."""
 
     kept: tuple[Any, ...]
     counted: tuple[int, ...]

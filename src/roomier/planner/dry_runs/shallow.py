@@ -170,8 +170,8 @@ class _Row:
     Attributes:
         repeat: the row of equal blocks.
         num_more: number of periods of the model that were not traced.
-        by_depth: for each interval of the base, the bytes that an additional period adds.
-        visits: visits to the additional period, by the index of the interval of the base that follows the visit.
+        by_depth: for each interval of the base timeline, the bytes that an additional period adds.
+        visits: visits to the additional period, by the index of the base interval that follows the visit.
         work: work that an additional period causes outside its blocks.
         own_work: work of the blocks in the period.
     """
@@ -190,7 +190,8 @@ class _Row:
         if len(self.by_depth) != len(base.intervals):
             raise _IsNotLinear
         for index, visit in self.visits.items():
-            # With any number of periods, the last visit ends where the following interval begins.
+            # For any number of periods, the bytes at the end of the last visit must equal the bytes at the start of the
+            # next interval.
             if _sum(self.by_depth[index - 1].end, visit.growth, 1) != self.by_depth[index].begin:
                 raise _IsNotLinear
         own = set(repeat.places(_NUM_FIRST))

@@ -57,8 +57,8 @@ def remark_of(keeps: Mapping[str, Keep]) -> str:
 
 
 class NotNestedError(UnexpectedStepError):
-    """Raised if the blocks do not run backward in the reverse order of their forward passes, or if the steps have
-    different orders."""
+    """Raised if the blocks do not run backward in the reverse order of their forward passes, or if the order differs
+    between the steps."""
 
     def __str__(self) -> str:
         return "runs its blocks in an order for which no activation budget can be computed"

@@ -20,8 +20,8 @@ from roomier.core.tree import tensors
 Part = tuple[str, str]
 """Phase of a step, and part of the model to which the work belongs."""
 
-# Operations whose time is not computed from this work: queries of tensors, profiler marks, and communication with its
-# packing, for which step_time.py computes the time.
+# Operations whose time is not computed from this work: queries of tensors, profiler marks, and communication including
+# the packing of its data. step_time.py computes the time of communication.
 _NOT_COMPUTED_IN = ("prim", "profiler", "c10d", "fsdp")
 # Allocations and views, which neither read nor write data.
 _NOT_COMPUTED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
@@ -35,7 +35,7 @@ class Work:
 
     Attributes:
         flops: floating-point operations of matrix products, convolutions and attention, by the dtype of their inputs. A
-            multiply-add counts as two.
+            multiply-add counts as two operations.
         product_bytes: bytes that the operations in ``flops`` read and write.
         other_bytes: bytes that all other operations read and write. These operations are limited by memory bandwidth,
             not by arithmetic.

@@ -14,8 +14,8 @@ from roomier.planner.fake.rnn import rnn_answers
 
 aten = torch.ops.aten
 Answer = Callable[[Any, Any, Any], Any]
-"""Substitute for an operation: a callable that receives the function, its positional and its keyword arguments, and
-returns the result."""
+"""Substitute for an operation: a callable that receives the function, its positional arguments and its keyword
+arguments, and returns the result."""
 
 
 class Answers:
@@ -131,8 +131,8 @@ def _bincount(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _loss_in_full_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Return a mean in a tensor that occupies the memory of all elements, because torch allocates all elements and then
-    resizes the result."""
+    """Return the loss. The tensor of a reduced loss occupies the memory of all elements, because torch allocates all
+    elements and then resizes the result."""
     result: Tensor = func(*args, **kwargs)
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:

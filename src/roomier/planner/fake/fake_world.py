@@ -43,7 +43,7 @@ class FakeRanks(Ranks):
         self._is_pairwise = is_pairwise
 
     def exchange_pairwise(self, device: torch.device) -> bool:
-        """Return whether ranks use point-to-point collectives."""
+        """Return whether ranks use point-to-point communication."""
         return self._is_pairwise
 
     def sum(self, values: Tensor) -> Tensor:
@@ -73,10 +73,10 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
     Args:
         world: number of ranks, and the rank that this process represents.
         is_pairwise: True to simulate the pairwise exchange of gloo ranks; False to simulate NCCL collectives.
-        like: kind of the device whose kernels determine the saved memory. ``"cuda"`` simulates the known differences of
-            a GPU; see [Note: like CUDA]. All other kinds use CPU kernels. For kinds other than ``"cpu"`` and
-            ``"cuda"``, attention saves its scores, because torch has no fused attention for many of these devices, and
-            autocast uses the dtypes of CUDA.
+        like: kind of the device whose kernels determine the memory that is saved for backward. ``"cuda"`` simulates the
+            known differences of a GPU; see [Note: like CUDA]. All other kinds use CPU kernels. For kinds other than
+            ``"cpu"`` and ``"cuda"``, autocast uses the dtypes of CUDA, and attention saves its scores, because torch
+            has no fused attention for many of these devices.
 
     Raises:
         RoomierError: code inside the context fails. A RoomierError is raised unchanged, and any other error is
@@ -109,7 +109,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
 
 
 def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Split ``tensor`` in the same way as ``torch.chunk``, but return one tensor for all chunks of equal size.
+    """Split ``tensor`` in the same way as ``torch.chunk``, but return the same tensor for all chunks of equal size.
 
     ``fully_shard`` splits each parameter into as many chunks as there are ranks.
     """

@@ -9,7 +9,7 @@ tensor from the known values. Unknown values are assumed as follows, which corre
   a mask is computed from numbers in the batch, the actual values of these numbers are used.
 - The position of the largest of several values (``topk``, ``argmax``) cycles through all positions. Experts therefore
   have equal load, which is the goal of a balancing loss.
-- Unknown values are all different (``unique``), so the result has the largest possible size.
+- In ``unique``, unknown values are all different, so the result has the largest possible size.
 
 If all elements have the same value, the real tensor uses the memory of one element.
 """
@@ -70,14 +70,15 @@ _WRITTEN = (
 )
 _OTHERS = ("index_put", "index_put_", "lift_fresh", "lift_fresh_copy", "_to_copy", "clone", "where", "tril", "triu")
 _SEARCHED = ("floor_divide", "searchsorted", "bucketize", "isin", "argmax", "argmin", "_unsafe_view")
-# Operators that require contiguous memory, or warn without it. Assumed values are expanded from one element.
+# Operators that require contiguous memory, or warn without it. Assumed values are expanded from one element, so they
+# are not contiguous.
 _CONTIGUOUS = (torch.ops.aten.as_strided.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.searchsorted.Tensor)
 _FOLLOWED = frozenset((*_FACTORIES, *_SUMMED, *_MOVED, *_WRITTEN, *_OTHERS, *_SEARCHED))
 _LARGEST = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
 
 def set_value(tensor: Tensor, value: Tensor) -> None:
-    """Set the value of ``tensor`` (fake) to ``value`` (real, of the same shape)."""
+    """Attach ``value``, a real tensor of the same shape, to the fake tensor ``tensor``."""
     setattr(tensor, _VALUE, value)
 
 

@@ -48,8 +48,10 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def autocast_functions() -> dict[Any, Callable[..., Any]]:
-    """Return substitutes for torch functions for which autocast uses a different dtype on a GPU than on a CPU; see
-    [Note: like CUDA]."""
+    """Return substitutes for the torch functions whose autocast dtype differs between a GPU and a CPU.
+
+    See [Note: like CUDA].
+    """
     found: dict[Any, Callable[..., Any]] = {}
     for name in (*_IN_FLOAT32.split(), *_LOSSES.split()):
         for place in (torch, F, Tensor):

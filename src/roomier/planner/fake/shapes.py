@@ -5,7 +5,7 @@ Every tensor of a module (parameters, buffers, and tensors in plain attributes) 
 attributes are copied with ``copy.deepcopy``. Tensors that share memory in the module also share memory in the copy.
 Small integer tensors retain their values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes
 are shared with the copy. In the copy, parameters on ``meta`` and paged parameters have their full shape. If a module
-has no parameters and constructs itself in ``configure_model``, the copy calls this method.
+has no parameters and constructs itself in ``configure_model``, this method of the copy is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from roomier.planner.fake import known_values
 
 
 def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module:
-    """Return a copy of ``module`` without values; see [Note: copies for a dry run]. Call this inside
+    """Return a copy of ``module`` without values; see [Note: copies for a dry run]. Call this function inside
     :func:`fake_world`.
 
     Args:
@@ -68,7 +68,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
 
 
 def shapes_of_batch(batch: Any) -> Any:
-    """Return a copy of ``batch`` that retains only the values of small integer tensors. Call this inside
+    """Return a copy of ``batch`` that retains only the values of small integer tensors. Call this function inside
     :func:`fake_world`."""
 
     def fake(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class DryRunError(RoomierError):
 
 @contextmanager
 def locating_errors() -> Iterator[None]:
-    """Return a context that converts an error to a DryRunError that names the last line of code outside torch and
+    """Return a context that converts an error to a DryRunError that names the innermost line of code outside torch and
     roomier.
 
     A RoomierError is raised unchanged.

@@ -126,8 +126,8 @@ class _WholeStep(_Step):
         return visit.highest_reduced if index else visit.highest
 
     def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> int:
-        """Return the total size in bytes of gradients outside the buckets of DDP. With step in backward, gradients
-        exist only while they are pending."""
+        """Return the total size in bytes of gradients outside the buckets of DDP. If the optimizer steps in the
+        backward pass, gradients exist only while they are pending."""
         if self.layout.steps_in_backward:
             return level.pending
         before = self.states.gradient_bytes if index else 0
@@ -275,8 +275,8 @@ class Order:
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
-    """Return the units of a part of the model: the unit of the part and of the norms in it, the units inside the part,
-    or the unit around the part."""
+    """Return the numbers of the units that belong to a part of the model: the unit of the part, the units inside the
+    part, and the unit that contains the part."""
     if not place:
         return []
     return [
@@ -288,7 +288,7 @@ def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
 
 
 def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
-    """Group each block with its norms. Units that are not gathered in backward are skipped."""
+    """Group each block with its norms. Units that are not gathered in the backward pass are skipped."""
     groups: list[list[int]] = []
     for unit in order:
         if units[unit].is_inner:

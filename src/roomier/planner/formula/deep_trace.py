@@ -13,7 +13,7 @@ from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.formula.trace import Execution, Trace, take_trace
 from roomier.planner.workload import Workload
 
-_NUM_TRACED = 3  # number of traced periods, because the first and the last period differ from the others
+_NUM_TRACED = 3  # number of traced periods: the first period, one in the middle, and the last
 _LEAST = _NUM_TRACED + 2
 
 
@@ -109,8 +109,8 @@ class _Visit:
     """Consecutive executions that belong together.
 
     Attributes:
-        row: number of the row, if the executions are a middle block of this row and the part after the block. None for
-            all other executions.
+        row: number of the row if the executions belong to a middle block of this row or to the part after the block;
+            None for all other executions.
         executions: the executions, in the order in which they run.
     """
 

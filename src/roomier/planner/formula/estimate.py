@@ -63,7 +63,7 @@ class _Built:
     saved_buffer_bytes: int  # bytes of the saved floating-point buffers, in float32 or wider
     optimizers: list[Optimizer]
     names: dict[str, Any]
-    # The keys are "whole", "sharded" and "regions". The values are modules and the names of their weights.
+    # The keys are "whole", "sharded" and "regions". Each value lists modules with the names of their weights.
     groups: dict[str, list[tuple[str, list[str]]]]
 
 
@@ -421,8 +421,8 @@ def _build_on_one(workload: Workload, plan: Plan) -> _Built:
 def _groups(
     network: nn.Module, modules: Sequence[nn.Module], apart: Collection[Tensor], updated: Collection[str]
 ) -> list[tuple[str, list[str]]]:
-    """Return the names of the weights of each module except the weights in ``apart``, and the names of all other
-    weights in the order of the updates."""
+    """Return one group of weight names for each module, without the weights in ``apart``. An additional first group
+    contains all other weights in the order of their updates."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     of_modules = {module: name for name, module in network.named_modules()}
     found: list[tuple[str, list[str]]] = []

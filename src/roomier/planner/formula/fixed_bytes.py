@@ -62,9 +62,9 @@ _SEGMENT_BYTES = (2 + 20) * MIB  # one segment of each size, because the last se
 FRAGMENTED_STEADY, FRAGMENTED, FRAGMENTED_EXPANDABLE = 0.04, 0.10, 0.02
 _SECTION = "fixed_bytes"
 COMPILER_HOST_BYTES = 116 * MIB
-"""Host memory that a process uses after it compiled the update of 8-bit or 4-bit states. The value was measured as the
-increase in resident memory on a CPU with torch 2.13. A process that loads the result from the cache of torch uses
-less."""
+"""Host memory that a process retains after it compiles the update of 8-bit or 4-bit optimizer states. The value was
+measured as the increase in resident memory on a CPU with torch 2.13. A process that loads the result from the cache of
+torch uses less."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
     """Return device memory in addition to tensors, by purpose; see [Note: fixed bytes of a GPU].
 
     The result is empty for a CPU, because forecasts for a CPU are compared with the bytes of tensors. The result is
-    also empty for Apple's GPUs, which share the memory of the host, and for devices other than CUDA, for which no
+    also empty for Apple's GPUs, which share the memory of the host, and for other devices without CUDA, for which no
     values are known.
 
     Args:
-        plan: strategy and techniques, which determine communication and fragmentation.
+        plan: plan whose strategy and techniques determine communication and fragmentation.
         machine: machine that contains the device.
         tensor_bytes: total size of all tensors at the peak, in bytes, to which fragmentation is proportional.
     """
@@ -117,8 +117,8 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
 def compiler_bytes(plan: Plan, num_parameters: int) -> int:
     """Return the host memory of the compiler on one rank, or 0 if the plan compiles no update of low-bit states.
 
-    Embeddings and small parameters keep 32-bit states, so a model with slightly more parameters than the limit can have
-    an uncompiled update.
+    Embeddings and small parameters keep 32-bit states, so a model with slightly more parameters than the limit can
+    still have an uncompiled update.
     """
     is_coded = plan.optimizer.name in ("adamw8bit", "adamw4bit") and plan.optimizer.options.get("compiled") is not False
     return COMPILER_HOST_BYTES if is_coded and num_parameters >= WORTH_COMPILING else 0
@@ -195,8 +195,8 @@ def _communication_bytes(plan: Plan, machine: Machine, sheet: Sheet | None) -> i
 
 
 def _connected_bytes(num_ranks: int) -> float:
-    """Return the memory of a communicator per channel, in bytes. With more than two ranks, the tree has additional
-    neighbors."""
+    """Return the memory of a communicator per channel, in bytes. With more than two ranks, each rank has additional
+    neighbors in NCCL's tree."""
     return (1.0 if num_ranks == 2 else 1.5) * (_NCCL_RECEIVER_BYTES + _NCCL_SENDER_BYTES)
 
 

@@ -25,8 +25,8 @@ def leave_device(plan: Plan, machine: Machine) -> bool:
 
 
 def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
-    """Return ``trace`` with only the memory that remains on the device, and the bytes outside the device at the end
-    of a forward pass.
+    """Return ``trace`` with only the memory that remains on the device, and the number of bytes outside the device at
+    the end of a forward pass.
 
     Args:
         trace: trace with all activations on the device.

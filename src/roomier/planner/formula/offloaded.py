@@ -41,7 +41,8 @@ from roomier.planner.forecast import Traffic
 from roomier.tiers.buffers import allocated_bytes, buffer_sizes, padded
 
 StateTensors = Callable[[Weight, tuple[int, ...]], Sequence[int]]
-"""Function that returns the size of each state in bytes, except scalars, given the shape of the shard."""
+"""Function that receives a weight and the shape of its shard, and returns the size in bytes of each state except
+scalars."""
 Group = tuple[str, Sequence[Weight]]
 """A module that is updated as one unit: its name and its weights. The name is empty for the rest of the network."""
 
@@ -233,7 +234,7 @@ class Offloaded:
 
     @property
     def _updated_together(self) -> range:
-        """Indices of the units that are updated after backward."""
+        """Indices of the units that are updated after the backward pass."""
         num_outside = sum(not each.place for each in self.states)
         return range({"plain": len(self.states), "deferred": num_outside, "speculative": 0}[self.mode])
 

@@ -1,4 +1,5 @@
-"""Traces: the memory that forward and backward use in addition to model states, recorded once for all strategies.
+"""Traces: the memory that forward and backward passes use in addition to model states, recorded once for all
+strategies.
 
 [Note: traces and strategies]
 One process runs one micro-batch in a fake environment, without an optimizer. The techniques of the plan that act inside
@@ -99,7 +100,7 @@ class Execution:
 
     @cached_property
     def highest_moved(self) -> Rise:
-        """Growth with the highest total if each complete gradient is freed with the earlier gradient of its
+        """Growth with the highest total if each complete gradient is freed together with the earlier gradient of its
         parameter."""
         return self.highest_by(-1, 2)
 
@@ -143,7 +144,8 @@ class Visit(NamedTuple):
         begin: memory at the start.
         highest: highest memory; see :class:`Execution`.
         highest_reduced: highest memory if complete gradients are freed.
-        highest_moved: highest memory if each complete gradient is freed with the earlier gradient of its parameter.
+        highest_moved: highest memory if each complete gradient is freed together with the earlier gradient of its
+            parameter.
         end: memory at the end.
     """
 
@@ -195,7 +197,8 @@ class Trace:
         """Return the trace for ``batch_size`` samples, interpolated or extrapolated linearly from this trace and
         ``other``.
 
-        ``other`` must have a different number of samples. Bytes and work are affine functions of the number of samples.
+        ``other`` must have a different number of samples. Bytes and work are assumed to be affine functions of the
+        number of samples.
         """
         share = (batch_size - self.batch_size) / (other.batch_size - self.batch_size)
         return replace(self.between(other, share), batch_size=batch_size)
@@ -254,7 +257,7 @@ def take_trace(workload: Workload, plan: Plan, *, is_sharded: bool, like: str = 
 
     Args:
         workload: module and micro-batch.
-        plan: plan whose techniques that act inside a forward pass are applied.
+        plan: plan from which only the techniques that act inside a forward pass are applied.
         is_sharded: True to trace the model as if it were sharded across ranks.
         like: kind of the device; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
@@ -318,7 +321,7 @@ class _Passed(torch.autograd.Function):
     """Operation through which ``fully_shard`` passes the inputs of a unit, to detect when the gradients of the inputs
     are complete.
 
-    This operation converts an input that a unit returns unchanged to a view.
+    If a unit returns an input unchanged, this operation makes the output a view of the input.
     """
 
     @staticmethod
@@ -340,7 +343,7 @@ def _pass_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 class _Place(str):
-    """A place, with the state at the time when the place was reported.
+    """Name of a part of the model, with values from the time at which this part was reported.
 
     Attributes:
         complete_bytes: total size of complete gradients in bytes.

@@ -54,8 +54,8 @@ def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -
 
 
 def activation_factor(record: Record, run: str = "") -> float:
-    """Return the factor for forecast activations and temporaries that results in the measured peak; 1 for an exact
-    forecast.
+    """Return the factor by which the forecast activations and temporaries must be multiplied to obtain the measured
+    peak; 1 for an exact forecast.
 
     Args:
         record: record of a run.

@@ -74,7 +74,7 @@ class FailedRun:
         callbacks: callbacks of the run.
         module: module that was trained.
         choice: result of the planner; None if the user specified the plan.
-        shapes: copy of the model before it was built, without values; None if it was not stored.
+        shapes: copy of the model without values, created before the model was built; None if no copy was stored.
         engine: the engine; None if the model was still being built. ``batch`` and ``step`` are also None in this case.
         batch: the current micro-batch; None between two steps.
         step: number of completed optimizer steps.
@@ -92,8 +92,8 @@ class FailedRun:
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> OutOfMemory:
-    """Return ``error`` with an explanation, and clear the frames of ``error``. The caller must raise the result from
-    ``error``."""
+    """Return an OutOfMemory error that explains ``error``, and clear the frames of ``error``. The caller must raise the
+    result from ``error``."""
     if isinstance(error, OutOfMemory):
         return error
     plan, engine, attempt = failed.plan, failed.engine, _Attempts()
@@ -127,7 +127,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
 
 
 class _Attempts:
-    """Runner of computations that may fail, so that the original error is always reported.
+    """Runner of computations that may fail without hiding the original error.
 
     Attributes:
         failures: one line for each failed computation.

@@ -91,13 +91,13 @@ class Record:
 
     @property
     def worst(self) -> Measured:
-        """The rank that used the most memory."""
+        """Measurement of the rank that used the most memory."""
         return max(self.ranks, key=lambda each: each.peak_bytes)
 
     @property
     def forecast_bytes(self) -> int:
-        """Forecast tensor bytes, which are compared with :attr:`measured_bytes`. Fixed bytes are excluded, because no
-        allocator counts them."""
+        """Forecast tensor bytes, which are compared with :attr:`measured_bytes`. Fixed bytes are excluded, because the
+        allocator counts none of them except the workspaces of cuBLAS."""
         return self.forecast.tensor_bytes
 
     @property

@@ -100,7 +100,7 @@ def fragment_of(choice: Choice) -> str:
 
 
 def fragment_of_forecast(forecast: Forecast) -> str:
-    """Return the short form of one plan for a notebook."""
+    """Return a short HTML description of one plan for a notebook."""
     name = words_of(forecast.plan, forecast.micro_batch)
     return _fragment([f"<h2>{escape(name)}</h2>", f"<p>{_peak_sentence(forecast)}</p>", timeline(forecast)])
 
@@ -170,7 +170,7 @@ def _limit(budget_bytes: int, top_bytes: float) -> str:
 
 
 def ladder(choice: Choice) -> str:
-    """Return the best plan of each strategy as a bar, compared with the budget."""
+    """Return a bar chart that compares the best plan of each strategy with the budget."""
     shown = list(_first_of_each_strategy(choice.considered))
     if not shown:
         return "<p>No plan has a forecast.</p>"

@@ -26,7 +26,7 @@ NAMES = {
     Kind.COMMUNICATION: "communication",
     Kind.TEMPORARY: "temporaries",
 }
-"""Names of the kinds for users."""
+"""Names of the kinds of memory in reports."""
 
 STYLE = """
 .roomier{--ground:#fff;--panel:#f7f8fa;--text:#1c2127;--soft:#5a6572;--line:#dfe3e8;--accent:#224f7d;--good:#1d6b2f;

@@ -92,8 +92,8 @@ def areas(
 
 
 def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]], title: str) -> str:
-    """Return one bar of the ladder. A bar longer than ``top_bytes`` is truncated, and a gap in the bar indicates the
-    truncation.
+    """Return one bar of the chart of strategies. A bar longer than ``top_bytes`` is truncated, and a gap in the bar
+    indicates the truncation.
 
     Args:
         segments: parts of the bar.

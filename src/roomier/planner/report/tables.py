@@ -1,4 +1,4 @@
-"""Tables of the planner's result for a terminal or a notebook (rich)."""
+"""Tables of the planner's result for a terminal or a notebook, created with rich."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def _levers_shown(plan: Plan) -> list[str]:
 
 
 def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
-    """Return the first ``max_plans`` plans with a forecast, which include the first plan of each strategy."""
+    """Return the first plan of each strategy, and the first of the other plans with a forecast, up to ``max_plans`` in
+    total."""
     priced = [each for each in considered if each.forecast is not None]
     first = {each.plan.parallel.strategy: each for each in reversed(priced)}
     kept = {id(each) for each in first.values()}

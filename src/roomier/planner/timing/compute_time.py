@@ -84,7 +84,7 @@ def duration(work: Work, device: Device, matmul: str = "highest") -> Duration:
     arithmetic_s = sum(flops / rate_of(dtype, device, matmul) for dtype, flops in work.flops.items())
     products_s = max(arithmetic_s, work.product_bytes / device.memory_bytes_per_s)
     device_s = products_s + work.other_bytes / device.memory_bytes_per_s
-    lightest = _LIGHTEST_OPERATIONS if device.kind == "cpu" else 1.0  # a GPU's operation_s is already a kernel launch
+    lightest = _LIGHTEST_OPERATIONS if device.kind == "cpu" else 1.0  # a GPU's operation_s is a kernel launch time
     return Duration(device_s, lightest * work.num_operations * device.operation_s)
 
 

@@ -3,8 +3,7 @@
 [Note: time of the modes]
 ``C`` is the duration of the forward and backward passes, ``F`` the duration of the first forward pass, ``U`` the
 duration of the update, and ``IO`` the duration of all transfers of the update. ``ring`` is the part of ``IO`` that
-fills the buffers
-during backward:
+fills the buffers during the backward pass:
 
     plain        C + max(U, IO - ring)
     deferred     C - F + max(F + U, IO - ring)
@@ -15,8 +14,8 @@ With a single buffer, updates wait for all transfers, and each mode takes ``C + 
 On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. Reads and writes
 share the time of a disk. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
 together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers in both
-directions at the same time. If parameters are offloaded, the forward and backward passes take at least the time of
-their transfers. Transfers of activations are assumed not to slow down transfers of model states.
+directions at the same time. If parameters are offloaded, the forward and backward passes take at least as long as their
+transfers. Transfers of activations are assumed not to slow down transfers of model states.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def waits_s(mode: str, transfers_s: float, ring_share: float, step: Durations) -
     Args:
         mode: ``"plain"``, ``"deferred"`` or ``"speculative"``.
         transfers_s: duration of the transfers.
-        ring_share: fraction of the transfers that fills the buffers during backward.
+        ring_share: fraction of the transfers that fills the buffers during the backward pass.
         step: durations without the transfers.
     """
     if mode == "speculative":

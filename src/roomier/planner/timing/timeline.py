@@ -1,12 +1,13 @@
 """Simulation of a step: the host launches operations, the device runs them, and links transfer bytes.
 
 [Note: overlap]
-On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered only during the
-computation of the previous unit. The reduction of a unit starts after its backward pass, and the computation waits for
-the previous reduction. The end of the model's backward pass waits for all reductions. A collective is therefore exposed
-only to the extent that it takes longer than the computation of the neighboring unit. The first all-gather and the last
-reduction are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for all buckets at the end
-of the last backward pass. The streams share one link, on which one collective is transferred at a time.
+On a GPU, each collective runs on a separate stream, in the same order as in ``fully_shard``. A unit is gathered only
+during the computation of the previous unit. The reduction of a unit starts after its backward pass, and the computation
+waits for the previous reduction. The end of the model's backward pass waits for all reductions. A collective is
+therefore exposed only to the extent that it takes longer than the computation of the neighboring unit. The first
+all-gather and the last reduction are fully exposed. DDP reduces a bucket when its gradients are complete, and waits for
+all buckets at the end of the last backward pass. The streams share one link, on which one collective is transferred at
+a time.
 
 Between ranks on a CPU, communication does not overlap with computation. The threads that send and receive data, and the
 copies to and from sockets, use the same cores as the computation. Collectives are started early
@@ -94,7 +95,7 @@ def play(
         is_cpu: True to simulate ranks on a CPU, without overlap.
         waits_each: True to wait for the reductions at the end of each backward pass (``fully_shard``).
         bucket_s: time that one bucket occupies the link (DDP); 0 sends each reduction separately.
-        is_sequential: True to start an all-gather in backward only when its unit is needed.
+        is_sequential: True to start an all-gather in the backward pass only when its unit is needed.
     """
     num_played = min(num_micro_batches, _MOST_PLAYED)
     clocks, ends = _Clocks(), [0.0]

@@ -1,4 +1,4 @@
-"""Data that a rank exchanges in a step: the volumes of each unit with each strategy.
+"""Volume of the data that a rank exchanges in a step, for each unit and strategy.
 
 [Note: volumes of a step]
 For a model with ``B`` bytes of gradients and ``G`` gathered bytes, in ``M`` micro-batches on ``N`` ranks, each rank
@@ -198,7 +198,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
 
 
 def _own_elements(weight: Weight, layout: Layout) -> int:
-    # Tensors without a dimension are not sharded. These tensors are reduced once per step, in negligible time.
+    # Scalar tensors are not sharded. They are reduced once per step, in negligible time.
     return math.prod(own_shape(weight.shape, layout)) if weight.shape else 0
 
 

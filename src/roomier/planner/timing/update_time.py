@@ -154,7 +154,7 @@ def update_time(
 
 
 def _seconds(work: Work, device: Device) -> float:
-    # Updates have a different memory access pattern, so their rate is used if it was measured.
+    # Updates have a different memory access pattern, so the rate of updates is used if it was measured.
     rate = device.update_bytes_per_s or device.memory_bytes_per_s
     return Duration(work.other_bytes / rate, work.num_operations * device.operation_s).on(device)
 
