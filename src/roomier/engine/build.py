@@ -1,4 +1,4 @@
-"""Constructs an engine from a Plan and a module. Comments state why the techniques are applied in this order."""
+"""Constructs an engine from a Plan and a module. The comments explain the order in which techniques are applied."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build(
     report_unnamed_adapters(plan, network, facts.blocks)
     given = None if weights is None else weights.check(network)
     if plan.adapter.lora_rank is not None:
-        apply_lora(network, facts.blocks, plan.adapter)  # adds parameters that no file contains
+        apply_lora(network, facts.blocks, plan.adapter)  # adds adapters, which ``weights`` does not contain
     # Before all other techniques, so that no rank holds the full weights of a model that is sharded later.
     taken = take_weights(network, plan, ranks, given=given)
     precision.convert_module(network)  # all later techniques depend on the dtype of the weights
@@ -66,11 +66,11 @@ def build(
         parameters = filled_parameters(plan, facts, taken, weights)  # the device never holds all parameters
         taken = weights = None
     if taken is None:
-        if not torch_fake.makes_fake_tensors():  # fake tensors are on the device and cannot be swapped
+        if not torch_fake.makes_fake_tensors():  # fake tensors are already on the device
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps
-    levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these forwards
+    levers = apply_levers(plan, facts, parameters)  # before sharding, whose hooks run outside these ``forward`` methods
     with ExitStack() as on_failure:
         on_failure.callback(levers.undo)
         parallel = divide(plan, facts)  # replaces the parameters that it shards

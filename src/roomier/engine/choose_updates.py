@@ -1,4 +1,4 @@
-"""Selects the object that updates the parameters of an engine."""
+"""Creates the object that controls when the optimizers of an engine step."""
 
 from __future__ import annotations
 

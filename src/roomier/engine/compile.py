@@ -3,18 +3,18 @@
 [Note: compiled blocks]
 The compiled function replaces the ``forward`` method of a block and contains its recomputation.
 The compiler can therefore process the forward pass together with the recomputation and decide which activations to
-save. Hooks are not compiled: ``fully_shard`` unshards before the compiled call and reshards after it. torch caches
-compiled code by the code object of the ``forward`` method and treats weights as inputs. Blocks of one class therefore
-share the compiled code. It consists of one graph for training and one graph for evaluation, regardless of the number of
-blocks.
+save. Hooks are not compiled: ``fully_shard`` unshards the parameters before the compiled call and reshards them after
+the call. torch caches compiled code by the code object of the ``forward`` method and treats weights as inputs. Blocks
+of one class therefore share the compiled code. It consists of one graph for training and one graph for evaluation,
+regardless of the number of blocks.
 
 The guards of torch's cache do not check which attention kernel is allowed. The cache also stores at most eight variants
 of one code object, and additional variants run uncompiled. In a process that builds several models, compiled code of an
 earlier model could use a kernel that is no longer allowed, or fill the cache. Each build therefore resets the cache.
 
 A key-value cache (Hugging Face's ``use_cache=True``) has a different length in each layer, so the compiler would create
-one graph per layer. In training, empty caches are removed. In evaluation, a block that receives a cache runs
-uncompiled.
+one graph per layer. In training, empty caches are removed from the arguments of a block. In evaluation, a block that
+receives a cache runs uncompiled.
 
 Compiled dropout and uncompiled dropout use different random numbers from the same distribution.
 """
@@ -82,7 +82,7 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, plan: Comp
         plan: the backend and the mode.
 
     Raises:
-        RoomierError: ``blocks`` is empty, a requirement of torch's compiler, such as Triton, is missing, or torch does
+        RoomierError: ``blocks`` is empty, a requirement of torch's compiler (such as Triton) is missing, or torch does
             not have the backend or the mode.
     """
     if not blocks:
@@ -136,7 +136,7 @@ def _report_uncompiled() -> None:
 
 
 class CompileClock:
-    """Context for the first forward pass. When the context ends, it prints the compile time since its construction."""
+    """Context for the first forward pass. On exit, it prints how many graphs were compiled, and in what time."""
 
     def __init__(self) -> None:
         self._before_s = torch_private.compile_s()

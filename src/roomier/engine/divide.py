@@ -48,7 +48,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         from roomier.parallel.powersgd import PowerSGD  # late import: a single process does not need it
         from roomier.parallel.replicate import Replicas  # late import: a single process does not need it
 
-        take_values_of_rank_zero(network, ranks)  # DDP would do this, but is created after the first step or never
+        take_values_of_rank_zero(network, ranks)  # DDP also does this, but is created after the first step, or never
         compresses = wanted.gradient_compression == "powersgd"
         return Replicas(
             network,

@@ -110,7 +110,7 @@ class EagerEngine:
         if not (len(batches) == 1 and self.ranks.is_alone) and self._count_terms is not None:
             weights = term_weights(self._count_terms, batches, self.ranks)
         window = Window(step, len(batches), weights)
-        for begin_step in self._moments.begin_step:  # no error can occur between this line and the first micro-batch
+        for begin_step in self._moments.begin_step:  # no error can occur between this loop and the first micro-batch
             begin_step(self.optimizers, batches)
         return window
 
@@ -126,7 +126,7 @@ class EagerEngine:
             abandon()
 
     def _start_micro_batch(self, index: int, batch: Any) -> Any:
-        """Move the micro-batch with this ``index`` in the window to the device, and call the batch hooks around it."""
+        """Move micro-batch ``index`` of the window to the device, and call the hooks between two micro-batches."""
         hooks = self.hooks
         if index:
             hooks.batch_end(index - 1)
@@ -142,7 +142,7 @@ class EagerEngine:
         """
         hooks = self.hooks
         for begin_micro_batch in self._moments.begin_micro_batch:
-            is_first = index == 0 and hooks.zero_grad is None  # a hook in place of zero_grad may retain gradients
+            is_first = index == 0 and hooks.zero_grad is None  # a zero_grad hook may keep the gradients
             begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
         runner = self._parallel.runner  # DDP replaces the runner after the first step
         with self._context():
@@ -226,7 +226,7 @@ class EagerEngine:
 
     @property
     def trace(self) -> int:
-        """Hash that must be equal on all ranks; see :class:`roomier.engine.parallel.Parallel`."""
+        """Hash of the executed units, equal on all ranks; see :class:`roomier.engine.parallel.Parallel`."""
         return self._parallel.trace
 
     def settle(self) -> None:
@@ -281,7 +281,7 @@ class EagerEngine:
             end_backward()
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
-        """Divide the gradients by the loss scale. Further calls before the step of an optimizer have no effect."""
+        """Divide the gradients by the loss scale. A repeated call before the next step has no effect."""
         if not self.scaler.is_on:
             return
         for each in self._chosen(optimizer):
@@ -339,7 +339,7 @@ class EagerEngine:
         return self.optimizers if optimizer is None else [optimizer]
 
     def leave_out_update(self) -> None:
-        """Discard the current gradients without an update. The loss scale does not change."""
+        """Skip the update of this step. The loss scale does not change."""
         state = self.scaler.state()
         self.scaler.update()  # without this call, the scaler does not unscale the next gradients
         self.scaler.load(state)

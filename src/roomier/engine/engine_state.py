@@ -56,7 +56,7 @@ def optimizer_places(
     is_spec: Callable[[Any], bool],
     unneeded: Any,
 ) -> list[dict[str, Any]]:
-    """Return ``saved`` with each tensor to read replaced by the memory into which it is read; see
+    """Return ``saved`` with an empty tensor in place of each tensor that will be read; see
     :meth:`roomier.api.engine.Engine.places`."""
     names = parameter_names(module)
     found = [

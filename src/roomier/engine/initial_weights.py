@@ -2,9 +2,9 @@
 
 [Note: initial values of a meta model]
 A constructor that runs on the meta device samples no values. To sample the values afterwards, roomier calls each
-module's ``reset_parameters()`` (Hugging Face: ``initialize_weights()``). Children are initialized before parents, which
-is the order in which constructors call these methods. All other initialization in a constructor is lost. A model that
-is built in ``configure_model`` without the meta device keeps all initialization.
+module's ``reset_parameters()`` (Hugging Face: ``initialize_weights()``). Submodules are initialized before their
+parents, as in constructors. All other initialization in a constructor is lost. A model that is built in
+``configure_model`` without the meta device keeps all initialization.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EmptyBuffer:
         owner: module that registered the buffer.
         attribute: name of the buffer in ``owner``.
         tensor: allocated tensor on the CPU.
-        version: autograd's version counter of ``tensor`` when the tensor was created.
+        version: value of autograd's version counter for ``tensor`` when the tensor was created.
     """
 
     name: str
@@ -86,7 +86,7 @@ def empty_buffers(network: nn.Module) -> list[EmptyBuffer]:
 
 @torch.no_grad()
 def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
-    """Call the initializer of each module; see [Note: initial values of a meta model].
+    """Call the initializer of each module that was on the meta device; see [Note: initial values of a meta model].
 
     Args:
         network: model with paged parameters and allocated buffers.

@@ -1,4 +1,4 @@
-"""Memory techniques that act inside a forward pass. The order in which these techniques are installed matters."""
+"""Memory techniques that act inside a forward pass. Comments explain the order of their installation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Levers:
         network: the network in which the techniques are installed.
         forward_context: object that creates the context for each forward pass.
         backward_context: function that creates the context for each backward pass, in which blocks can be recomputed.
-        recompute: the blocks whose activations are recomputed or offloaded. Without such blocks, it has no effect.
+        recompute: object that recomputes or offloads the activations of its blocks; without effect if it has no blocks.
         output_layer: the layer whose logits are computed in chunks; None without a chunked loss.
     """
 

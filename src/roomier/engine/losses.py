@@ -62,7 +62,7 @@ def complex_loss_error(loss: Tensor) -> TrainingError:
 
 
 def term_weights(count_terms: CountTerms, batches: Sequence[Any], ranks: Ranks) -> tuple[float | Tensor, ...]:
-    """Return, for each micro-batch, its number of loss terms divided by the number in the global batch.
+    """Return, for each micro-batch, its number of loss terms divided by the total number in the global batch.
 
     Args:
         count_terms: function that returns the number of loss terms of a micro-batch, as a number or a 0-dim tensor.

@@ -1,8 +1,8 @@
 """Models whose weights are never all in the memory of one rank: models on the meta device, and models that
 ``configure_model`` builds in shards.
 
-The weights are removed, the model is sharded on the meta device, each rank allocates its shards, and the values are
-copied into these shards. A rank never stores more of a model than its shards and one or two full tensors.
+The weights are moved out of the model, which is then sharded on the meta device. Each rank allocates its shards and
+copies the values into them. A rank never stores more of a model than its shards and one or two full tensors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> It
 
 
 class TakenWeights:
-    """Weights of a network that is on the meta device while the network is sharded.
+    """Weights that were moved out of a network, so that the network can be sharded on the meta device.
 
     Args:
         pages: the weights by name.
@@ -78,7 +78,7 @@ class TakenWeights:
     def values_of(self, network: nn.Module) -> Callable[[nn.Parameter], Tensor | None]:
         """Return a function that maps a parameter of ``network`` to its values, or to None if a file provides them.
 
-        The returned function can be called once for each parameter.
+        The returned function can be called only once for each parameter.
         """
         names = {id(each): name for name, each in network.named_parameters()}
 
@@ -143,7 +143,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         return None
     cut = _shard_of(plan, ranks) if shards_parameters(plan, ranks) else Cut()
     stores = plan.offload.parameters == "disk" and cut.num_parts == 1 and not torch_fake.makes_fake_tensors()
-    scratch = Scratch(plan.offload.folder) if stores else None  # limits the weights in host memory to one parameter
+    scratch = Scratch(plan.offload.folder) if stores else None  # keeps at most one parameter in host memory
     pages = Pages(cut, discards=given is not None, scratch=scratch)
     small = {each for name, each in parameters if is_adapter(name)}  # adapters have values, and no file contains them
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)

@@ -35,7 +35,7 @@ def homes_of(optimizers: Iterable[Optimizer]) -> Homes:
 
 
 def step_only(homes: Homes, parameters: Sequence[Tensor]) -> None:
-    """Update ``parameters`` with the steps of their optimizers, without calling the optimizers' hooks.
+    """Update ``parameters`` with the ``step`` methods of their optimizers, without calling the optimizers' hooks.
 
     Raises:
         TrainingError: the step of an optimizer changes a setting of a parameter group.

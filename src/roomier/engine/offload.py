@@ -1,4 +1,4 @@
-"""Creates the updates for optimizer states and parameters that a Plan offloads to host memory or to a disk."""
+"""Creates the object that updates parameters if a Plan offloads parameters or optimizer states."""
 
 from __future__ import annotations
 

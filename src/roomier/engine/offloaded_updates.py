@@ -69,7 +69,7 @@ class _Pending:
     Attributes:
         gradients: the gradient of each parameter to update.
         options: the values of the parameter groups at the time of the step.
-        changes: changes to apply to gradients in a tier.
+        changes: functions that change the gradients in a tier before the update.
     """
 
     gradients: dict[Tensor, Tensor]
@@ -106,7 +106,7 @@ class OffloadedUpdates(Updates):
         batch_plan: settings for clipping.
 
     Attributes:
-        mode: mode of the updates in the current step.
+        mode: mode of the updates in the current step, as in the argument ``mode``.
         clips: whether this object clips the gradients instead of the engine. True if parameters are in a tier.
     """
 
@@ -159,7 +159,8 @@ class OffloadedUpdates(Updates):
         self._is_last = is_last
 
     def backward(self, run: Callable[..., None]) -> None:
-        """Compute gradients. The last backward pass of a step starts reading the states from the tier."""
+        """Compute gradients. In speculative mode, the last backward pass of a step starts reading the states from the
+        tier."""
         self._complete_all()  # updates of blocks whose forward pass did not run
         if self._is_last and self._tries_speculation():
             self._waiting = {
@@ -282,7 +283,8 @@ class OffloadedUpdates(Updates):
             self._gathers.wait_for(self._stream)
 
     def _tries_speculation(self) -> bool:
-        """Return whether this step updates units speculatively. If speculation is paused, count the step."""
+        """Return whether this step updates units speculatively. If speculation is paused, count the step as a step of
+        the pause."""
         if self.mode != "speculative":
             return False
         if self._num_rejected >= _NUM_REJECTED:
@@ -432,7 +434,8 @@ class OffloadedUpdates(Updates):
         self._join()
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the numbers of bytes of optimizer states that were read from the disk and written to it so far."""
+        """Return how many bytes of optimizer states were read from the disk, and how many were written to it, so
+        far."""
         return self._states.moved_bytes()
 
     def close(self) -> None:

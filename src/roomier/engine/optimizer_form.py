@@ -69,7 +69,8 @@ def _states_needed(
         FormError: a step succeeds with the settings of ``group``, but fails with the settings of ``stored``.
     """
     make = type(optimizer)
-    if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):  # these states change during training
+    # the states of such optimizers can change during training
+    if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):
         return None
     try:
         states = _states_after_step(make, group, parameter)

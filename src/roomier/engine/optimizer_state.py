@@ -1,4 +1,4 @@
-"""Optimizer states by parameter name, which do not depend on the order and the sharding of the parameters."""
+"""Optimizer states by parameter name, independent of the order and the sharding of the parameters."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable

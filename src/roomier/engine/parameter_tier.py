@@ -35,7 +35,7 @@ def offloaded_parameters(
 ) -> OffloadedParameters:
     """Move the parameters of an unsharded network to the tier that ``plan`` names.
 
-    Parameters can be on the meta device. In this case, at most one region is in memory at a time.
+    If the parameters are on the meta device, at most one region is in memory at a time.
 
     Args:
         taken: weights of parameters on the meta device. None if all parameters have values.

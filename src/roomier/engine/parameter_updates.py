@@ -21,7 +21,7 @@ Change = Callable[[Tensor], object]
 
 
 class ParametersOnDevice:
-    """Parameters that stay on the device, so the engine handles their gradients.
+    """Parameters that stay on the device. The methods have no effect, because the engine handles the gradients.
 
     Attributes:
         leaves: whether parameters are offloaded.
@@ -83,8 +83,9 @@ class ParameterTier(ParametersOnDevice):
     """Parameters and gradients that are stored in a tier, in regions.
 
     Args:
-        residency: the regions.
-        units: the units of the updates. A unit with the parameters of a region is updated while the region is present.
+        residency: the offloaded parameters, in regions.
+        units: the units of the updates. A unit whose parameters are in a region is updated while the region is on the
+            device.
         homes: the parameters that optimizers update, in the order of the optimizers.
         parallel: wrapper that distributes the network across ranks.
     """

@@ -111,8 +111,8 @@ def build_prepared(
     Args:
         plan: Plan whose techniques are applied to ``module``.
         module: any ``nn.Module``, which is moved, converted and sharded in place.
-        given: the optimizers of its parameters. If ``module`` is sharded, the optimizers receive the sharded
-            parameters.
+        given: the optimizers of the parameters of ``module``. If ``module`` is sharded, the optimizers receive the
+            sharded parameters.
         engine_class: the class of the engine.
         max_steps: number of optimizer steps, for a schedule that ``plan`` names.
         allows_none: if True, allow a model without an optimizer.

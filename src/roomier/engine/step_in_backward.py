@@ -20,7 +20,7 @@ backward pass computes the norm of each gradient and frees the gradient. The sec
 and updates the parameters. The forward pass runs once, but each backward pass recomputes checkpointed blocks, from the
 same random state. Both backward passes produce the same gradients if all kernels sum in a fixed order. The norm is
 bit-identical to the norm of ``torch.nn.utils.clip_grad_norm_``. ``"stale_norm"`` runs one backward pass and clips by
-the norm of the previous step. The first step of a run has no previous norm and is exact.
+the norm of the previous step. In the first step of a run, there is no previous norm, so this step is exact.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepInBackward(Updates):
 
     Args:
         network: the model, which provides the names of parameters for errors.
-        optimizers: the optimizers of its parameters.
+        optimizers: the optimizers of the parameters of ``network``.
         blocks: the blocks of ``network``. The parameters of a block are updated together.
         way: ``"exact"`` or ``"stale_norm"``; see [Note: clipping by norm].
         batch_plan: settings for clipping.
@@ -174,7 +174,7 @@ class StepInBackward(Updates):
         """Return :attr:`norm`. The gradients were clipped during backward, according to the Plan.
 
         Raises:
-            TrainingError: the arguments request a limit, which would come too late.
+            TrainingError: ``max_norm`` or ``algorithm`` is given, but the gradients have already been clipped.
         """
         if max_norm is None and algorithm is None:
             return self.norm

@@ -68,7 +68,7 @@ class Updates:
         """Multiply the gradients that are not on the device by ``factor``."""
 
     def end_step(self, closure: object = None) -> None:
-        """End a step, before the optimizers step."""
+        """Prepare the steps of the optimizers."""
 
     def step(self, optimizer: Optimizer, scaler: Scale, closure: Any = None) -> None:
         """Update the parameters of ``optimizer``. The engine has unscaled the gradients if ``acts`` is True."""
