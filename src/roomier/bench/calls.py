@@ -1,4 +1,4 @@
-"""Count of the library code in a step: stack frames above ``training_step``, and function calls per step."""
+"""Counts of library code in a step: stack frames between ``fit`` and ``training_step``, and function calls."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FrameCount:
     """Probe that records the stack frames between ``training_step`` and ``fit`` in one step.
 
     Args:
-        fit: code of the method that the user called. The frame of this method and the frames of user code are not
-            counted.
+        fit: code object of the method that the user called. The frame of this method and the frames of user code are
+            not counted.
         folders: a frame is counted if its file is in one of these folders.
         at_index: index of the step in which the frames are recorded.
 

@@ -22,8 +22,9 @@ class CaseModule(Protocol):
         """Run the benchmark.
 
         Returns:
-            Data for one JSON object, or the key ``"lines"`` with one object per line. The function writes no text to
-            standard output. If the list ``"failed"`` in the data is not empty, the command ends with exit code 1.
+            The data of one JSON object. A list under the key ``"lines"`` is printed instead, with one object per line.
+            The function writes no text to standard output. If the list ``"failed"`` in the data is not empty, the
+            command ends with exit code 1.
         """
 
     def table(self, result: Mapping[str, Any]) -> RenderableType:
@@ -35,7 +36,7 @@ class Case:
     """A benchmark.
 
     Attributes:
-        summary: one line for the list of benchmarks.
+        summary: one-line description for the list of benchmarks.
         module: import path of a module that implements :class:`CaseModule`.
     """
 

@@ -73,7 +73,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     found = Table(
         title=f"{result['num_within_bar']} of {len(result['pairs'])} choices within {BAR:g} x the best step time, "
         f"{result['under_budget']:.0%} under the budget",
-        caption="peak bytes on the largest rank, measured by the memory tracker; medians of interleaved steps\n"
+        caption="peak bytes: maximum over the ranks, measured by the memory tracker; medians of interleaved steps\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",
     )
     for name in ("model", "ranks", "chosen", "peak", "budget", "plans run", "step", "of the best", "best"):

@@ -2,8 +2,9 @@
 
 Every plan runs alone for two warm-up steps, one step under the memory tracker, and three timed steps. The budget is
 between the smallest and the largest measured peak, and ``auto`` chooses a plan. The chosen plan and the fast plans that
-fit are then built again and timed in alternating turns. Among many plans, the plan with the fastest single measurement
-is partly fastest by chance. Therefore, the leading plans are timed in additional turns, and only these turns are used.
+fit are then built again and timed in alternating turns. If each of many plans is measured only once, the fastest
+measurement is partly due to chance. Therefore, the leading plans are timed in additional turns, and only these turns
+are used.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Running:
 
     def turn(self) -> float:
         """Return the median seconds per step over a few steps, on the slowest rank."""
-        self.step()  # fill the caches of the processor
+        self.step()  # not timed; fills the caches of the processor
         self._ranks.barrier()
         durations = []
         for _ in range(_NUM_STEPS):
@@ -111,7 +112,7 @@ def run_pair(pair: Drawn, ranks: Ranks, *, lists_all: bool = False) -> dict[str,
         lists_all: if True, list every plan that was run, with its forecast, under ``plans`` in the row.
     """
     machine = ranks.on_zero(lambda: this_machine(pair.num_ranks))
-    strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only near option that can make a step faster
+    strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only option labeled near that can make a step faster
     asked = plan_from_flags(strategy=strategy, accelerator="cpu", devices=pair.num_ranks, optimizer="adamw")
     workload = Workload.of(pair.module(), pair.batch(pair.batch_size))
     found = [each for each in candidates(workload, asked, machine) if not each.refusal]

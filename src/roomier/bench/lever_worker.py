@@ -57,7 +57,7 @@ class Measurement:
         yield
         self.result["peak_rss_bytes"] = _peak_rss_bytes()
         with MemoryTracker(network, optimizers, device) as tracker:
-            yield  # the tracker identifies the kind of each storage
+            yield  # in this step, the tracker determines the kind of each storage
             tracker.restart()
             yield
         self.result["peak_bytes"] = tracker.allocator_peak_bytes or tracker.peak().total()

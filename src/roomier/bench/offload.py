@@ -15,8 +15,8 @@ The result is one JSON object: the settings, and the following keys.
 - ``memory``: with ``--memory``, the peak resident memory of each rank in fresh processes: without offload, with
   optimizer states on disk, and with optimizer states and parameters on disk.
 
-The modes take turns with steps without offload, so that load on the machine affects all of them. Gradients are clipped
-by norm with a limit that no gradient exceeds, so speculative updates are accepted.
+Steps of all modes and steps without offload alternate, so that load on the machine affects all of them equally.
+Gradients are clipped by norm with a limit that no gradient exceeds, so speculative updates are accepted.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class _Disk:
         return {name: round(median(values), 3) for name, values in found.items()}
 
     def ratios_under_load(self) -> dict[str, float]:
-        """Return :meth:`ratios` while each core multiplies matrices."""
+        """Return the result of :meth:`ratios`, measured while each core multiplies matrices."""
         ends = threading.Event()
 
         def multiply() -> None:

@@ -20,7 +20,7 @@ _NUM_WARMUP = 2  # steps in which states and buffers are created
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
-    """Train and write the peak resident memory of the rank with the highest peak."""
+    """Train, and write the median step time and the largest peak resident memory of all ranks."""
     with torch.device("meta"):  # so that no rank holds the unsharded model
         network = model_of(settings["width"], settings["layers"], settings["vocab"])
     plan = plan_from_flags(

@@ -125,8 +125,8 @@ def timed(run: Callable[..., Any], batches: list[toy.Batch], **settings: Any) ->
 def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the overhead of the loop ``who`` compared with the bare loop, and the time of one ``self.log``.
 
-    Small times are differences of large times, so they are measured as processor time, which is less noisy than wall
-    time.
+    The time of ``self.log`` is a small difference of large times, so it is measured as processor time, which is less
+    noisy than wall time.
     """
     return {
         "trainer_us": median(wall[who]),
@@ -138,7 +138,7 @@ def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list
 
 
 def _count(run: Callable[..., Any], batches: list[toy.Batch], fit: Any, *packages: Any) -> dict[str, Any]:
-    """Return the frames between ``fit`` and ``training_step``, and the calls per step, counted in ``packages``."""
+    """Return the frames between ``fit`` and ``training_step``, and the calls per step, in the code of ``packages``."""
     folders = tuple(map(folder_of, packages))
     frames = FrameCount(fit.__code__, folders, at_index=_FIRST_COUNTED)
     run(batches, frames)

@@ -1,8 +1,8 @@
 """``roomier bench planner``: forecast and measured peak memory of a step.
 
 The forecast is a dry run, without memory and without other ranks. :class:`roomier.memory.tracker.MemoryTracker`
-measures the same step with real tensors on CPU ranks (one process each, gloo). The measurement of the rank with the
-largest peak counts.
+measures the same step with real tensors on CPU ranks (one process each, gloo). The measured value is the value of the
+rank with the largest peak.
 
 The result is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused``
 (rejected plans and the reasons) and ``failures`` (forecasts that raised an error; the list should be empty). The keys
@@ -15,8 +15,8 @@ of a row are:
   (:mod:`roomier.bench.planner_rss`). The key ``error`` does not depend on this measurement.
 
 By default, each model runs with each strategy on each number of ranks, and every pair of options occurs in at least one
-row. ``--all`` runs every legal combination, which takes hours, ``--quick`` runs each model twice, and ``--budgets``
-runs each model with three activation budgets. GPUs are not measured.
+row. ``--all`` runs every legal combination, which takes hours. ``--quick`` runs each model twice. ``--budgets`` runs
+each model with three activation budgets. GPUs are not measured.
 """
 
 from __future__ import annotations

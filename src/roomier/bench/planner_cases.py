@@ -30,7 +30,8 @@ class Case:
         model: key of :data:`roomier.bench.planner_models.MODELS`, or ``"llama_lora"``.
         strategy: value of ``Trainer(strategy=...)``.
         num_ranks: number of ranks.
-        recompute: policy of activation checkpointing. For an activation budget, ``"budget"`` and the fraction.
+        recompute: policy of activation checkpointing. For an activation budget, the word ``budget`` and the fraction,
+            such as ``"budget 0.5"``.
         precision: precision mode of the Plan.
         optimizer: value of ``Trainer(optimizer=...)``.
         accumulate: number of micro-batches per step.
@@ -77,7 +78,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Return a case for every legal combination of model, strategy and options."""
+    """Return a case for every combination of model, strategy and options."""
     return [
         Case(model, strategy, num_ranks, *levers)
         for model in _names()

@@ -56,7 +56,7 @@ def gpt_tied() -> Workload:
 
 
 class LanguageModel(Module):
-    """A Module that wraps a network that returns logits and loss."""
+    """Module for a network that returns logits and loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def llama() -> Workload:
 
 
 def mixtral() -> Workload:
-    """Return a mixture of four experts, two of which process each token."""
+    """Return a mixture-of-experts model with four experts, two of which process each token."""
     batch = {"input_ids": _tokens(), "labels": _tokens()}
     sizes = {**_ENCODER, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "num_local_experts": 4}
     return _hugging_face("MixtralConfig", "MixtralForCausalLM", batch, **sizes)

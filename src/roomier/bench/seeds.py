@@ -6,7 +6,7 @@ The result is one JSON object with ``rows``, one for each published value:
 - ``published_mib``: the published value; ``meter``: ``"allocated"`` (``max_memory_allocated`` of torch) or
   ``"occupied"`` (the memory of the device in use, reported by ``nvidia-smi``);
 - ``forecast_mib``: the current version's forecast for the same configuration. The forecast includes all tensors at the
-  peak. With ``"occupied"``, the forecast also includes the memory that the article reports before a model exists;
+  peak. With ``"occupied"``, the forecast also includes the memory of the CUDA context (:data:`CONTEXT_MIB`);
 - ``fits``: whether the forecast and the memory that is not used by tensors fit on the device, and offloaded data fits
   in host memory and on disk; None without a forecast;
 - ``host_mib``, ``disk_mib``: offloaded data of one rank in host memory and on disk;

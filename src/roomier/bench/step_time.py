@@ -1,4 +1,4 @@
-"""Forecast and measured seconds of a step, on CPU ranks: ``python -m roomier.bench.step_time``.
+"""Compares forecast and measured step times on CPU ranks: ``python -m roomier.bench.step_time``.
 
 Each plan of a model is built once, and the plans alternate, so that load affects all of them equally. The result states
 whether the plan with the fastest forecast is also the fastest measured plan, and contains Spearman's rank correlation
@@ -145,7 +145,7 @@ def _measure(rank: int, model: str, cases: Sequence[Case], settings: dict[str, i
     durations: list[list[float]] = [[] for _ in steps]
     for turn in range(settings["turns"]):
         for index in reversed(range(len(steps))) if turn % 2 else range(len(steps)):
-            steps[index]()  # fill the caches of the processor
+            steps[index]()  # not timed; fills the caches of the processor
             for _ in range(settings["steps"]):
                 dist.barrier()
                 start = time.perf_counter()

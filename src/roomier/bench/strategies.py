@@ -109,7 +109,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     found = Table(
         title=f"{result['model']}, {format_count(result['num_parameters'])} parameters, {result['ranks']} ranks, "
         f"{result['precision']}",
-        caption=f"bytes of the largest rank; {result['repeats']} x {result['steps']} steps, interleaved, medians\n"
+        caption=f"bytes: maximum over the ranks; {result['repeats']} x {result['steps']} steps, interleaved, medians\n"
         f"collectives only: {collectives}\n{result['machine']['cpu']}, torch {result['torch']}",
     )
     found.add_column("")

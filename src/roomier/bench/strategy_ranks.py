@@ -162,7 +162,8 @@ class Strategy:
         return predict(network, self._plan, rank=rank)
 
     def measure_memory(self) -> dict[str, Any]:
-        """Return the peak memory of a step in bytes, on the rank with the largest peak."""
+        """Return the memory of a step: values of the rank with the largest model states, and the largest peak of all
+        ranks."""
         is_cpu = self._device.type == "cpu"
         # an allocator also counts the strategies that stay in memory
         with self._running(keeps=self._keeps and is_cpu) as loop:
@@ -188,7 +189,7 @@ class Strategy:
     def time_turn(self, num_steps: int) -> None:
         """Record one turn: the median time of its steps, on the slowest rank."""
         with self._running(keeps=self._keeps) as loop:
-            loop.step(self._batch, _ignore)  # fill the caches of the processor
+            loop.step(self._batch, _ignore)  # not timed; fills the caches of the processor
             dist.barrier()
             durations = []
             loss = torch.tensor(0.0)

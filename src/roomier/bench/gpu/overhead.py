@@ -20,7 +20,7 @@ _TINY = {"steps": 3 * LOG_INTERVAL, "repeats": 1}
 
 
 def rows(setting: Setting) -> Rows:
-    """Return one row, because both loops run in alternation."""
+    """Return a single row, because the two loops are timed in alternation."""
     return {"toy step": partial(_row, setting)}
 
 

@@ -66,7 +66,7 @@ class Part:
         return self.tiny_limit_s if size == "tiny" else self.limit_s
 
 
-# On a GPU, all parts together leave 3 of 12 minutes for the device tests of `make gpu`.
+# The limits add up to 9 minutes, which leaves 3 of the 12 minutes of `make gpu` for its device tests.
 PARTS: dict[str, Part] = {
     "copies": Part("roomier.bench.gpu.copies", 25),
     "planner": Part("roomier.bench.gpu.planner", 130),

@@ -20,7 +20,7 @@ _TINY = {"model": "gpt-nano", "seq_len": 16, "batch_size": 1, "steps": 1, "repea
 
 
 def rows(setting: Setting) -> Rows:
-    """Return one row, because the strategies run in alternation."""
+    """Return a single row, because the strategies are timed in alternation."""
     sizes = _TINY if setting.size == "tiny" else _FULL
     num_ranks = num_devices(setting.device)
     settings = {
