@@ -31,7 +31,7 @@ class DeepSpeechConfig:
 
     Attributes:
         num_bands: number of frequency bands in a spectrogram. Windows of 20 ms at 16 kHz have 161 bands.
-        num_letters: number of outputs; the default is the blank, 26 letters, the apostrophe and the space.
+        num_letters: number of outputs; by default 29 (the blank, 26 letters, the apostrophe and the space).
         num_layers: number of recurrent layers.
         width: hidden size of each direction.
         channels: number of channels of both convolutions.

@@ -107,7 +107,7 @@ def _converter(
     model: Any, rule: Any, target: str, sources: list[tuple[str, str]]
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = copy.deepcopy(rule)  # the rule stores its inputs, so it is copied
+        own = copy.deepcopy(rule)  # a rule stores its inputs, so each call uses a copy
         for name, pattern in sources:
             own.add_tensor(target, name, pattern, tensors[name])
         return _whole(own.convert(target, model=model, config=model.config))
@@ -168,7 +168,8 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
 def _joined(
     groups: list[tuple[set[str], set[str]]], sources: set[str], targets: set[str]
 ) -> list[tuple[set[str], set[str]]]:
-    """Return ``groups`` with one additional group, after merging groups that share a target or have no targets."""
+    """Return ``groups`` and the group of ``sources`` and ``targets``. Groups with a common target, or without targets,
+    are merged."""
     apart = []
     for group in groups:
         if group[1] & targets or not (group[1] or targets):

@@ -50,7 +50,7 @@ class ResNet(nn.Module):
         channels: number of channels of the first convolution. Each stage has twice the channels of the previous stage.
 
     Attributes:
-        num_features: length of the result.
+        num_features: length of the result for an image.
     """
 
     def __init__(self, depths: Sequence[int] = (3, 4, 6, 3), channels: int = 64) -> None:

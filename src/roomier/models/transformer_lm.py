@@ -38,7 +38,7 @@ class TransformerLMConfig:
         dropout: probability of dropout on embeddings, attention weights and both residual branches.
 
     Raises:
-        RoomierError: a size is not positive, or ``width`` is not an even multiple of ``num_heads``.
+        RoomierError: a size is not positive, or ``width`` is not a multiple of ``2 * num_heads``.
     """
 
     vocab_size: int = 30_000
