@@ -64,7 +64,7 @@ def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -
     """Return ``plan`` with the adapters and the quantization that ``network`` retains from an earlier run.
 
     The result is the same before and after the adapters of ``plan`` are added. The settings of retained adapters are
-    required to load a checkpoint, and the table of settings that a run prints contains them.
+    required to load a checkpoint. A run also prints them in its table of settings.
 
     Raises:
         PlanError: the settings of the adapters are not supported with the other settings of ``plan``.
@@ -83,8 +83,7 @@ def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -
 
 
 def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan:
-    """Return ``named`` with the quantization and the adapters on other layers that ``network`` retains from an earlier
-    run."""
+    """Return ``named``, extended by the quantization and the adapters that ``network`` retains from an earlier run."""
     base = found.frozen_base if named.frozen_base == "as_is" else named.frozen_base
     targets, adapted = target_layers(network, blocks, named.lora_targets), adapted_layers(network)
     if adapted.keys() <= targets.keys():
@@ -94,7 +93,7 @@ def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module, bloc
 
 
 def report_unnamed_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Print a notice about adapters and quantization that ``network`` has and ``plan`` does not contain.
+    """Print a notice about adapters and quantization that ``network`` has but ``plan`` does not contain.
 
     Raises:
         PlanError: the settings of the adapters are not supported with the other settings of ``plan``.

@@ -53,7 +53,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     for name, each in network.named_parameters():
         each.requires_grad_(is_adapter(name) or each in trained)
         if not each.requires_grad:
-            each.grad = None  # no optimizer would free this gradient from an earlier fit
+            each.grad = None  # a gradient of an earlier fit, which no optimizer would free
     for layer in targets.values():
         if isinstance(layer, Adapted):
             layer.lora_dropout = plan.lora_dropout
