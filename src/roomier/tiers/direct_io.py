@@ -102,8 +102,8 @@ def _transfer(call: Callable[..., int], file: int, buffer: Tensor, position: int
     view = buffer.numpy().data
     done = 0
     while done < len(view):
-        # A write after the file was truncated extends the file with zeros, so a read cannot detect that the file was
-        # truncated.
+        # A write after the file was truncated extends the file with zeros, so a later read would not detect the
+        # truncation.
         size = os.fstat(file).st_size
         moved = call(file, [view[done : done + CHUNK_BYTES]], position + done) if size >= reserved_bytes else 0
         if moved == 0:

@@ -99,11 +99,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the files of runs that have crashed, and print a notice for each file. No process locks such a file."""
+    """Remove the files of crashed runs (files that no process has locked), and print a notice for each of them that is
+    not empty."""
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # the file was removed at this moment, or belongs to a different user
+        except OSError:  # the file has just been removed, or belongs to a different user
             continue
         try:
             if not lock(file):

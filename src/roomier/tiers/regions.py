@@ -14,10 +14,10 @@ GROWTH_BYTES = 2**26  # Minimum number of bytes by which the file grows.
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Part of the file. The part is free again when the last reference to the region is removed.
+    """Part of a scratch file. The part is free again after the last reference to the region is removed.
 
     Attributes:
-        position: first byte in the file.
+        position: position of the first byte in the file.
         num_bytes: size, padded to the alignment.
     """
 
@@ -26,7 +26,8 @@ class Region:
     _released: deque[tuple[int, int]]
 
     def __del__(self) -> None:
-        self._released.append((self.position, self.num_bytes))  # can run in any thread, so this method takes no lock
+        # no lock: the garbage collector can call this in any thread
+        self._released.append((self.position, self.num_bytes))
 
 
 class Regions:

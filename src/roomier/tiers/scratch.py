@@ -90,7 +90,7 @@ class Scratch:
         return start
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait for transfers to end, and check ``condition`` after each transfer, until ``condition`` is true.
+        """Wait until ``condition`` is true. The condition is checked after each transfer.
 
         Raises:
             TierError: a transfer failed.
@@ -100,7 +100,7 @@ class Scratch:
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a transfer that failed.
+        """Raise the error of a failed transfer, if there is one.
 
         Raises:
             TierError: a read or a write failed.
@@ -122,7 +122,7 @@ class Scratch:
             TierError: the file was truncated.
         """
         size = os.fstat(self._file).st_size
-        if size < self.reserved_bytes:  # an access to the tensor would end the process
+        if size < self.reserved_bytes:  # an access to the tensor would crash the process
             raise self._failed(direct_io.TruncatedError(f"the file was truncated to {size} bytes"))
         before = position % mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(self._file, before + num_bytes, offset=position - before)
@@ -180,7 +180,7 @@ def _create(folder: Path) -> tuple[Path, int]:
         path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}{SUFFIX}"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # A different run can lock and remove the file between its creation and its lock.
+            # A different run can lock and remove the file before this process locks it.
             if lock(file) and os.fstat(file).st_nlink > 0:
                 return path, file
             os.close(file)

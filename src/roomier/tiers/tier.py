@@ -35,7 +35,8 @@ class Tier(Protocol):
     bytes_written: int
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
-        """Start reading ``records``, in this order, as buffers become free. This call replaces earlier expectations.
+        """Start reading ``records``, in this order, as buffers become free. This call replaces the list of an earlier
+        call.
 
         If the write of a record is not complete, the record is read after its write. If the caller holds the buffer of
         a record, the record is read after the caller returns the buffer. If a record appears several times, the record
@@ -48,7 +49,7 @@ class Tier(Protocol):
         ...
 
     def is_ready(self, record: int) -> bool:
-        """Return whether :meth:`take` returns without waiting."""
+        """Return whether :meth:`take` would return without waiting."""
         ...
 
     def take(self, record: int, num_bytes: int | None = None) -> Tensor:
@@ -74,7 +75,7 @@ class Tier(Protocol):
     def switch(self, buffer: Tensor, record: int) -> Tensor:
         """Return the buffer in which to write ``record``, in exchange for ``buffer``, which is no longer needed.
 
-        Both records have the same size.
+        The record of ``buffer`` must have the same size as ``record``.
 
         For a tier on disk, the result is ``buffer`` itself with its content. For a tier in host memory, the result is
         the memory of ``record`` with its earlier content.

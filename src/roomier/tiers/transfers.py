@@ -2,8 +2,8 @@
 
 [Note: one reader and one writer]
 One thread reads and one thread writes. More threads would lower the total bandwidth of a disk, because large direct
-transfers already use the full bandwidth. The writer completes its jobs in order. If the same bytes were written before
-a read, the job of the read waits for the job of the write.
+transfers already use the full bandwidth. The writer completes its jobs in order. If an earlier job writes the same
+bytes, a read waits for this job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Job:
 
     Attributes:
         buffer: host memory (uint8), aligned.
-        position: first byte in the file.
+        position: position of the first byte in the file.
         wait: function to call before the transfer; for example a function that waits for an event of a device.
         after: job that must be complete before this transfer.
         finish: function to call after the transfer, in the thread of the transfer.
