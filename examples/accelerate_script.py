@@ -1,4 +1,4 @@
-"""Accelerate script with two changed lines: ``torchrun --nproc-per-node 2 examples/accelerate_script.py``."""
+"""Accelerate script with two changed lines. Run ``torchrun --nproc-per-node 2 examples/accelerate_script.py``."""
 
 import torch
 from torch import nn

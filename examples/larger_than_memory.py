@@ -17,7 +17,7 @@ from roomier.models.gpt import GPT, GPTConfig
 
 CONTEXT = 128  # tokens
 VOCAB_SIZE = 8192
-BYTES_PER_PARAMETER = 16  # weight, gradient, and two optimizer states in float32
+BYTES_PER_PARAMETER = 16  # weight, gradient and two optimizer states, each in float32
 
 
 class LanguageModel(roomier.Module):

@@ -1,4 +1,4 @@
-"""Forecast with which strategies 12.8 billion parameters fit on eight 40 GB GPUs. The script runs without GPUs."""
+"""Find the strategies with which 12.8 billion parameters fit on eight 40 GB GPUs. The script requires no GPU."""
 
 import torch
 

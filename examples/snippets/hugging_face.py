@@ -17,7 +17,7 @@ trainer = Trainer(
     precision="bf16-mixed",
     accumulate_grad_batches=4,  # 4 micro-batches of 4 samples give a batch of 16
     activation_checkpointing="full",
-    optimizer="adafactor",  # or "adamw8bit" with a tenth of the learning rate
+    optimizer="adafactor",  # alternative: "adamw8bit" with learning_rate=1e-2
     learning_rate=1e-1,
     max_epochs=4,
 )

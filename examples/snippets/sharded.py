@@ -1,4 +1,4 @@
-"""Shard optimizer states (zero1), also gradients (zero2), and also weights (zero3) across ranks, with one keyword.
+"""Train on two ranks with the strategies ddp, zero2 and zero3, and compare the losses.
 
 Run ``python sharded.py`` once. The script starts the other ranks.
 """
