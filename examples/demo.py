@@ -62,7 +62,7 @@ class LanguageModel(roomier.Module):
 
 
 def read_standard_library() -> tuple[list[str], list[str]]:
-    """Return the training texts and the validation texts. A hash of the path selects 5 % of the files for validation."""
+    """Return the training texts and validation texts. A hash of the path selects 5 % of the files for validation."""
     root = Path(sysconfig.get_path("stdlib"))
     train_texts, val_texts = [], []
     for path in sorted(root.rglob("*.py")):
@@ -127,7 +127,7 @@ def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) 
 
 
 def main(num_steps: int) -> int:
-    """Train half-way, resume in a new Trainer, and generate code. Return 0 if the loss decreased enough, otherwise 1."""
+    """Train half-way, resume in a new Trainer, and generate code. Return 0 if the loss decreased enough, else 1."""
     shutil.rmtree(OUT, ignore_errors=True)
     begin_s = time.perf_counter()
     tokenizer = write_data(OUT)
