@@ -13,7 +13,7 @@ ranks:
 The update is computed twice, before and after its norm is known, so the temporaries have the size of one shard. The
 scaling factors stay on the device, so a step does not wait for the device. Row means are sharded like the rows of the
 parameter. Column means of a matrix are replicated on every rank. For a tensor with more than two dimensions, torch
-factorizes the last two dimensions, so the row and column means are both sharded by rows.
+factorizes the last two dimensions, so the row and column means are both sharded in dimension 0.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ class _Part:
         gradient: the shard of the gradient.
         moments: mean squares of rows and columns, or of the elements of a vector.
         shape: shape of the unsharded parameter.
-        newest: weight of the current squared gradients in the means.
+        newest: coefficient of the current squared gradients in the means.
         rate: learning rate relative to the root mean square of the weight.
         kept: factor by which weight decay multiplies the weight.
-        eps: lower limits of the mean squares and of the root mean square of the weight.
+        eps: the two lower limits of ``torch.optim.Adafactor``, for squared gradients and for the root mean square of
+            the weight.
         largest: root mean square above which an update is scaled down.
     """
 
@@ -182,7 +183,7 @@ def _sum(values: Sequence[Sequence[Tensor]], ranks: ProcessGroup | None) -> Sequ
     """Return ``values`` (1-dim tensors), summed over the ranks in one collective."""
     if ranks is None:
         return values
-    import torch.distributed as dist  # sharded tensors already require this import
+    import torch.distributed as dist  # already imported if a tensor is sharded
 
     joined = torch.cat([each for row in values for each in row])
     dist.all_reduce(joined, group=ranks)
@@ -210,7 +211,7 @@ def _zeros(shape: tuple[int, ...], parameter: nn.Parameter) -> Tensor:
     own = local(parameter.grad)
     if not is_sharded(parameter):
         return own.new_zeros(shape)
-    from torch.distributed.tensor import DTensor, Replicate  # sharded tensors already require this import
+    from torch.distributed.tensor import DTensor, Replicate  # already imported if a tensor is sharded
 
     is_by_rows = shape[0] == parameter.shape[0]
     mesh, part = parameter.device_mesh, own.new_zeros((own.shape[0], *shape[1:]) if is_by_rows else shape)

@@ -37,7 +37,7 @@ from roomier.optim.block_codes import Region
 from roomier.optim.local import first_element, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # seed for stochastic rounding, which can be the same in all runs
+SEED = 0  # seed for stochastic rounding; all runs can use the same seed
 STATE_BITS = (4, 8, 32)
 _ROUNDINGS = ("split", "stochastic", "nearest")
 _CHUNK = 2**16  # number of elements per chunk, chosen so that temporaries fit in the cache
@@ -66,10 +66,10 @@ class BlockwiseAdamW(Optimizer):
         state_bits: number of bits per moment: 4, 8 or 32.
         weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
-        compiled: True to compile the update of codes. The compilation takes a few seconds in the first step and makes
-            the update 4 times as fast. None selects compilation if it saves time and a compiler is available. The
-            compiled and uncompiled updates can differ in the last bit of a float32 number, which occasionally selects
-            the adjacent code.
+        compiled: True to compile the update of quantized moments. The compilation takes a few seconds in the first step
+            and makes the update 4 times as fast. None compiles the update if this saves time and a compiler is
+            available. The compiled and uncompiled updates can differ in the last bit of a float32 number, which
+            occasionally selects the adjacent code.
 
     Raises:
         PlanError: an option is invalid, or ``compiled=True`` is set but no compiler is available. With 4-bit or 8-bit
@@ -81,9 +81,9 @@ class BlockwiseAdamW(Optimizer):
     """
 
     row_states = ("root_scales", "ratio_scales")
-    """States that are sharded by rows like their parameter, but have a different shape."""
+    """Names of states that are sharded by rows like their parameter but have a different shape."""
 
-    compiled: bool | None = None  # defined on the class, because copies lack the attribute
+    compiled: bool | None = None  # defined on the class, because a copy lacks the instance attribute
     _update_codes: UpdateBlocks | None = None
 
     def __init__(
@@ -111,7 +111,7 @@ class BlockwiseAdamW(Optimizer):
         self._count(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy has only the attributes that torch stores
+        super().__setstate__(state)  # torch copies only the defaults, the state and the parameter groups
         self._index, self._coded = {}, []
         for group in self.param_groups:
             self._count(group)
@@ -143,7 +143,7 @@ class BlockwiseAdamW(Optimizer):
         return loss
 
     def update_as(self, other: BlockwiseAdamW) -> None:
-        """Compile the update of codes if ``other`` compiles its update, regardless of the size of these parameters."""
+        """Compile the update of quantized moments if ``other`` compiles its update, for parameters of any size."""
         self._update_codes = other._update_codes or other._choose_update()
 
     def _choose_update(self) -> UpdateBlocks:
@@ -330,8 +330,9 @@ def update_blocks(
 def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
-    # A dry run compiles no code, and must not store its update in the cache. The compiled update creates no tensors, so
-    # a no-op replaces it. A machine without an accelerator can plan for CUDA, and does not need Triton for that.
+    # A dry run compiles no code, and must not store its update in the cache of compiled_update. The compiled update
+    # creates no tensors, so a no-op replaces it. A machine without an accelerator can plan for CUDA, and does not need
+    # Triton for that.
     kind = torch_fake.fake_kind()
     is_elsewhere = kind == "cuda" and not torch.accelerator.is_available()
     missing = None if is_elsewhere else torch_private.missing_compiler(torch.device(kind))
@@ -339,13 +340,13 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 
 def _skip_update(*arguments: Any) -> None:
-    """Do nothing in place of a compiled update, because the tensors have no memory."""
+    """Replace a compiled update in a dry run and do nothing, because the tensors have no memory."""
 
 
 @cache
 def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
-    """Return :func:`update_blocks`, compiled for any number and size of blocks, and None. If the compilation fails,
-    return the uncompiled function and the reason."""
+    """Return :func:`update_blocks`, compiled for any number and size of blocks, with None as the second value. If the
+    compilation fails, return the uncompiled function and the reason."""
     missing = torch_private.missing_compiler(device)
     if missing is not None:
         return update_blocks, f"{missing}, which torch.compile requires for {device.type}, was not found"
@@ -368,7 +369,7 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 
 def _example(bits: int, device: torch.device) -> tuple[Any, ...]:
-    """Return rows of zeros as arguments of :func:`update_blocks`."""
+    """Return example arguments of :func:`update_blocks`: rows of zeros."""
     rows = torch.zeros(3, 1024, device=device)  # several blocks per row; with one block, the compiler would specialize
     *codes, root_scales, ratio_scales = block_codes.empty_codes(rows, bits).values()
     blocks = Region(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
@@ -438,7 +439,7 @@ def _as_shard_of(parameter: Tensor, rows: Tensor) -> Tensor:
     """Wrap ``rows``, which belong to this rank's shard of ``parameter``, as a DTensor with the same sharding."""
     if not is_sharded(parameter):
         return rows
-    from torch.distributed.tensor import DTensor  # slow import, which sharded parameters already require
+    from torch.distributed.tensor import DTensor  # slow import, already done if the parameter is sharded
 
     shape = torch.Size([parameter.shape[0], *rows.shape[1:]])
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -465,6 +466,6 @@ def _check(group: Mapping[str, Any]) -> None:
 
 
 def _keeps_rows(placement: Any) -> bool:
-    from torch.distributed.tensor import Replicate, Shard  # slow import, which sharded tensors already require
+    from torch.distributed.tensor import Replicate, Shard  # slow import, already done if a tensor is sharded
 
     return isinstance(placement, Replicate) or (type(placement) is Shard and placement.dim == 0)

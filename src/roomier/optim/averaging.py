@@ -1,7 +1,7 @@
 """Averages of weights over training steps, for ordinary tensors and for shards.
 
 Averages are elementwise, so each rank averages its shard without communication. The averages of 16-bit weights are
-float32, because a bfloat16 average would not change if an update added only 0.001 of the difference.
+float32. A bfloat16 average would not change if only 0.001 of its difference from the weight were added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: 
     own: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for average, tensor in zip(averages, tensors, strict=True):
         part, goal = local(average), local(tensor)
-        if goal.device != part.device or goal.dtype != part.dtype:  # one tensor at a time, to avoid copying all tensors
+        if goal.device != part.device or goal.dtype != part.dtype:  # copies only one tensor at a time
             part.lerp_(goal.to(part), weight)
             continue
         parts, goals = own.setdefault((part.device, part.dtype), ([], []))
@@ -60,7 +60,7 @@ class WeightAverage:
         averages: averages by name, equal to their tensors until the first update. The average of a sharded tensor
             contains only this rank's shard.
         num_averaged: number of updates.
-        is_swapped: whether the tensors currently hold the average.
+        is_swapped: whether the tensors currently hold their averages.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> None:
@@ -99,7 +99,7 @@ class WeightAverage:
         """Add the current values of the tensors to the average. The first update copies the values.
 
         Args:
-            weight: weight of the new values; None weights all iterates equally.
+            weight: weight of the new values; None gives all iterates the same weight.
             average_one, average_all: user functions that replace ``weight``.
         """
         averages = list(self.averages.values())
@@ -130,8 +130,8 @@ class WeightAverage:
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the values of the tensors and their averages, bit for bit. A second call reverses the exchange. Only
-        one tensor at a time is duplicated. The averages of 16-bit weights have more bits, so a copy of these weights is
-        retained.
+        one tensor at a time is duplicated. The average of a 16-bit weight has more bits than the weight, so a copy of
+        the weight is kept until the second call.
         """
         for name, average in self.averages.items():
             tensor = local(self._tensors[name])
@@ -179,7 +179,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of ``value``, which is unsharded or sharded like ``tensor``."""
     if is_sharded(value) or not is_sharded(tensor):
         return local(value)
-    from torch.distributed.tensor import distribute_tensor  # slow to import, but imported already if sharded
+    from torch.distributed.tensor import distribute_tensor  # slow import, already done if a tensor is sharded
 
     placed = value.to(tensor.to_local().device)
     return local(distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None))
@@ -188,7 +188,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
 def _full_tensor_of(tensor: Tensor, part: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return part
-    from torch.distributed.tensor import DTensor  # slow to import, but imported already if sharded
+    from torch.distributed.tensor import DTensor  # slow import, already done if a tensor is sharded
 
     placed = part.to(tensor.to_local().device)
     return DTensor.from_local(

@@ -2,17 +2,18 @@
 
 [Note: meaning of the codes]
 For each element, roomier stores the root ``r`` of the second moment, and the first moment ``m`` as a *ratio* ``q = m /
-(r + e)``, where ``e`` is Adam's eps in that step. Apart from the learning rate, the ratio is the update of the weight.
-In a block whose largest root is ``R`` and whose largest ratio is ``Q``, a code of ``b`` bits represents::
+(r + e)``, where ``e`` is Adam's eps in that step. The update of the weight is this ratio, scaled by the learning rate
+and the bias corrections. In a block whose largest root is ``R`` and whose largest ratio is ``Q``, a code of ``b`` bits
+represents::
 
     r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small roots keep precision
     q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1
 
-Both maxima are stored exactly in float32. Storing ``m`` as a ratio limits the effect of rounding. An error in ``q`` is
-a fraction of the largest step in the block, and an error in ``r`` changes both parts of ``m / r`` equally. If ``m`` and
-``r`` had separate codes, rounding ``m`` up and ``r`` down would cause steps of many times the learning rate. In a block
-with a nonzero root, no root is rounded to zero. An element without recent gradients therefore does not make a large
-step at its next gradient.
+``R`` and ``Q`` are stored exactly in float32. Storing ``m`` as a ratio limits the effect of rounding. An error in ``q``
+is a fraction of the largest step in the block, and an error in ``r`` changes both parts of ``m / r`` equally. If ``m``
+and ``r`` had separate codes, rounding ``m`` up and ``r`` down would cause steps of many times the learning rate. In a
+block with a nonzero root, no root is rounded to zero. An element without recent gradients therefore does not make a
+large step at its next gradient.
 
 Rounding requires a root and a product but no table, so rounding is as fast as the other parts of a step.
 
@@ -42,7 +43,7 @@ from torch import Tensor
 from roomier.device.capability import capabilities_of
 
 MIN_ELEMENTS = 4096  # quantization of smaller tensors saves little memory
-MIN_BLOCK = 80  # elements: 8 bytes of scales for 80 elements are 0.1 bytes per parameter
+MIN_BLOCK = 80  # elements per row; for 80 elements, 8 bytes of scales are 0.1 bytes per element
 _BLOCK = {8: 256, 4: 128}  # approximate number of elements per block, by bits
 _LEAST_SCALE = 1e-30  # the square of a root below 3e-23 is zero in float32
 _STEP_SHIFT, _COLUMN_SHIFT = 0.6180339887498949, 0.7548776662466927  # 1 / golden ratio; 1 / plastic number

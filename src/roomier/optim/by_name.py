@@ -1,4 +1,4 @@
-"""Optimizers selected by a string, with the usual parameter groups."""
+"""Optimizers selected by a string, and their parameter groups."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -51,10 +51,11 @@ def make_optimizer(
     """Create the optimizer ``name`` for the parameters of ``network`` that require gradients.
 
     Weight decay applies to weights with two or more dimensions. Weight decay does not apply to biases and the scales of
-    norms. AdamW, Adam and SGD (SGD only for unsharded parameters) use torch's fused kernels. These kernels read memory
-    only once. If a loss scale is used, steps with fused kernels do not wait for the device. Low-bit states are used
-    only for large matrices. Embeddings (and tied output layers), biases, norms and small tensors have float32 states.
-    ``"muon"`` updates the matrices of blocks, and AdamW updates all other parameters.
+    norms. AdamW, Adam and SGD (SGD only for unsharded parameters) use torch's fused kernels if the device has them.
+    Fused kernels read each tensor only once. If a loss scale is used, steps with fused kernels do not wait for the
+    device. Low-bit states are used only for large matrices. Embeddings (and tied output layers), biases, norms and
+    small tensors have float32 states. ``"muon"`` updates the matrices of blocks, and AdamW updates all other
+    parameters.
 
     Args:
         name: key in ``OPTIMIZERS``.

@@ -1,4 +1,4 @@
-"""Conversion of the values that ``configure_optimizers`` can return into a common form."""
+"""Conversion of the return values of ``configure_optimizers`` to a common form."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ def read_configured(returned: Any) -> Configured:
     """Convert the value that ``configure_optimizers`` returned.
 
     Raises:
-        RoomierError: the value does not have any documented form.
+        RoomierError: the form of the value is not supported.
     """
     if returned is None:
         return Configured()
@@ -92,15 +92,15 @@ def read_configured(returned: Any) -> Configured:
 
 
 def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
-    """Reject an optimizer that updates parameters of a different model, and a scheduler of a different optimizer.
-    Such an optimizer or scheduler would not affect the model.
+    """Reject an optimizer of parameters that are not in the model, and a scheduler of a different optimizer. Such
+    parameters are not saved, and such a scheduler has no effect.
 
     Args:
         configured: optimizers and schedulers of the module.
         parameters: all parameters of the model.
 
     Raises:
-        RoomierError: an optimizer or scheduler does not belong to the model. The error contains its class name.
+        RoomierError: an optimizer or scheduler does not belong to the model. The error contains the class name.
     """
     own = {id(parameter) for parameter in parameters}
     groups = [group for optimizer in configured.optimizers for group in optimizer.param_groups]

@@ -36,7 +36,8 @@ class Trait:
 def trained_parameters(
     network: nn.Module, blocks: Sequence[nn.Module] | None = None
 ) -> list[tuple[nn.Parameter, Trait]]:
-    """Return the parameters that require gradients, in the order of the network. Tied parameters appear once.
+    """Return the parameters that require gradients and their traits, in the order of the network. Tied parameters
+    appear once.
 
     Args:
         blocks: the blocks of ``network``. None searches for blocks.

@@ -24,7 +24,7 @@ from roomier.core.errors import RoomierError
 from roomier.optim.local import first_element, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # seed for stochastic rounding, which can be the same in all runs
+SEED = 0  # seed for stochastic rounding; all runs can use the same seed
 
 
 class Lion(Optimizer):
@@ -59,7 +59,7 @@ class Lion(Optimizer):
             self._index[parameter] = len(self._index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy has only the attributes that torch stores
+        super().__setstate__(state)  # torch copies only the defaults, the state and the parameter groups
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self._index = {parameter: index for index, parameter in enumerate(parameters)}
 

@@ -1,8 +1,8 @@
 """Muon for the matrices of blocks and AdamW for all other parameters, in one optimizer.
 
 [Note: Muon]
-Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is the momentum ``B`` of a
-matrix after a transformation that sets all singular values close to 1. The transformation runs ``ns_steps`` rounds of a
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is the momentum of a matrix
+after a transformation that sets all singular values close to 1. The transformation runs ``ns_steps`` rounds of a
 Newton-Schulz iteration in bfloat16. Option names and defaults (except ``adjust_lr_fn``) are the same as in
 ``torch.optim.Muon``, and results are bitwise equal. The update has singular values near 1 for any gradient, so Muon's
 learning rate has a different scale than AdamW's learning rate. The default ``adjust_lr_fn="match_rms_adamw"`` scales
@@ -35,7 +35,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
-    """Muon with AdamW for the other parameters; see [Note: Muon].
+    """Muon for the matrices of blocks, and AdamW for the other parameters; see [Note: Muon].
 
     Args:
         params: groups; Muon updates the matrices of groups with ``"is_hidden": True``, and AdamW updates the other
@@ -82,7 +82,7 @@ class Muon(Optimizer):
         super().__init__([{**settings, **group} for group in hidden] + shared, {"lr": lr, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy has only the attributes that torch stores
+        super().__setstate__(state)  # torch copies only the defaults, the state and the parameter groups
         others = [dict(group) for group in self.param_groups if not group.get("is_hidden")]
         self._adamw = AdamW(others) if others else None
 

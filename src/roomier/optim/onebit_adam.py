@@ -11,20 +11,20 @@ only the momentum, as signs ``C[.]``:
     m = C[mean over ranks of c_i + s];   s = mean of c_i + s - m       the owner of each shard, with its error s
     x = x - lr * m / (sqrt(v) + eps)                                   each rank, with all shards of m
 
-The paper leaves some details open, and this implementation differs from the paper in others. Both moments have the bias
-correction of torch's Adam. ``v`` retains the correction of the step at which it was frozen, so updates are continuous.
-Weight decay is decoupled, as in AdamW. Each block has a scale, which is the mean of the absolute values in the block
-(see ``sign_code.py``). A frozen variance is at least :data:`LEAST_VARIANCE` times the mean variance of its tensor. The
-code represents all elements of a block with the same absolute value. Without this lower bound, an element with a
-variance near zero (the row of a rare token) would make large steps because of the noise of its neighbors.
+The paper leaves the following details open or defines them differently. Both moments have the bias correction of
+torch's Adam. ``v`` retains the correction of the step at which it was frozen, so updates are continuous. Weight decay
+is decoupled, as in AdamW. Each block has a scale, which is the mean of the absolute values in the block (see
+``sign_code.py``). The code represents all elements of a block with the same absolute value. Therefore, a frozen
+variance is at least :data:`LEAST_VARIANCE` times the mean variance of its tensor. Without this lower bound, an element
+with a variance near zero (the row of a rare token) would make large steps because of the noise of its neighbors.
 
 [Note: bytes per rank]
 On N ranks, a parameter requires the following bytes in addition to its fp32 weight (4) and gradient (4). Before the
 freeze: 8/N (both moments of this rank's shard; the owner updates the weights of its shard, and all ranks gather them),
 and one bucket of messages. After the freeze: 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``),
-4/N for ``s``, 0.16 for ``m``, which is stored as its code, and 0.31 for messages within a step. Each rank applies the
-full update, so weights, ``e`` and the denominator cannot be sharded. An all-gather of sharded weights would cost more
-traffic than the signs save.
+4/N for ``s``, 0.16 for ``m``, which is stored in compressed form, and 0.31 for messages within a step. Each rank
+applies the full update, so weights, ``e`` and the denominator cannot be sharded. An all-gather of sharded weights would
+cost more traffic than the signs save.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class OneBitAdam(Optimizer):
         self._entries = [(p, group) for group in self.param_groups for p in group["params"] if p.numel()]
         self._pieces = [Pieces(p.numel(), self._exchange.num_ranks) for p, _ in self._entries]
         self._code: SignCode | None = None
-        self._momentum: Tensor | None = None  # the code of m, after the variance is frozen
+        self._momentum: Tensor | None = None  # the compressed m; None until the variance is frozen
 
     @property
     def is_frozen(self) -> bool:
@@ -97,7 +97,7 @@ class OneBitAdam(Optimizer):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent; see [Note: bytes sent] in ``core/exchange.py``."""
+        """Number of bytes that this rank has sent; see [Note: bytes sent] in ``core/exchange.py``."""
         return self._exchange.bytes_sent
 
     @overload
@@ -124,8 +124,8 @@ class OneBitAdam(Optimizer):
     # ---- in full precision ---------------------------------------------------------------------------------------
 
     def _buckets(self) -> Iterator[list[int]]:
-        """Yield the indices of parameters whose gradients are averaged together. The parameters have the same dtype,
-        and their total size is limited."""
+        """Yield buckets: lists of the indices of parameters whose gradients are averaged together. The parameters of a
+        bucket have the same dtype and a limited total size."""
         bucket: list[int] = []
         num_elements = 0
         for index, (parameter, _) in enumerate(self._entries):
@@ -253,7 +253,8 @@ class OneBitAdam(Optimizer):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return states by parameter index, as DTensors sharded across ranks (ordinary tensors on one rank).
+        """Return the parameter groups, and the states by parameter index. With several ranks, the states are sharded
+        DTensors.
 
         Before the freeze: ``exp_avg`` and ``exp_avg_sq``. After the freeze: ``exp_avg``, ``denominator``,
         ``server_error``, each ``[numel]``, and ``worker_error``, ``[num_ranks, numel]``, one row per rank. Existing

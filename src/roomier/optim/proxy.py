@@ -12,8 +12,8 @@ _STATE = ("param_groups", "state", "defaults")
 class OptimizerProxy:
     """Proxy for ``optimizer``. Attributes that a subclass does not define are read from the optimizer.
 
-    ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. Copying or pickling the proxy
-    copies or pickles the optimizer.
+    ``isinstance`` treats the proxy as an instance of the optimizer's class, so schedulers accept the proxy. Copying or
+    pickling the proxy copies or pickles the optimizer.
 
     Args:
         optimizer: optimizer to wrap.

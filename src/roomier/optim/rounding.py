@@ -1,13 +1,13 @@
 """Storage of bfloat16 weights for an optimizer that computes in float32.
 
 A bfloat16 number is the upper half of a float32 number. An update that is smaller than 2^-9 times the weight is lost if
-the sum is rounded to nearest. Two methods prevent this loss, exactly or on average:
+the new weight is rounded to nearest. Two methods prevent this loss, the first exactly and the second on average:
 
 [Note: split]
 The 16 low bits of each weight are stored separately, as a signed integer tensor of the same shape. The weight is
 rounded to nearest, with ties *away* from zero. The bits of the weight are ``(bits + 0x8000) >> 16``, and the remainder
 is in ``[-0x8000, 0x7fff]``. Weight and remainder together restore every float32 number exactly. If ties were rounded to
-even, as in a cast, a remainder of half a step would represent two numbers. NaN is restored as one of its bit patterns,
+even, as in a cast, a remainder of half a step would represent two numbers. Every NaN is restored as the default NaN,
 and a number that rounds beyond the largest bfloat16 number is infinite only in the weight.
 
 [Note: stochastic]
@@ -57,7 +57,7 @@ def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, li
 
 
 def empty_low_bits(weight: Tensor) -> Tensor:
-    """Return zeros as the low bits for the current ``weight`` (int16, with the same sharding as the weight)."""
+    """Return the initial low bits of ``weight``: an int16 tensor of zeros with the same sharding as the weight."""
     return torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
 
 
@@ -132,7 +132,7 @@ def noise(key: int, first: int, num_elements: int, device: torch.device | None =
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Return the logical right shift of ``words``, because torch's right shift of int32 is arithmetic."""
+    """Shift ``words`` right without sign extension, which torch's right shift of int32 performs."""
     return (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
 
 

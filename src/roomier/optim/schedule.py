@@ -19,9 +19,9 @@ SCHEDULES = ("constant", "linear", "cosine")
 class Factor:
     """Function that maps a step to a factor of the learning rate. The first step is 0.
 
-    The factor rises over the first ``warmup_steps`` steps. Then the schedule ``name`` changes the factor to
-    ``min_lr_ratio`` over the remaining steps of ``decay_steps`` or ``num_steps``. The cosine schedule is SGDR
-    (Loshchilov and Hutter 2017, equation 5) without restarts.
+    The factor rises over the first ``warmup_steps`` steps. Then, ``"linear"`` and ``"cosine"`` decrease the factor to
+    ``min_lr_ratio`` until the schedule ends. The cosine schedule is SGDR (Loshchilov and Hutter 2017, equation 5)
+    without restarts.
 
     Attributes:
         name: one of ``SCHEDULES``.
@@ -63,19 +63,19 @@ def make_schedule(
     min_lr_ratio: float = 0.0,
     decay_steps: int | None = None,
 ) -> LambdaLR:
-    """Create a scheduler that steps after each optimizer step.
+    """Create a scheduler, whose ``step`` must be called after each optimizer step.
 
     Args:
         name: one of ``SCHEDULES``.
         optimizer: optimizer to schedule.
         num_steps: number of optimizer steps in the run.
         warmup_steps: number of warm-up steps.
-        log_warmup: True to increase the rate with the logarithm of the step in the warm-up.
+        log_warmup: True for a warm-up with the logarithm of the step; False for a linear warm-up.
         min_lr_ratio: final rate divided by the peak rate.
         decay_steps: step at which the schedule ends; None means ``num_steps``.
 
     Raises:
-        PlanError: the schedule requires the length of the run but the length is unknown, or the warm-up is longer than
+        PlanError: the schedule requires the length of the run, but the length is unknown; or the warm-up is longer than
             the run.
     """
     if name != "constant" and decay_steps is None and not math.isfinite(num_steps):
@@ -98,8 +98,8 @@ def continue_schedule(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: f
     Args:
         schedule: scheduler of the new run.
         saved: saved state of the scheduler.
-        num_steps: number of optimizer steps in the run, including earlier parts; None if ``schedule`` was created for
-            the number of steps in ``saved``.
+        num_steps: number of optimizer steps in the full run, including completed steps; None if ``schedule`` was
+            created for the number of steps in ``saved``.
     """
     (factor,) = {id(each): each for each in schedule.lr_lambdas}.values()
     assert isinstance(factor, Factor)

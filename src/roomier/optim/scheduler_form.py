@@ -36,7 +36,7 @@ _FACTOR = fields(
     others={"log_warmup": flag, "decay_steps": optional(count)},
 )
 _PARTS = "_schedulers"  # attribute of SequentialLR and ChainedScheduler
-_MILESTONES = "_milestones"  # attribute of SequentialLR: the first step of each part, except the first part
+_MILESTONES = "_milestones"  # attribute of SequentialLR: the step at which each scheduler except the first starts
 _FUNCTIONS = "lr_lambdas"  # contains objects with a state, or functions without a state
 
 
@@ -95,7 +95,7 @@ def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict
     """Check that a copy of a torch scheduler can compute the next rate, or the current rate at the end of a
     schedule."""
     is_known = type(scheduler).__module__ == LRScheduler.__module__ and type(scheduler).get_lr is not LRScheduler.get_lr
-    if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # they call functions of the user
+    if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # their get_lr calls functions of the user
         return None
     copied = copy.copy(scheduler)
     copied.__dict__.update(copy.deepcopy(dict(saved)))

@@ -5,8 +5,8 @@ that ranks exchange.
 A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale has the
 smallest error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded (Karimireddy
 et al. 2019, arXiv 1901.09847, lemma 8). Using the root mean square as the scale would preserve the norm, but the
-squared error can be up to twice the squared norm of the block. Blocks never span two tensors, because a scale that
-norms and embeddings shared with large matrices would have the wrong magnitude for them.
+squared error can be up to twice the squared norm of the block. Blocks never span two tensors, because the values of
+norms, embeddings and large matrices differ in magnitude, so a shared scale would cause large errors.
 
 [Note: shards]
 A tensor of ``n`` elements is sharded across ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 BLOCK = 128
 _BITS_BYTES = BLOCK // 8
 _SCALE_BYTES = 4
-_PACK = 0x0102040810204080  # a product with eight bytes of 0 or 1 collects the bits in the highest byte
+_PACK = 0x0102040810204080  # multiplying eight bytes of 0 or 1 by this number collects the bits in the highest byte
 
 
 class Pieces:
@@ -72,7 +72,7 @@ class SignCode:
 
     Attributes:
         pieces: division of each tensor into shards.
-        row_bytes: size of a row.
+        row_bytes: number of bytes per row.
     """
 
     def __init__(self, numels: Sequence[int], num_ranks: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from roomier.optim.muon import Muon
 _COUNTER_BYTES = 4  # a float32 step counter
 _PRIMES = (3, 5, 7, 11, 13, 17, 19)
 
-# Number of states that have the size and dtype of the parameter, and number of scalars.
+# For each optimizer class: number of states with the size and dtype of the parameter, and number of scalar states.
 _FULL_SIZE: dict[type[Optimizer], Callable[[Mapping[str, Any]], tuple[int, int]]] = {
     torch.optim.AdamW: lambda options: (2 + bool(options.get("amsgrad")), 1),
     torch.optim.Adam: lambda options: (2 + bool(options.get("amsgrad")), 1),
@@ -100,7 +100,7 @@ def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: boo
 def _measured_bytes(
     kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> int:
-    """Take one step on a small parameter and scale the sizes of its states.
+    """Take one step on a small parameter, and return the total size in bytes of its states, scaled to ``shape``.
 
     The dimensions of the small parameter are different primes, so each dimension of a state identifies the
     corresponding dimension of the parameter.
