@@ -1,5 +1,5 @@
-"""The Plan: one frozen, validated value. A Plan is created from arguments, YAML or mappings. All parts of roomier read
-their settings from the Plan."""
+"""The Plan: one frozen, validated value with all settings that affect the computation of a run. A Plan is created from
+arguments, YAML or mappings. All parts of roomier read their settings from the Plan."""
 
 from roomier.plan.choices import Kind
 from roomier.plan.diff import Difference

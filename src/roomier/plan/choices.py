@@ -10,8 +10,8 @@ from numbers import Integral
 
 
 class Kind(StrEnum):
-    """Label for the difference in results between a run with a choice and a run of the same plan without the choice, on
-    the same ranks.
+    """Label of a choice, which compares the results of a run with the choice to the results of the same run without the
+    choice, on the same ranks.
 
     An option that defines the training (optimizer, schedule, clipping, adapters) is compared with plain PyTorch code
     that uses the same option. Labels assume deterministic kernels.
@@ -20,8 +20,8 @@ class Kind(StrEnum):
     EXACT = "exact"
     """Parameters, optimizer states and losses have the same bits."""
     NEAR = "near"
-    """The mathematics is the same, but the rounding differs. Either sums are split differently across ranks, shards,
-    micro-batches or chunks, or different kernels run, or intermediate results have a different number format."""
+    """The mathematics is the same, but the rounding differs. Sums are split differently across ranks, shards,
+    micro-batches or chunks, different kernels run, or intermediate results have a different number format."""
     APPROXIMATE = "approximate"
     """The mathematics differs, for example because gradients are compressed, or because weights and optimizer states
     have fewer bits."""

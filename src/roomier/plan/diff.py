@@ -25,7 +25,7 @@ class Difference:
 
 
 def differences(before: Mapping[str, object], after: Mapping[str, object], path: str = "") -> list[Difference]:
-    """Compare two nested mappings field by field, in the order of ``before``."""
+    """Return the fields that differ between two nested mappings, in the order of ``before``."""
     found: list[Difference] = []
     for name in [*before, *(name for name in after if name not in before)]:
         field = f"{path}{name}"

@@ -96,7 +96,7 @@ _AS_GIVEN = object()
 
 
 class _Draft:
-    """Values for the fields of a Plan, and the argument that set each field, for error messages."""
+    """Values for the fields of a Plan. For error messages, a draft also records the argument that set each field."""
 
     def __init__(self) -> None:
         self._sections: dict[str, dict[str, object]] = {}
@@ -166,7 +166,7 @@ def _set_strategy(draft: _Draft, strategy: object) -> None:
 
 
 def _with_unused(name: str) -> tuple[str, bool | None]:
-    """Split a Lightning name for DDP into the strategy and whether unused parameters are supported. The second value is
+    """Split a Lightning name for DDP into the strategy and a flag for the support of unused parameters. The flag is
     None if the name does not contain this information."""
     for suffix, finds in (("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)):
         if name.lower().endswith(suffix):
@@ -260,7 +260,8 @@ def _set_recompute(draft: _Draft, given: object) -> None:
 
 
 def _set_budget(draft: _Draft, given: object, keyword: str) -> bool:
-    """Set the budget from text (bytes or percent) or from a number. Return False if the value is invalid."""
+    """Set the budget from text (bytes, a percentage or a fraction) or from a number. Return False if the value is
+    invalid."""
     value = given
     if isinstance(given, str):
         try:

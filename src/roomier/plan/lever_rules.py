@@ -15,7 +15,7 @@ KEEPS_MASTERS = ("adamw", "adamw8bit", "adamw4bit", "lion")
 
 
 def rounding_in_force(plan: Plan) -> str | None:
-    """Return how bfloat16 weights are rounded. None if the plan has no such weights, or if the module creates its
+    """Return the rounding of bfloat16 weights. None if the plan has no such weights, or if the module creates its
     optimizer."""
     optimizer = plan.optimizer
     if plan.precision.mode != "bf16-true" or optimizer.name is None:
@@ -29,7 +29,7 @@ def has_two_backwards(plan: Plan) -> bool:
 
 
 def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
-    """Reject settings that belong to a different policy, a missing budget, and a budget that is given twice."""
+    """Reject settings of a different policy, a missing budget, and two budgets (in bytes and as a fraction)."""
     activation = plan.activation
     owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
     for name, policy in owners.items():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lever:
-    """A memory technique with one keyword.
+    """A memory technique that one keyword of the Trainer enables.
 
     Attributes:
         keyword: argument of the Trainer. The strategy ``"auto"`` uses a lever that is not exact only if its keyword is
@@ -25,7 +25,7 @@ class Lever:
         field: field of the Plan, ``"section.name"``. The default value of the field disables the lever.
         on: value of the field if the keyword is True.
         words: name of the lever in descriptions of a plan.
-        row: first column of the printed plan.
+        row: text in the first column of the printed plan.
         text: function that returns the second column of the printed plan.
         number: field that is set if the value of the keyword is a number; empty if the keyword accepts no number.
         conflict: function that returns the reason why ``strategy="auto"`` does not add the lever to a plan. The reason
@@ -53,7 +53,7 @@ class Lever:
 
     @property
     def must_be_allowed(self) -> bool:
-        """True if the lever is not exact, so ``strategy="auto"`` may use it only if the request names it."""
+        """True if the lever is not exact, so ``strategy="auto"`` may use it only if its keyword is allowed."""
         return self.choice(self.on).kind is not Kind.EXACT
 
     def choice(self, value: Any) -> Choice:
@@ -69,7 +69,7 @@ class Lever:
         return bool(self.value(plan) != self.off)
 
     def as_keyword(self, plan: "Plan") -> Any:
-        """Return the value of the keyword that sets the values in ``plan``. The plan must use the lever."""
+        """Return the value of the keyword that results in the settings of ``plan``. The plan must use the lever."""
         number = _read(plan, self.number) if self.number else None
         if number is not None:
             return number

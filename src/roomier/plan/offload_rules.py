@@ -34,7 +34,8 @@ def check_offload(plan: Plan, device_type: str) -> None:
 
 
 def update_mode(plan: Plan) -> str:
-    """Return the update mode of a plan that offloads optimizer states. ``"auto"`` selects a mode as follows.
+    """Return the update mode of a plan that offloads optimizer states or parameters. ``"auto"`` selects a mode as
+    follows.
 
     Speculative updates transfer the states during the entire step. However, speculative updates require twice the
     space, also write the weights, and must be repeated if gradients are clipped. Speculative updates are selected if

@@ -183,10 +183,10 @@ class OptimizerPlan(Part):
             options are checked when the optimizer is created.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None selects a constant
             learning rate of ``lr``.
-        warmup_steps: number of optimizer steps in which the learning rate increases linearly to ``lr``. Requires a
-            schedule.
+        warmup_steps: number of optimizer steps in which the learning rate increases to ``lr``, linearly unless
+            ``log_warmup`` is set. Requires a schedule.
         min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
-        log_warmup: True to increase the learning rate with the logarithm of the step in the warm-up, as in DeepSpeed.
+        log_warmup: if True, the learning rate in the warm-up increases with the logarithm of the step, as in DeepSpeed.
         decay_steps: number of optimizer steps, including the warm-up, after which ``"linear"`` and ``"cosine"`` end.
             None selects the number of steps in the run.
         weight_rounding: storage of updated weights with ``"bf16-true"``. ``"split"`` stores the 16 bits that bfloat16
@@ -222,7 +222,7 @@ class ActivationPlan(Part):
             input of each block and the results of matmuls and attention. ``"budget"`` selects one of these policies for
             each block, so that the peak is within the budget with the least recomputation. With
             ``offload.activations``, the policy ``"budget"`` also moves activations to host memory if this is faster.
-        every_n: with ``"every_n"``, number of blocks in a period. None means 2.
+        every_n: with ``"every_n"``, interval between two recomputed blocks. None means 2.
         budget_bytes: with ``"budget"``, upper limit in bytes for all tensors on the device at the peak of a step.
         budget_fraction: alternative to ``budget_bytes`` with ``"budget"``. A number in [0, 1]; 0 corresponds to the
             peak with all blocks recomputed, and 1 to the peak without recomputation.
@@ -309,7 +309,8 @@ class AttentionPlan(Part):
 
 @dataclass(frozen=True)
 class AdapterPlan(Part):
-    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen.
+    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen, except the modules in
+    ``lora_trained``.
 
     Attributes:
         lora_rank: inner width ``r`` of the adapters. None adds no adapters.
@@ -349,14 +350,14 @@ class CompilePlan(Part):
 
 @dataclass(frozen=True)
 class ChoicePlan(Part):
-    """Limits for the planner. The limits take effect before the run is created.
+    """Limits for the planner, which apply before a run starts.
 
     Attributes:
         memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None means all memory of the
             device. With a named strategy, a run is rejected before it starts if its forecast exceeds the limit.
         allowed: with ``"auto"``, additional choices that the planner may use, separated by commas: precisions
             (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and levers that are not exact (``"chunked_loss"``). By
-            default, ``"auto"`` uses exact choices, and changes only the strategy and the micro-batch size.
+            default, ``"auto"`` changes only the strategy, the micro-batch size, and options with the label exact.
     """
 
     SECTION: ClassVar[str] = "choice"

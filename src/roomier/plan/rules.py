@@ -326,7 +326,7 @@ def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
 
 
 def clipping_has_a_bound(plan: "Plan") -> Iterator[PlanError]:
-    """Reject a clipping algorithm without a limit."""
+    """Reject a clipping algorithm other than the default if clipping is disabled."""
     batch = plan.batch
     if batch.gradient_clip_val is None and batch.gradient_clip_algorithm != "norm":
         action = "Set gradient_clip_val, for example to 1.0"
@@ -366,7 +366,7 @@ def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
 
 
 def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
-    """Reject allowed choices that do not exist, and allowed choices if the strategy is not ``"auto"``."""
+    """Reject allowed choices that do not exist, and any allowed choices if the strategy is not ``"auto"``."""
     choice = plan.choice
     if not choice.words:
         return

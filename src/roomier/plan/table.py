@@ -69,7 +69,7 @@ def verdict(plan: "Plan") -> str:
 
 
 def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
-    """Return the table as plain text, at most 100 columns wide. The last line is the verdict."""
+    """Return the table as plain text, at most 100 columns wide. The verdict follows the rows."""
     lines = rows(plan, facts)
     part_columns = min(_PART_COLUMNS, max(len(row.part) for row in lines))
     kind_columns = len(Kind.APPROXIMATE)

@@ -19,7 +19,8 @@ class Dumper(yaml.SafeDumper):
 
 
 class Loader(UniqueKeysLoader):
-    """UniqueKeysLoader that reads ``3e-4`` as a number, as YAML 1.2 defines. PyYAML reads ``3e-4`` as a string."""
+    """UniqueKeysLoader that reads ``3e-4`` as a number, as YAML 1.2 defines. PyYAML itself reads ``3e-4`` as a
+    string."""
 
 
 def load(text: str) -> object:
