@@ -1,4 +1,4 @@
-"""BatchNorm classes, whose modules compute statistics of each micro-batch and update running statistics."""
+"""Classes of BatchNorm modules, which compute the statistics of each micro-batch and update running statistics."""
 
 from torch import nn
 

@@ -11,8 +11,8 @@ class RoomierError(ValueError):
 
     Args:
         field: name of the value, as the user writes this name.
-        received: value that was passed. The text of the error contains a shortened form.
-        problem: violated constraint. It continues ``field=received: ``.
+        received: value that was passed. The text of the error contains ``repr(received)``, shortened if it is long.
+        problem: violated constraint, which follows ``field=received: `` in the text.
         action: next action of the user, as an imperative sentence.
 
     Example:
@@ -39,7 +39,7 @@ _TRAVELS = (str, int, float, Path, list, tuple, dict)
 
 @dataclass(frozen=True, repr=False)
 class Shown:
-    """Text that replaces the received object in an error if the object, such as a generator, cannot be sent to another
+    """Text that replaces the received value of an error if the value, such as a generator, cannot be sent to another
     process.
     """
 

@@ -1,9 +1,9 @@
 """All-to-all and all-gather over the ranks of a run, on any backend. The number of bytes that a rank sends is counted.
 
 [Note: bytes sent]
-The count is the payload that a rank must send to other ranks. The count does not depend on the backend. For ``N`` rows,
-an all-to-all sends ``N - 1`` rows. In an all-gather, a rank sends its row ``N - 1`` times. (In a ring, the rank sends
-each of ``N - 1`` rows once.) For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
+:attr:`Exchange.bytes_sent` counts the payload that a rank sends to other ranks, regardless of the backend. For ``N``
+rows, an all-to-all sends ``N - 1`` rows. In an all-gather, a rank sends its row ``N - 1`` times. (In a ring, the rank
+sends each of ``N - 1`` rows once.) For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B``
 (:func:`all_reduce_bytes`).
 """
 

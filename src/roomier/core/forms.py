@@ -40,7 +40,7 @@ class FormError(ValueError):
         super().__init__(f"{place} is {shorten(value, _SHOWN_CHARS)}, but must be {constraint}")
 
     def within(self, place: str) -> FormError:
-        """Return this error with ``place`` as a prefix, which is the place of the container with the value."""
+        """Return this error with its place extended by ``place``, the place of the container that holds the value."""
         return FormError(item_of(place, self.place), self.value, self.constraint)
 
 
@@ -189,8 +189,8 @@ def fields(required: Mapping[str, Form], others: Mapping[str, Form] | Form | Non
 
 
 def tensor(dtype: object = None, shape: Sequence[int] | None = None) -> Form:
-    """Accept a tensor, or the description of a tensor that was not read. The dtype and the shape are checked if they
-    are given.
+    """Accept a tensor, or the description of a tensor that was not read. If ``dtype`` or ``shape`` is given, the tensor
+    must match it.
     """
 
     def form(value: Any, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Names of metrics, which are written to terminals, files and services unchanged."""
+"""Checks of metric names. roomier writes these names unchanged to terminals, files and services."""
 
 import unicodedata
 

@@ -1,4 +1,4 @@
-"""Function that checks the paths that users pass."""
+"""Check of the paths that users pass."""
 
 import os
 import re

@@ -42,11 +42,10 @@ def num_runs() -> int:
 
 
 def few_of(items: Sequence[Any]) -> Iterator[Any]:
-    """Iterate over ``items``. All items except the last item must cause the same work.
-
-    With fake tensors, yield only the first, the second and the last item. The second item represents all items between
-    the first and the last. Memory from the first iteration still exists in the second iteration, so the peak is equal
-    to the peak of the full loop.
+    """Iterate over ``items``. All items except the last item must cause the same work. In the context of
+    :func:`fake_tensors`, yield only the first, the second and the last item. The second item represents all items
+    between the first and the last. Memory from the first iteration still exists in the second iteration, so the peak is
+    equal to the peak of the full loop.
     """
     global _num_runs
     if len(items) <= 3 or not makes_fake_tensors():

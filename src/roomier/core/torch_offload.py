@@ -128,10 +128,8 @@ def _copying_stream(group: Any, async_op: bool) -> Any:
 
 
 class Gathers:
-    """All-gathers that ``fully_shard`` runs in a network.
-
-    ``fully_shard`` copies shards on a separate stream. The separate stream waits for the compute stream only at the
-    beginning of a forward pass.
+    """All-gathers that ``fully_shard`` runs in a network. ``fully_shard`` copies shards on a separate stream. The
+    separate stream waits for the compute stream only at the beginning of a forward pass.
 
     Args:
         network: the network, whose modules need not be sharded.

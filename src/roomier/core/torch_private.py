@@ -136,13 +136,13 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
-    """Return the offset of this rank's shard of a DTensor in each dimension (protocol of distributed checkpoints)."""
+    """Return the offset of this rank's shard of the DTensor ``tensor`` in each dimension."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 
 
 def is_being_gathered(unit: Any) -> bool:
-    """Return whether an all-gather of a ``fully_shard`` unit has started but has not been waited for."""
+    """Return whether the ``fully_shard`` module ``unit`` has started an all-gather for which it has not waited yet."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is not None and group._all_gather_result is not None
 
@@ -185,7 +185,7 @@ def replace_functions(functions: Mapping[Any, Callable[..., Any]]) -> AbstractCo
     """Return a context in which functions of torch that accept tensors are replaced.
 
     Args:
-        functions: replacement for each function. Inside a replacement, torch functions are not replaced.
+        functions: replacement for each function. A replacement can call the original functions of torch.
     """
     return _Replacements(functions)
 
@@ -262,8 +262,8 @@ class LossScalerOfParts(GradScaler):
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return the flags (0-dim float, one per device) that ``scaler`` set when it unscaled the gradients of
-    ``optimizer``."""
+    """Return one flag (0-dim float) per device, which is 1 if ``scaler`` found an infinite or NaN gradient of
+    ``optimizer`` when it unscaled the gradients."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
@@ -283,7 +283,8 @@ def last_forward_value(metric: Any) -> Any:
 
 
 def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -> None:
-    """Restore the states and the update count of a torchmetrics metric, which has no public setters (1.4 to 1.9)."""
+    """Restore the states and the update count of a torchmetrics metric. torchmetrics 1.4 to 1.9 has no public
+    setters."""
     for name, value in state.items():
         setattr(metric, name, value)
     metric._update_count = num_updates
@@ -299,7 +300,8 @@ def recompute_metric(metric: Any) -> Any:
 
 
 def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
-    """Return the reduction over ranks of each state of a metric (None if custom), and whether the state is a list."""
+    """Return, for each state of a metric, its reduction over ranks (None if custom), and whether the state is a
+    list."""
     names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
     names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
     return {

@@ -43,7 +43,7 @@ class Vote:
         return outcome
 
     def settle(self, wishes: Sequence[int], same: int = 0) -> list[int]:
-        """Wait for all ranks and return the maximum of ``wishes`` over all ranks, including a vote that is still in
+        """Wait for all ranks. Return the maximum of ``wishes`` over all ranks and over a vote that is still in
         progress."""
         before = self._arrived()
         ballot = _ballot(wishes, same)

@@ -11,17 +11,17 @@ MAX_VALUES_OF_ALIASES = 100_000
 
 
 class ExpansionError(ComposerError):
-    """Error for YAML with too many values, with excessive nesting, or with a value that contains itself."""
+    """Error for YAML that has too many values, is nested too deeply, or has a value that contains itself."""
 
 
 class BoundedLoader(yaml.SafeLoader):
     """SafeLoader that rejects aliases that expand to more than :data:`MAX_VALUES_OF_ALIASES` values.
 
-    PyYAML reads an alias as a reference, so it loads a text with many aliases quickly. However, code that copies,
-    checks or prints the values later requires memory and time for each value.
+    PyYAML reads an alias as a reference, so it loads a text with many aliases quickly. However, if code later copies,
+    checks or prints the values, it needs memory and time for each of them.
 
     Raises:
-        ExpansionError: there are too many values, an alias contains itself, or the nesting is too deep.
+        ExpansionError: aliases expand to too many values, an alias contains itself, or the nesting is too deep.
     """
 
     def compose_document(self) -> yaml.Node | None:
