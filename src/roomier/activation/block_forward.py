@@ -90,7 +90,8 @@ class BlockForward(WrappedForward):
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass while the compiler traces it. :class:`MovingForward` offloads the saved tensors."""
+        """Run the forward pass while the compiler traces it. The saved tensors are offloaded by :class:`MovingForward`,
+        not by this method."""
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}
@@ -98,8 +99,7 @@ class BlockForward(WrappedForward):
 
 
 class MovingForward(WrappedForward):
-    """Wrapper for the compiled forward pass of a block that offloads the tensors that the compiled forward pass
-    saves."""
+    """Wrapper for the compiled forward pass of a block. It offloads the tensors that this forward pass saves."""
 
     def __init__(self, block: BlockForward, offload: Offload) -> None:
         super().__init__(block.module)
@@ -118,10 +118,10 @@ class _Call:
 
     Args:
         forward: original ``forward`` method of the block.
-        leaves: leaves of the arguments and keyword arguments, in which a :class:`_Place` replaces each tensor.
+        leaves: leaves of the positional and keyword arguments, with a :class:`_Place` instead of each tensor.
         form: structure of the containers that hold the leaves. The containers are recreated for each call, because some
             containers, such as ``PackedSequence``, accept only tensors.
-        surroundings: state, in addition to tensors, that is restored for the second forward pass.
+        surroundings: state other than tensors that is restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.
     """
 

@@ -22,15 +22,14 @@ can result in more than ``MAX_STATES`` states. In this case, only ``MAX_STATES``
 choice is still within the budget, but can be slightly slower than the optimum.
 
 [Note: what waits in host memory]
-At most two calls with offloaded tensors are on the device at a time (:mod:`roomier.activation.offload`). At a given
+The offloaded tensors of at most two calls are on the device at a time (:mod:`roomier.activation.offload`). At a given
 moment, all offloaded calls on the device belong to blocks between their forward and backward passes. Therefore, the
 total size of the two largest calls of the first ``k`` blocks is an upper bound on the offloaded bytes on the device. If
 the block that runs at this moment is offloaded, only one other offloaded call is on the device. When options are
 compared, each offloaded call is counted with the size of the largest allowed call. Therefore, a state contains only the
 number of offloaded calls (zero, one, or at least two), and only states with the same number of calls are compared. A
-third call adds no memory. Several values
-are tried for the largest size. If offloaded blocks have equal sizes, the choice is optimal. Otherwise, the bound can be
-too large, but never too small.
+third call adds no memory. Several values are tried for the largest size. If offloaded blocks have equal sizes, the
+choice is optimal. Otherwise, the bound can be too large, but never too small.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class Stage:
 
     Attributes:
         options: options of the block. The first option is the minimum, with 0 additional bytes.
-        outside_peak_bytes: peak of all memory on the device at the moments when no block runs, and only this block and
-            all blocks before it are between their forward and backward passes. These blocks save the minimum.
+        outside_peak_bytes: peak of all memory on the device while no block runs, and exactly this block and all blocks
+            before it are between their forward and backward passes. These blocks save the minimum.
     """
 
     options: tuple[Option, ...]

@@ -145,7 +145,8 @@ class DiskCopies(Copies):
         return _Mark(self._write, self._read, None if self._link is None else self._link.mark())
 
     def wait(self, mark: Any) -> None:
-        """Block the host until the disk transfers before ``mark`` end, and make computation wait for the device copies.
+        """Block the host until the disk transfers that precede ``mark`` are complete, and make computation wait for the
+        copies between device and host.
 
         Raises:
             TierError: a transfer failed.

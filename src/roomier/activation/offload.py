@@ -1,14 +1,14 @@
-"""Offloading, to host memory or to disk, of the tensors that blocks save for backward.
+"""Move the tensors that blocks save for backward to host memory or disk.
 
 [Note: two blocks at a time]
 Each call of a block is a visit. Tensors that are saved during a visit are copied to the host while computation
 continues. When the second visit after this visit begins, the computation waits for the copies, and the device memory of
-the tensors is freed. In backward, the computation waits for the tensors of a visit. Copying of the preceding visit's
-tensors then starts and overlaps with computation. Therefore, the tensors of at most two visits are on the device. The
-tensors of the last two visits are still on the device when backward begins. The computation also waits for the copies
-of these tensors, because backward frees their memory. All device memory belongs to the compute stream, which waits for
-the copies before memory is freed. ``record_stream`` is not used, because the memory would remain allocated while the
-host runs ahead of the device.
+the tensors is freed. In backward, the computation waits for the tensors of a visit. The tensors of the preceding visit
+are then copied to the device while computation continues. Therefore, the tensors of at most two visits are on the
+device. The tensors of the last two visits are still on the device when backward begins. The computation also waits for
+the copies of these tensors, because backward frees their memory. All device memory belongs to the compute stream, which
+waits for the copies before memory is freed. ``record_stream`` is not used, because the memory would remain allocated
+while the host runs ahead of the device.
 
 A storage is moved completely and only once, even if several blocks save views of it (for example of a mask).
 Parameters, tensors that autocast created from parameters, and small tensors stay on the device. Offloading parameters
@@ -42,8 +42,8 @@ class CopyTimes:
     """Time per byte of copies between device and host, measured without other traffic.
 
     Attributes:
-        out_ns: nanoseconds per byte from device to host; below 1.
-        back_ns: nanoseconds per byte from host to device; below 1.
+        out_ns: nanoseconds per byte from device to host, as a float.
+        back_ns: nanoseconds per byte from host to device, as a float.
     """
 
     out_ns: float
@@ -275,7 +275,8 @@ class Visit:
 
 @dataclass(frozen=True)
 class Slip:
-    """Object that replaces a saved tensor in a graph. It contains the storage and the tensor's view of the storage.
+    """Object that replaces a saved tensor in a graph. It refers to the saved storage and describes the tensor's view of
+    the storage.
 
     Attributes:
         offload: the :class:`Offload` that moved the storage.

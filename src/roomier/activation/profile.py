@@ -57,8 +57,8 @@ class Call:
         num_operations: number of operations of the first forward pass.
         product_spans: start and end times of each product in the second forward pass.
         spans: start and end times of the second forward pass.
-        backward_spans: time from the end of the second forward pass to the beginning of the next block's second forward
-            pass.
+        backward_spans: start and end times of the backward pass: from the end of the second forward pass to the
+            beginning of the next block's second forward pass.
         moved_bytes: bytes that the call saves and that would be offloaded to host memory.
         own_moved_bytes: part of ``moved_bytes`` that the call itself created.
         unmoved_bytes: bytes that stay on the device even if all activations are saved and then offloaded.
@@ -101,7 +101,7 @@ class Moment:
 
 
 class Recorder:
-    """Recorder of a step between :meth:`start` and :meth:`stop`.
+    """Recorder of the step that runs between :meth:`start` and :meth:`stop`.
 
     Args:
         blocks: the :class:`BlockForward` of each block.

@@ -18,7 +18,7 @@ _COPY_COST = 0.02
 
 
 class Way(NamedTuple):
-    """Setting of a block. Each setting corresponds to one of the block's options.
+    """Setting of a block. Each option of a block represents one setting.
 
     Attributes:
         keep: activations that are saved for backward.
@@ -41,8 +41,8 @@ class Profile:
     Attributes:
         order: indices of the blocks that were recomputed, in the order of their first forward pass.
         stages: a first stage for the moments at which no block is between its forward and backward passes, then one
-            stage for each of these blocks. The first stage has a single option, and the others have one for each of
-            ``WAYS``.
+            stage for each of these blocks. The first stage has a single option. Each other stage has one option for
+            each of ``KEPT_WAYS``, and one for ``MOVED`` if blocks offload activations.
     """
 
     order: tuple[int, ...]
@@ -105,8 +105,8 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
     """Return the option that saves all activations of a block in host memory. ``kept`` is the option that saves all
     activations on the device.
 
-    The arguments of the block are counted as still on the device, because another block can also save them. The
-    arguments are counted a second time when they are copied back to the device.
+    The arguments of the block are counted as if they stayed on the device, because another block can also save them.
+    The arguments are counted a second time when they are copied back to the device.
     """
     moved_bytes = max(call.moved_bytes for call in calls)
     given_bytes = max(call.moved_bytes - call.own_moved_bytes for call in calls)
@@ -139,7 +139,7 @@ def _call_after(call: Call, recorder: Recorder) -> Call:
 
 
 def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
-    """Return the time of the copies of ``call`` that computation does not hide, in nanoseconds.
+    """Return the time in nanoseconds that the copies of ``call`` add to a step.
 
     Copies to the host run during the forward pass of ``after``, and copies back run during the backward pass of
     ``after``.
@@ -162,7 +162,8 @@ def _own_peak(moment: Moment, keep: Keep) -> int:
 
 
 def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
-    """Return the time in nanoseconds of a block's second forward pass if the block saves what ``keep`` selects.
+    """Return the time in nanoseconds that a block's second forward pass takes if the block saves the activations that
+    ``keep`` selects.
 
     In the measured step, each operation was intercepted once. To save products, each operation is intercepted
     twice, in the first and in the second forward pass.
@@ -195,7 +196,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 
 
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
-    """Return ``stages`` with the times of blocks that save equal numbers of bytes replaced by their median.
+    """Return ``stages``, in which blocks that save equal numbers of bytes have equal times: the median of their times.
 
     A single time measurement is inaccurate and must not cause different choices for equal blocks.
     """
@@ -223,8 +224,8 @@ def with_lost_ns(profile: Profile, lost_ns: Callable[[int, Keep], int]) -> Profi
 
     Args:
         profile: measurements of one rank.
-        lost_ns: function that returns the time per step of a block, in nanoseconds, from the index of the block and the
-            activations that the block saves.
+        lost_ns: function that receives the index of a block and the activations that the block saves, and returns the
+            lost time per step in nanoseconds.
     """
     first, *stages = profile.stages
     timed = [
