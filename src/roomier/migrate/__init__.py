@@ -1,1 +1,1 @@
-"""Settings of other libraries. Each setting is translated to a Trainer argument, a remark, or an error."""
+"""Settings of other libraries. Each setting becomes a Trainer argument, a remark, or an error."""

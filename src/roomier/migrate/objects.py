@@ -1,4 +1,4 @@
-"""Access to the classes, settings and defaults of objects from other libraries, without importing their classes."""
+"""Access to the classes and settings of objects from other libraries, without importing these libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kind_of(value: object, known: Mapping[str, Any], field: str) -> str | None:
 
 
 def setting_of(value: object, *attributes: str) -> Any:
-    """Return the first of ``attributes`` that exists in ``value`` and is not None."""
+    """Return the value of the first of ``attributes`` that ``value`` has and that is not None; otherwise, None."""
     return next((found for name in attributes if (found := getattr(value, name, None)) is not None), None)
 
 

@@ -25,7 +25,7 @@ class Converted:
 
     Attributes:
         convert: function that records the answer to a value.
-        is_default_used: True to record an answer to a default value in a TrainingArguments object, too, because
+        is_default_used: True to record an answer even if a TrainingArguments object has the default value, because
             roomier's default differs.
     """
 
@@ -46,7 +46,7 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Field that does not change the training with roomier.
+    """Field that does not affect training with roomier.
 
     Attributes:
         reason: reason why the field has no effect.
@@ -400,7 +400,7 @@ def is_training_arguments(value: object) -> bool:
 
 
 def accepted(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``names`` that are fields with an equivalent argument or without effect."""
+    """Return the entries of ``names`` whose key is a field that has an equivalent argument or no effect."""
     return {name: value for name, value in names.items() if isinstance(FIELDS.get(name), (Converted, NoEffect))}
 
 

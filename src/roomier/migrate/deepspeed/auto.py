@@ -1,7 +1,7 @@
-"""Replaces the values ``"auto"`` in a configuration, for which Hugging Face uses its training arguments.
+"""Replacement of the values ``"auto"`` in a DeepSpeed configuration.
 
-An argument of the Trainer determines each value. If the argument is not given, the value is the default of Hugging
-Face's TrainingArguments.
+Hugging Face replaces these values with its training arguments. Here, arguments of the Trainer replace them. If an
+argument is not given, the value is the default of Hugging Face's TrainingArguments.
 """
 
 from __future__ import annotations

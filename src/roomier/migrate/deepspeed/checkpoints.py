@@ -1,4 +1,4 @@
-"""Rejects DeepSpeed checkpoints, which a script of DeepSpeed can convert to safetensors files.
+"""Rejection of DeepSpeed checkpoints. A script of DeepSpeed can convert them to safetensors files.
 
 The files of these checkpoints are pickles that contain DeepSpeed classes, so reading the files could execute code.
 """

@@ -60,7 +60,7 @@ def answers_to_config(
 
 
 def _leaves(config: Mapping[str, Any], answers: Answers, prefix: str = "") -> dict[str, Any]:
-    """Return the values of ``config`` by key. For sections without an equivalent in roomier, record the answers."""
+    """Return the values of ``config`` by key. Record the answers to sections without an equivalent in roomier."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"

@@ -192,7 +192,7 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
         "Remove it. offload={'optimizer_states': 'cpu', 'update': 'deferred'} overlaps exact updates",
     ),
 }
-"""Sections that are rejected if they are enabled. If the key is empty, the section is enabled if it exists."""
+"""Sections that are rejected if they are enabled. A section with an empty key is enabled if it exists."""
 
 NUMBERS = {"sequence_parallel_size": ("is not implemented", "Remove it, and shorten the sequences")}
 """Problem and action for each key that is rejected if its value is greater than 1."""
