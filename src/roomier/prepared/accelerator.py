@@ -158,7 +158,7 @@ class Accelerator(Storage):
         return self.prepare(model, device_placement=[device_placement])
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Return one prepared optimizer of a prepared model."""
+        """Return one prepared optimizer. Its model must be prepared already."""
         return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, **_: Any) -> Any:
@@ -364,7 +364,7 @@ class Accelerator(Storage):
 
         Args:
             input_data: nested tensors with one row per sample, or a list of objects.
-            use_gather_object: True to gather objects, which need not have the same shape on all ranks.
+            use_gather_object: True to gather tensors as objects, so their shapes can differ between ranks.
         """
         if self.ranks.is_alone:
             return computed(input_data)
@@ -414,7 +414,7 @@ class Accelerator(Storage):
 
     @property
     def state(self) -> Accelerator:
-        """This object, which has the members of Accelerate's state, such as ``num_processes``."""
+        """This Accelerator, because it has the members of Accelerate's state, such as ``num_processes``."""
         return self
 
     @property

@@ -129,9 +129,9 @@ class PreparedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`.
 
-        A notice is printed if the saved epoch cannot continue in the same order. If the user's sampler has
-        no generator, this happens if only the saved run or only the resumed run has a single rank, because a single
-        rank draws the order from the default generator.
+        A notice is printed if the saved epoch cannot continue in the same order. This happens if the user's sampler has
+        no generator, and exactly one of the two runs (saved and resumed) has a single rank. A single rank draws the
+        order from the default generator.
         """
         start = state["start"]
         if start is not None and ("generator" in start) != (self._generator is not None):
@@ -160,7 +160,7 @@ class PreparedLoader:
         return len(dataset.dataset if isinstance(dataset, ShardedStream) else dataset)
 
     def num_kept(self, num_rows: int) -> int:
-        """Return how many of the ``num_rows`` rows that were gathered after the last batch are not repeated."""
+        """Return how many of the ``num_rows`` rows that were gathered for the last batch are not repeated samples."""
         for part in (self.loader.batch_sampler, self.loader.sampler, self.loader.dataset):
             count = getattr(part, "num_kept", None)
             if count is not None:

@@ -60,7 +60,7 @@ def prepare(
             ``engine.scheduler.step()`` after each optimizer step.
 
     Raises:
-        PlanError: neither or both of ``optimizer`` and ``plan`` define an optimizer, or ``plan`` is invalid.
+        PlanError: neither ``optimizer`` nor ``plan`` defines an optimizer, both define one, or ``plan`` is invalid.
 
     Example:
         >>> engine = roomier.prepare(model, optimizer, plan=roomier.Plan())

@@ -95,12 +95,12 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Return a context that rank 0 leaves before the other ranks enter the context."""
+        """Return a context that the other ranks enter only after rank 0 has left it."""
         yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Return a context that the first rank of each machine leaves before the other ranks enter the context."""
+        """Return a context that the other ranks enter only after the first rank of each machine has left it."""
         yield from self._first(self.is_local_main_process)
 
     def _first(self, is_first: bool) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Processes:
         return reduced(tensor, reduction, self.ranks)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Return ``tensor`` (nested tensors), padded to its largest size over the ranks.
+        """Return ``tensor`` (nested tensors), with each tensor padded along ``dim`` to its largest size over the ranks.
 
         Args:
             tensor: tensors whose sizes can differ along ``dim``.

@@ -112,7 +112,7 @@ def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int | str) -> None:
-    """Write safetensors files of limited size, which replace the files of an earlier call.
+    """Write safetensors files of at most ``max_shard_size``, and remove the files that an earlier call wrote.
 
     Tied weights are written once.
 

@@ -1,8 +1,8 @@
 """Shares of a loader: the samples or batches that each rank reads.
 
 All ranks read the same number of full batches. The samples or batches that the ranks read in one step are a round. As
-in Accelerate, the first samples of the epoch fill an incomplete last round. The number of samples in this round that
-are not repeated is known when the epoch ends.
+in Accelerate, the first samples of the epoch fill an incomplete last round. At the end of the epoch, the number of
+samples in this round that are not repeated is known.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Round:
         completes: True to fill an incomplete last round with the first items; False to drop an incomplete round.
 
     Attributes:
-        num_real: number of items in the last round that are not repeated, over all ranks. 0 if the round was full.
+        num_real: number of items in an incomplete last round before it is filled, over all ranks; 0 if the last round
+            was full.
     """
 
     def __init__(self, world: World, size: int, *, completes: bool) -> None:
@@ -55,7 +56,7 @@ class Round:
             yield items_of_round[self._own]
 
     def count(self, num_items: int) -> int:
-        """Return the number of rounds for ``num_items`` items."""
+        """Return the number of rounds into which ``num_items`` items are divided."""
         return -(-num_items // self._num_all) if self._completes else num_items // self._num_all
 
 
@@ -100,7 +101,7 @@ class ShardedBatches(Sampler[list[Any]]):
         return self._round.count(len(self._batches) * self._batches.batch_size - self._num_missing())
 
     def _num_missing(self) -> int:
-        """Return the number of samples by which the last batch is smaller than the other batches."""
+        """Return the number of samples missing from an incomplete last batch."""
         return 0 if self.drop_last else -len(self.sampler) % int(self._batches.batch_size)
 
     def num_kept(self, num_rows: int, num_ranks: int) -> int:

@@ -30,7 +30,7 @@ class Storage(Processes):
         device: device of this rank.
         log_with: names of loggers, or logger objects.
         project_dir: folder for logs and for checkpoints with automatic names, unless ``project`` sets these folders.
-        project: Accelerate's ``ProjectConfiguration``; None for its defaults.
+        project: Accelerate's ``ProjectConfiguration``, or None.
 
     Attributes:
         project_configuration: ``project``, or a :class:`roomier.prepared.project.Project`. The ``iteration`` attribute
@@ -87,7 +87,7 @@ class Storage(Processes):
         ``project_configuration.save_on_each_node`` is set, the first rank of each machine saves.
 
         Raises:
-            RoomierError: ``safe_serialization`` is set, and a value of ``obj`` is not a tensor.
+            RoomierError: ``safe_serialization`` is True, but a value of ``obj`` is not a tensor.
         """
         on_each_node = self.project_configuration.save_on_each_node
         if not (self.is_local_main_process if on_each_node else self.is_main_process):

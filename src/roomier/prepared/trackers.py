@@ -40,7 +40,7 @@ class Trackers:
         return self._group.loggers
 
     def start(self, project: str, config: Mapping[str, Any] | None) -> None:
-        """Start the loggers in the subfolder ``project``, and log ``config`` as hyperparameters."""
+        """Start the loggers, whose folder is the subfolder ``project``, and log ``config`` as hyperparameters."""
         self._group = LoggerGroup(self._loggers)
         if self._loggers:
             folder = (self._folder or Path()) / project
@@ -60,7 +60,7 @@ class Trackers:
         self._group.log_metrics({name: _number(name, each) for name, each in values.items()}, step)
 
     def named(self, name: str) -> Logger:
-        """Return the logger that Accelerate calls ``name``.
+        """Return the started logger for ``name``, which is a name of Accelerate or of roomier.
 
         Raises:
             RoomierError: no logger has this name.
