@@ -25,7 +25,7 @@ def take_values_of_rank_zero(network: nn.Module, ranks: Ranks) -> None:
         ranks: all ranks of the run.
 
     Raises:
-        RoomierError: the parameters or buffers of a rank differ from rank 0 in their names, shapes or dtypes.
+        RoomierError: a rank has parameters or buffers with other names, shapes or dtypes than rank 0.
     """
     tensors = list(itertools.chain(network.named_parameters(), network.named_buffers()))
     _check_same([f"{name} {tuple(each.shape)} {each.dtype}" for name, each in tensors], ranks)

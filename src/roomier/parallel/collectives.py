@@ -54,7 +54,8 @@ class Reductions:
         self._finish: Callable[[], None] | None = None
 
     def begin(self, finish: Callable[[], None]) -> None:
-        """Finish the previous reduction, and store ``finish``, which completes the new reduction."""
+        """Finish the previous reduction, and store the function ``finish``, which completes the new reduction when it
+        is called."""
         self.finish()
         self._finish = finish
 

@@ -23,7 +23,7 @@ class OwnGradients(Unsharded):
     Every rank stores the full model and the gradients of its own batches.
 
     Args:
-        network: unsharded model. The values are overwritten with the values from rank 0.
+        network: unsharded model. Its parameters and buffers are overwritten with the values from rank 0.
         ranks: all ranks of the run.
 
     Attributes:

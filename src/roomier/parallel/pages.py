@@ -280,7 +280,7 @@ class Pages:
     """The paged parameters of one model.
 
     Args:
-        cut: shard of each parameter that this rank stores. Parameters without a dimension are stored in full.
+        cut: sharding of the parameters. Parameters without a dimension are stored in full.
         discards: if True, skip initialization, because the parameters will be loaded later. In this case,
             initialization code writes no values and samples no random numbers.
         scratch: file for the values of parameters that were on the meta device; None to store these values in host

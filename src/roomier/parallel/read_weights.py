@@ -30,8 +30,8 @@ def layers_read_by_others(network: nn.Module) -> set[nn.Module]:
 
 @cache
 def _names_read(kind: Hashable) -> frozenset[str]:
-    """Return the names that precede ``.weight`` in the methods that the ``forward`` method of the class ``kind`` can
-    call."""
+    """Return the names that precede ``.weight`` in the ``forward`` method of the class ``kind`` and in the methods that
+    ``forward`` can call."""
     if getattr(kind, "__module__", "").startswith("torch."):
         return frozenset()
     pending, seen, found = list(_STARTS), set(_STARTS), set[str]()

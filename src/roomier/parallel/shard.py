@@ -117,7 +117,8 @@ class Shards:
             rank that runs different units would silently combine shards of different parameters. Ranks compare the
             hashes to detect such a mismatch.
         late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
-        root_parameters: parameters inside units that belong to the root; see :func:`root_parameters_of`.
+        root_parameters: parameters of modules inside units that are sharded with the root instead; see
+            :func:`root_parameters_of`.
         units: the modules that are units, without the root, in the order of the network.
         gathers_ahead: whether the forward pass of a unit starts the all-gather of the next unit.
     """
@@ -222,9 +223,9 @@ class Shards:
         self._gather_root_again()
 
     def _gather_root_again(self) -> None:
-        # Backward reshards all units. With manual optimization, the training step continues after its backward or
-        # update, and requires the unsharded root with the current values. Blocks are all-gathered in their forward
-        # pass.
+        # Backward reshards all units. With manual optimization, the training step continues after its backward pass or
+        # its update, so it requires the unsharded root with the current values. Blocks are all-gathered in their
+        # forward pass.
         if self.sharding.by_hand:
             self._units[0].reshard()
             self._units[0].unshard()
@@ -388,7 +389,8 @@ def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[l
 
 
 def root_parameters_of(units: Iterable[nn.Module], compute_dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Return the few parameters inside ``units`` that are computed in float32 and belong to the root."""
+    """Return the parameters inside ``units`` that are computed in float32 and belong to the root because they are
+    few."""
     found: set[nn.Parameter] = set()
     for unit in units if compute_dtype is not None else ():
         exact = {parameter for leaf in _exact_leaves(unit) for parameter in sharded_parameters(leaf)}

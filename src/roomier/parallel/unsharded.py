@@ -14,7 +14,7 @@ class Unsharded:
 
     Attributes:
         allows_inference_mode: True.
-        trace: constant, because each rank may run different parts of the model.
+        trace: 0, because the ranks may run different parts of the model.
         late_parameters: empty, because no parameter is reduced separately.
         root_parameters: empty.
         units: empty.

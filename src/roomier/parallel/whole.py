@@ -50,7 +50,7 @@ class WholeParameters:
         self._kept = None
 
     def begin_backward(self) -> None:
-        """Store existing gradients separately, because these gradients are already summed over the ranks."""
+        """Move existing gradients out of ``grad``, because they are already summed over the ranks."""
         if self._kept is not None:  # the first micro-batch already stored the gradients
             return
         self._kept = {}
@@ -72,8 +72,9 @@ class WholeParameters:
         """Sum the gradients of ``parameters``, which have the same dtype, over all ranks.
 
         A gradient that is missing on some ranks counts as zero. A gradient that is missing on all ranks remains None.
-        16-bit gradients are sent and summed in float32. The same collective counts the ranks that have each gradient.
-        Reading a count synchronizes with the device, so a rank reads only the counts of its missing gradients.
+        16-bit gradients are sent and summed in float32. The same collective also counts, for each gradient, the ranks
+        that have it. Reading a count synchronizes with the device, so a rank reads only the counts of its missing
+        gradients.
         """
         values = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
         values = values.to(torch.promote_types(values.dtype, torch.float32))
