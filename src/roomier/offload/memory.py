@@ -57,7 +57,7 @@ class Memory(Protocol):
         ...
 
     def leave(self, *, is_changed: bool) -> None:
-        """Free the memory. If the content changed, write the content to the record first."""
+        """Free the memory. If ``is_changed`` is True, write the content to the record first."""
         ...
 
     def free(self) -> None:
@@ -65,7 +65,8 @@ class Memory(Protocol):
         ...
 
     def settle(self) -> None:
-        """Return the buffer to the tier, so that the tier can be settled. The record must not be on the device."""
+        """Return the buffer to the tier. Call this method before ``Tier.settle``. The record must not be on the
+        device."""
         ...
 
 

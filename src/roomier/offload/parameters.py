@@ -161,7 +161,8 @@ class RegionForward(WrappedForward):
 
 
 class _Weight:
-    """A saved tensor with the memory of a region, or of a copy that autocast created from a region."""
+    """A saved tensor that uses the memory of a region, or of a copy that autocast created from a parameter of a
+    region."""
 
     __slots__ = ("tensor",)
 
@@ -170,8 +171,8 @@ class _Weight:
 
 
 class _Saved:
-    """A saved tensor of any other kind. Autograd does not check the version of tensors that hooks save, so this class
-    checks it."""
+    """A saved tensor of any other kind. Autograd does not check the versions of tensors that hooks save, so this class
+    checks them."""
 
     __slots__ = ("tensor", "version")
 

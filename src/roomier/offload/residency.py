@@ -7,9 +7,9 @@ The order of the regions is learned from the previous pass. A wrong expectation 
 region whose parameters did not change leaves the device without a write to the tier.
 
 [Note: parameters that are away]
-While a parameter is not on the device, its data is an expanded NaN that uses no memory. Code that reads the parameter
-gets NaN instead of accessing freed memory, and code that writes to the parameter raises an error. :class:`AbsentWatch`
-finds such code in the first forward pass.
+While a parameter is not on the device, its data is an expanded NaN (0 for an integer dtype) that uses no memory. Code
+that reads the parameter gets NaN instead of accessing freed memory, and code that writes to the parameter raises an
+error. :class:`AbsentWatch` finds such code in the first forward pass.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ class AbsentWatch:
 
 
 def _registration_order(reads: Sequence[Regions]) -> dict[tuple[int, Regions], tuple[int, Regions]]:
-    """Return the order that is expected before the first pass: forward in the order of the modules, backward in the
-    reverse order, and update in the order of the modules."""
+    """Return the order that is expected in the first step: forward and update in the order of the modules, backward in
+    the reverse order."""
     passes = [(FORWARD, reads), (BACKWARD, reads[::-1]), (UPDATE, reads)]
     follows: dict[tuple[int, Regions], tuple[int, Regions]] = {}
     for phase, order in passes:

@@ -22,7 +22,7 @@ from roomier.tiers.tier import Tier
 
 @dataclass(frozen=True, eq=False)
 class ShardSlot:
-    """A parameter's shard, which is stored with its padding. See :class:`roomier.offload.regions.Slot`."""
+    """A parameter's shard, stored with its padding. See :class:`roomier.offload.regions.Slot`."""
 
     shard: Shard
     place: Place

@@ -4,10 +4,10 @@
 On an accelerator, one stream copies records from the host, and another stream copies records to the host, so both
 directions of the link are used at the same time. Device memory belongs to the compute stream. A copy to the device
 waits for the kernels that used this memory before, and the compute stream waits for the copy before kernels read the
-memory. When a record is brought to the device, the copy of the next expected record begins, so this copy runs during
-the update. A copy to the host waits for the update. The device memory of the copied record is freed when the next copy
-to the host begins, after the compute stream waits for the earlier copy. The host does not wait for copies. If the tier
-is a disk, the threads of the tier wait for the copies.
+memory. When a record has been brought to the device, the copy of the next expected record begins and runs during the
+update of the first record. A copy to the host waits for the update. The device memory of the copied record is freed
+when the next copy to the host begins, after the compute stream waits for the earlier copy. The host does not wait for
+copies. If the tier is a disk, the threads of the tier wait for the copies.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Staging(Protocol):
         ...
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the numbers of bytes that were read from the disk and written to it so far."""
+        """Return two numbers: the bytes read from the disk and the bytes written to it so far."""
         ...
 
     def close(self) -> None:
@@ -143,7 +143,8 @@ class DeviceStaging:
         self._expected: deque[tuple[int, int]] = deque()
         self._ahead: dict[int, _Present] = {}  # the next expected record, which is being copied
         self._present: dict[int, _Present] = {}  # key: id() of the content
-        self._leaving: tuple[Tensor, Any] | None = None  # memory on the device, and the event after its copy
+        # the content that is being copied to the host, and the event after its copy
+        self._leaving: tuple[Tensor, Any] | None = None
         self._written: dict[int, Any] = {}  # the event after the last copy to the buffer of a record
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int]) -> None:

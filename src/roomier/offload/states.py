@@ -5,9 +5,9 @@ The states of a unit are one record of a tier. Before an update, the record is b
 ``optimizer.state`` contains views of it. After the update, the record is sent to the tier, and ``optimizer.state``
 contains tensors on the meta device. Code that reads these tensors fails instead of reading wrong values.
 :meth:`OffloadedStates.settle` replaces the meta tensors with tensors that are mapped to the records in the tier. Code
-that reads ``optimizer.state`` between steps, such as a checkpoint, calls this method first. Such code then reads the
-tier without a copy in host memory. Tensors without dimensions, such as step counts, stay where the optimizer created
-them.
+that reads ``optimizer.state`` between steps, such as the code that saves a checkpoint, calls this method first. Such
+code then reads the tier without a copy in host memory. Tensors without dimensions, such as step counts, stay where the
+optimizer created them.
 
 The optimizer creates the states in its first update. The layout of a record is determined after this update, or after a
 checkpoint was loaded.
@@ -38,7 +38,7 @@ from roomier.offload.units import Unit, num_local
 
 ALIGNMENT = 64
 """Each state in a record starts at a multiple of this number of bytes."""
-_MAX_STATES = 8  # number of states per parameter for which a record has room for padding
+_MAX_STATES = 8  # a record has room to align this many states of each parameter
 
 States = Mapping[nn.Parameter, dict[str, Any]]
 
@@ -84,7 +84,7 @@ class _Slot:
         content: the record on the device; None while it is in the tier.
         counts: values that the 0-dim states had before a speculative update.
         is_mapped: whether the states are mapped to the record in the tier.
-        placed: positions of the states of a checkpoint that are read into the record.
+        placed: positions of the states that are read from a checkpoint into the record.
         addresses: addresses of the states in ``placed`` in host memory.
     """
 
@@ -283,7 +283,7 @@ class OffloadedStates:
                 slot.is_mapped = True
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return the numbers of bytes that were read from the disk and written to it so far."""
+        """Return two numbers: the bytes read from the disk and the bytes written to it so far."""
         return self._staging.moved_bytes()
 
     def close(self) -> None:

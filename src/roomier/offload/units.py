@@ -83,8 +83,8 @@ def units_around(regions: Iterable[Sequence[nn.Parameter]], parameters: Sequence
 
 
 def first_leaving(sizes: Sequence[int], share: float) -> int:
-    """Return the number of the first unit that leaves the device. This unit and all later units leave the device. Their
-    total size is as close as possible to the fraction ``share`` of the total size of all units.
+    """Return the number of the first unit that leaves the device. All later units also leave the device. The total size
+    of these units is as close as possible to the fraction ``share`` of the size of all units.
 
     The first units remain on the device, because the next step needs them first.
 
