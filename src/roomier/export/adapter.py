@@ -28,7 +28,7 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
     ``adapter_model.safetensors`` and ``adapter_config.json``.
 
     Args:
-        network: model with adapters. The names of its weights must be equal to the names in the model that peft adapts.
+        network: model with adapters. Its weights must have the same names as in the model that peft adapts.
         output: new folder.
 
     Returns:

@@ -48,7 +48,7 @@ def check_same(
     to: str,
     hints: Sequence[str] = (),
 ) -> Compared:
-    """Compare the outputs of both models for ``example``, for other values, and for another batch size.
+    """Compare the outputs of ``model`` and ``exported`` for ``example``, for other values, and for another batch size.
 
     Args:
         exported: function that calls the exported model and returns its output tensors in order.

@@ -45,7 +45,7 @@ def export_hugging_face(
     generative models, and the weights. The weights have the same names as on the hub. (In
     ``roomier.export.safetensors``, they have the names of the model in memory.) Tensors are read, converted and written
     one after another, so the export supports models of any size and checkpoints from any number of ranks. If the model
-    fuses tensors in memory, one group of these tensors is in memory at a time.
+    fuses several tensors of the files into one, one such group of tensors is in memory at a time.
 
     Args:
         path: checkpoint folder.
@@ -130,7 +130,7 @@ class _Group:
 
 
 def _without_memory(config: Mapping[str, Any]) -> Any:
-    """Return the model of ``config`` on the meta device. The model determines the names of its weights in files.
+    """Return the model of ``config`` on the meta device, to determine the names of its weights in files.
 
     Returns None if transformers does not have the class of the model.
     """

@@ -29,7 +29,7 @@ def new_file(output: str | Path) -> Path:
 
 @contextmanager
 def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[Path]:
-    """Yield a path in a temporary folder, to which the caller writes. The path has the name of ``output``.
+    """Yield a path with the name of ``output`` in a temporary folder. The caller writes to this path.
 
     At the end of the block, all files of the temporary folder are moved to the folder of ``output``. The file
     ``output`` itself is moved last.

@@ -1,5 +1,4 @@
-"""Loads the plain model from a checkpoint that was trained with any strategy, with or without adapters, on any number
-of ranks."""
+"""Load the plain model from a checkpoint. The run may have used any strategy, any number of ranks, and adapters."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, 
 
 
 def _configuration(cls: type[nn.Module], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config`` argument of ``cls`` if the trained module is a transformers model; otherwise, an empty
-    dict."""
+    """Return a dict with the ``config`` argument of ``cls`` if the trained module is a transformers model and ``cls``
+    accepts this argument; otherwise, an empty dict."""
     found, made_by = described.get("pretrained"), getattr(cls, "config_class", None)
     if not found or found["prefix"] or made_by is None or "config" not in inspect.signature(cls).parameters:
         return {}

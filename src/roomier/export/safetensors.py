@@ -165,7 +165,7 @@ def dtype_in_file(stored: torch.dtype, wanted: str | None) -> torch.dtype:
 
 
 def _tied_names(stored: MergedTensors, name: str, key: str) -> tuple[str, ...]:
-    """Return the names of the tensors that are tied to ``key``, which is written as ``name``."""
+    """Return the names of the tensors that are tied to ``key``. The tensor ``key`` is written as ``name``."""
     root, prefix = stored.tied_to.get(key, key), key[: len(key) - len(name)]
     same = (each for each in stored.specs if each != key and stored.tied_to.get(each, each) == root)
     return tuple(each[len(prefix) :] for each in same if each.startswith(prefix))
