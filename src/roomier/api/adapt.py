@@ -39,7 +39,7 @@ def as_module(model: nn.Module) -> Module:
 def seen_by_user(module: Module) -> Any:
     """Return the object that callbacks and ``trainer.lightning_module`` receive.
 
-    If the user passed a LightningModule, this is the LightningModule itself. While the LightningModule is attached, it
-    has the methods of a Module.
+    If the user passed a LightningModule, the function returns this LightningModule. While the LightningModule is
+    attached, it has the methods of a Module.
     """
     return module.network if isinstance(module, LightningAdapter) else module

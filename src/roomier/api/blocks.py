@@ -1,4 +1,4 @@
-"""Blocks of a model. They are the units of all-gather, recomputation and offloading.
+"""Blocks of a model: the units of all-gather, recomputation and offloading.
 
 A block is a module that repeats along the depth of a model, such as a transformer layer. A model can declare its
 blocks. Hugging Face models declare their blocks in ``_no_split_modules``. In other models, blocks are inferred.
@@ -83,7 +83,7 @@ def _has_parameters(module: nn.Module) -> bool:
 def num_elements_of(network: nn.Module) -> int:
     """Return the number of elements in all parameters of ``network``.
 
-    For a copy with fewer blocks, return the number of elements of the original model, so that the same layers are
+    For a copy with fewer blocks, the result is the number of elements of the original model, so the same layers are
     considered large.
     """
     known: int | None = network.__dict__.get(_STANDS_FOR)

@@ -30,10 +30,10 @@ class Callback:
     """
 
     log: Callable[..., None]
-    """:meth:`roomier.Module.log` of the module. Available during a run, unless the class defines this name."""
+    """:meth:`roomier.Module.log` of the module. Set during a run, unless the class defines ``log`` itself."""
 
     log_dict: Callable[..., None]
-    """:meth:`roomier.Module.log_dict` of the module. Available during a run, unless the class defines this name."""
+    """:meth:`roomier.Module.log_dict` of the module. Set during a run, unless the class defines ``log_dict`` itself."""
 
     monitors: ClassVar[bool] = False
     """True if the callback monitors a logged metric. The hooks of such a callback run after the hooks that log the

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 class DataModule(HasHyperParameters):
     """Base class for the data of a run. Pass an instance to the ``datamodule`` argument of ``fit`` and other methods.
 
-    Override the methods that you need. Their names and order are the same as in Lightning's ``LightningDataModule``.
-    ``prepare_data`` runs in one process, for tasks such as downloads and tokenization. ``setup`` runs in each process.
-    Hyperparameters are logged together with the hyperparameters of the module.
+    Override the methods that you need. The methods have the same names and order as in Lightning's
+    ``LightningDataModule``. ``prepare_data`` runs in one process, for tasks such as downloads and tokenization.
+    ``setup`` runs in each process. Hyperparameters are logged together with the hyperparameters of the module.
 
     Attributes:
         trainer: the last Trainer to which the DataModule was passed; None if the DataModule was not passed to a
             Trainer.
-        name: name that user code may use. roomier does not use it.
+        name: name for user code. roomier does not use it.
         prepare_data_per_node: if True, run ``prepare_data`` in one process per node, for files on local disks. If
             False, run ``prepare_data`` in only one process across all nodes, for files on shared storage.
 

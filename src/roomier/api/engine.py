@@ -18,7 +18,7 @@ one optimizer step). The step returns the loss, a mapping with the key ``"loss"`
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing. This function is the default for a hook."""
+    """Do nothing. This function is the default of several fields of :class:`StepHooks`."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StepHooks:
         before_backward: called with each loss before its backward pass.
         after_backward: called after each backward pass.
         zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward pass of a window, as in
-            Lightning. If None, the gradients are freed before that forward pass, so the peak memory is lower.
+            Lightning. If None, the gradients are freed before this forward pass, which lowers the peak memory.
         keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
             update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
         backward: called instead of ``loss.backward()``.
@@ -37,7 +37,7 @@ class StepHooks:
         batch_start: called with each micro-batch on the device and its index in the window, before its forward pass.
         batch_loss: called after the backward pass of each micro-batch with its loss (0-dim, detached) and its index.
         batch_end: called at the end of each micro-batch with its index, except the last micro-batch of the window. The
-            training loop ends the last micro-batch after the update.
+            training loop calls the hooks of the last micro-batch after the update.
         is_skipping: returns True on every rank if a hook on any rank requested to skip this step.
     """
 
@@ -123,7 +123,7 @@ class Engine(Protocol):
     def step_with_closure(
         self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
     ) -> Tensor | None:
-        """Compute gradients like :meth:`forward_backward`, for an update that computes the gradients in a closure.
+        """Compute gradients like :meth:`forward_backward`, but the gradients of the last micro-batch in a closure.
 
         Args:
             update: called after all micro-batches except the last have run. The argument of ``update`` is a closure
@@ -212,11 +212,11 @@ class Engine(Protocol):
     def places(
         self, stored: Sequence[Mapping[str, Any]], *, is_spec: Callable[[Any], bool], unneeded: Any
     ) -> list[dict[str, Any]]:
-        """Return the optimizer states ``stored``, with each tensor to read replaced by memory for :meth:`load`.
+        """Return a copy of ``stored`` in which memory for :meth:`load` replaces each tensor that this rank reads.
 
         Args:
-            stored: the states of each optimizer.
-            is_spec: function that returns whether a value represents a tensor and has ``shape`` and ``dtype``.
+            stored: the states of each optimizer in a checkpoint.
+            is_spec: function that returns True if a value describes a tensor by its ``shape`` and ``dtype``.
             unneeded: value that replaces tensors that this rank does not need.
         """
         ...

@@ -1,5 +1,5 @@
-"""``to_onnx`` and ``to_torchscript``, with the same names as in Lightning. The folder ``export`` implements both
-methods."""
+"""Methods ``to_onnx`` and ``to_torchscript``, with the same names as in Lightning. The folder ``export`` implements
+both methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Exports:
     """Export methods of :class:`roomier.Module`."""
 
-    # TorchScript compiles all properties of a class except these, which an exported model does not need.
+    # TorchScript compiles all properties of a class except the listed ones, which an exported model does not need.
     __jit_unused_properties__: ClassVar[list[str]] = [
         *("trainer", "is_attached", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers"),
         *("on_gpu", "device", "dtype", "hparams", "logged_hparams", "hparams_initial", "fabric"),
@@ -61,7 +61,8 @@ class Exports:
             kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:
-            RoomierError: the module cannot be compiled, or its trace returns different outputs for other inputs.
+            RoomierError: the module cannot be compiled, or the outputs of the trace and of the module differ for other
+                inputs.
         """
         from roomier.export.torchscript import export_torchscript  # late import: a higher layer
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class GoBackError(Exception):
-    """Exception that a callback raises so that the training loop restores the newest checkpoint of the run and
-    continues from it.
+    """Exception that a callback raises to restore the newest checkpoint of the run and continue training from this
+    checkpoint.
 
     Every rank must raise this exception at the same place: in ``on_train_batch_end`` of the last micro-batch of a step,
-    or in a function in ``Run.looks``. The callback must ensure that the run does not return to the same checkpoint
-    forever.
+    or in one of the functions in ``Run.looks``. The callback must ensure that the run does not return to the same
+    checkpoint forever.
 
     Attributes:
         reason: text for the notice, and for the error if there is no checkpoint.

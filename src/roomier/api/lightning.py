@@ -83,7 +83,7 @@ class LightningAdapter(WrappedModule):
 
     @property
     def automatic_optimization(self) -> bool:
-        """Attribute of the LightningModule. Its value can change at any time."""
+        """Attribute of the LightningModule. The value can change at any time."""
         return bool(self._user.automatic_optimization)
 
     @automatic_optimization.setter
@@ -115,7 +115,7 @@ class LightningAdapter(WrappedModule):
 
     @hparams.setter
     def hparams(self, values: Any) -> None:
-        self._user.hparams = values  # its class rejects the assignment
+        self._user.hparams = values  # raises an AttributeError, because Lightning's property has no setter
 
     @property
     def logged_hparams(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ _BASES = ("Callback", "Checkpoint", "BasePredictionWriter")  # base classes for 
 
 
 def builtin_class(obj: object) -> type | None:
-    """Return the built-in callback class of Lightning of which ``obj`` is an instance; None if there is none."""
+    """Return the built-in Lightning callback class that ``obj`` is an instance of; None for any other object."""
     for cls in type(obj).__mro__:
         if cls.__module__.startswith(_FOLDERS):
             return None if cls.__name__ in _BASES else cls
@@ -18,20 +18,21 @@ def builtin_class(obj: object) -> type | None:
 
 
 def is_builtin(obj: object, name: str) -> bool:
-    """Return True if ``obj`` is an instance of Lightning's callback class or base class ``name``."""
+    """Return True if ``obj`` is an instance of Lightning's class ``name``, a callback or a base class of callbacks."""
     return any(cls.__name__ == name and cls.__module__.startswith(_FOLDERS) for cls in type(obj).__mro__)
 
 
 def added_names(obj: object, builtin: type) -> list[str]:
-    """Return the names of the public methods of ``builtin`` that the class of ``obj`` overrides, and that must
-    therefore be called."""
+    """Return the names of the public methods of ``builtin`` that the class of ``obj`` overrides. The overrides must be
+    called."""
     own = type(obj).__mro__[: type(obj).__mro__.index(builtin)]
     names = {name for cls in own for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
     return sorted(name for name in names if hasattr(builtin, name))
 
 
 def watches_metric(callback: object) -> bool:
-    """Return True if ``callback`` monitors a logged metric, so that its hook at the end of an epoch runs last."""
+    """Return True if ``callback`` monitors a logged metric. The hooks of such callbacks at the end of an epoch run
+    last."""
     if isinstance(callback, Callback):
         return callback.monitors
     return is_builtin(callback, "EarlyStopping") or is_builtin(callback, "Checkpoint")

@@ -9,7 +9,7 @@ from roomier.api.overrides import PACKAGES
 
 
 class _KnownByName(type):
-    """Metaclass: all classes derived from Lightning's class ``lightning_name`` count as subclasses."""
+    """Metaclass of classes that represent Lightning's class ``lightning_name`` in ``issubclass`` and ``isinstance``."""
 
     lightning_name: str
 

@@ -32,7 +32,7 @@ FORMER = {
     "on_init_end": "use setup",
     "configure_sharded_model": "use configure_model",
 }
-_IS_NEAR = 0.85  # similarity ratio of difflib; one additional or missing letter in the shortest hook exceeds it
+_IS_NEAR = 0.85  # ratio of difflib; names that differ by one additional or missing letter have a higher ratio
 _OTHER_HOOKS = ("setup", "teardown", "num_loss_terms", "optimizer_zero_grad", "transfer_batch_to_device")
 
 

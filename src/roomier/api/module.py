@@ -378,7 +378,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         self.trainer.engine.clip(gradient_clip_val, gradient_clip_algorithm, optimizer=unwrapped)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Set ``requires_grad`` to False for parameters of all other optimizers, until :meth:`untoggle_optimizer`."""
+        """Set ``requires_grad`` to False for all parameters that only other optimizers update."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         state: dict[int, tuple[nn.Parameter, bool]] = {}
         for other in self.trainer.optimizers:
@@ -390,7 +390,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         self.__dict__["_toggled"] = list(state.values())
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Undo :meth:`toggle_optimizer`."""
+        """Restore the values of ``requires_grad`` that :meth:`toggle_optimizer` changed."""
         for parameter, required in self.__dict__.pop("_toggled", []):
             parameter.requires_grad = required
 
@@ -458,7 +458,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
 def checkpoint_loaders() -> Any:
     """Return ``roomier.checkpoint.module``, whose functions create a module or a DataModule from a checkpoint."""
-    # The only import from a higher layer: the methods have Lightning's name, and the folder checkpoint implements them.
+    # An exception to the layers: the methods have Lightning's name, and the folder checkpoint implements them.
     from roomier.checkpoint import module  # late import: a higher layer
 
     return module
@@ -472,7 +472,7 @@ def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
 def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if ``dictionary`` is a torchmetrics object
     if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
-        # Return the metrics themselves, under their full names.
+        # These items are the metric objects, with prefix and postfix in their names.
         found: Iterable[tuple[str, Any]] = dictionary.items(copy_state=False)
         return found
     if not isinstance(dictionary, Mapping):

@@ -1,4 +1,4 @@
-"""Functions that find the methods that a user class overrides, and the class of Lightning from which it is derived."""
+"""Find the methods that a user class overrides, and the Lightning class from which the user class is derived."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "Lightni
 
 
 def lightning_base(kind: type, counterpart: type) -> type | None:
-    """Return Lightning's own class among ``kind`` and its base classes; None if ``kind`` is not derived from such a
-    class.
+    """Return the Lightning class from which ``kind`` is derived (or ``kind`` itself); None if no such class exists.
 
     Args:
-        counterpart: Module, DataModule or Callback, for LightningModule, LightningDataModule or Callback of Lightning.
+        counterpart: the corresponding class of roomier: Module, DataModule or Callback.
     """
     name = COUNTERPARTS[counterpart]
     return next((c for c in kind.__mro__ if c.__name__ == name and c.__module__.startswith(PACKAGES)), None)
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """Return True if ``obj`` or its class overrides the method named ``name`` of ``base``, or of Lightning's
-    counterpart.
+    """Return True if ``obj`` or its class overrides the method ``name`` of ``base`` or of the corresponding Lightning
+    class.
 
     As in Lightning, a method that is set to None is not an override.
     """

@@ -21,7 +21,8 @@ def own_optimizer_of(value: Any) -> Any:
 
 
 class OwnOptimizer:
-    """Optimizer that is created for the final parameters of ``network``, or that receives these parameters.
+    """Optimizer that the user passed for the model ``network``. The strategy and the precision can replace the
+    parameters of the model, so :meth:`configure` gives the final parameters to the optimizer.
 
     Args:
         network: the model as the user passed it.
@@ -34,7 +35,7 @@ class OwnOptimizer:
         self._names = {id(each): name for name, each in network.named_parameters()}
 
     def configure(self, network: nn.Module) -> Any:
-        """Return the optimizer of ``network``.
+        """Return the optimizer of the final parameters of ``network``.
 
         Raises:
             RoomierError: the optimizer has parameters of a different model, or it has states of parameters that the

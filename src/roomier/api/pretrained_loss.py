@@ -18,7 +18,7 @@ from torch import nn
 
 from roomier.api.loss_terms import IGNORE_INDEX
 
-# Decoders of models that translate one text to another, whose targets are already shifted (transformers 5.23).
+# Models that do not shift their labels, mostly decoders of encoder-decoder models (transformers 5.23).
 _UNSHIFTED = frozenset(
     f"{name}ForCausalLM"
     for name in (
@@ -30,7 +30,7 @@ _SHIFTED_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def is_shifted_inside(network: nn.Module) -> bool:
-    """Return True if ``network`` shifts its labels, so that the first label of each row is not counted."""
+    """Return True if ``network`` shifts its labels. The first label of each row is then not counted."""
     names = [cls.__name__ for cls in type(network).__mro__]
     config = getattr(network, "config", None)
     # Decoder-only models for images and text are named ``ForConditionalGeneration``, as are encoder-decoder models.
@@ -48,7 +48,7 @@ def ignored_label(network: nn.Module) -> int:
 
 
 def reduction_of(network: nn.Module) -> Literal["mean", "sum"]:
-    """Return how ``network`` reduces its loss over the individual terms."""
+    """Return ``"sum"`` if the loss of ``network`` is a sum over its terms, otherwise ``"mean"``."""
     is_sum = counts_samples(network) and getattr(network.config, "ctc_loss_reduction", "mean") == "sum"
     return "sum" if is_sum else "mean"
 

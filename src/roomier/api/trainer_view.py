@@ -51,7 +51,7 @@ class TrainerView(Protocol):
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the current training batch is the last one of its epoch."""
+        """True if the current training batch is the last batch of its epoch. False for loaders without a length."""
 
     @property
     def is_last_save_point(self) -> bool:
@@ -137,11 +137,11 @@ class TrainerView(Protocol):
 
     @property
     def datamodule(self) -> Any:
-        """The DataModule of the last call; None without a DataModule."""
+        """The DataModule of the last call; None if no DataModule was passed."""
 
     @property
     def enable_validation(self) -> bool:
-        """True if the module defines ``validation_step`` and there is validation data."""
+        """True if the last call is a ``fit`` or ``validate`` with validation batches."""
 
     # Settings
 
@@ -211,7 +211,7 @@ class TrainerView(Protocol):
 
     @property
     def val_check_interval(self) -> int | float:
-        """Number or fraction of training batches between two validations."""
+        """Number of training batches between two validations (int), or fraction of an epoch (float)."""
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
@@ -249,12 +249,12 @@ class TrainerView(Protocol):
 
     @property
     def shapes(self) -> Any:
-        """A copy of the module of the last fit, created before the module was built. Its tensors have no values. None
-        if the copy is not needed or cannot be created."""
+        """A copy of the module of the last fit without values, created before the strategy changed the module. None if
+        the copy is not needed or cannot be created."""
 
     @property
     def choice(self) -> Any:
-        """The plans that the planner compared for the last fit. None if the plan was given."""
+        """The plans that the planner compared for the last fit; None if the user specified the plan."""
 
     @property
     def callbacks(self) -> Sequence[Callback]:
@@ -278,7 +278,7 @@ class TrainerView(Protocol):
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar; None without a progress bar."""
+        """The progress bar; None if no progress bar exists."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -310,11 +310,11 @@ class TrainerView(Protocol):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger; None without loggers."""
+        """The first logger; None if there are no loggers."""
 
     @property
     def results(self) -> Any:
-        """The tables of logged values."""
+        """The logged values of the last run."""
 
     @property
     def predict_loop(self) -> Any:
@@ -349,7 +349,7 @@ class TrainerView(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that share the model and each batch."""
+        """The ranks of the last call."""
 
     @property
     def world_size(self) -> int:
