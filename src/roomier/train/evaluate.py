@@ -40,11 +40,11 @@ def evaluate(
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
         limits: maximum number of batches of each source, over all ranks.
-        keeps_predictions: True to return the outputs of ``"predict"``.
+        keeps_predictions: if True, return the outputs of ``"predict"``.
 
     Returns:
-        For ``"predict"``, a list for each source, which contains the output of the step for each batch in host memory.
-        For other stages, the lists are empty. With several ranks, each rank receives the outputs of all ranks, in the
+        For ``"predict"``, a list for each source with the outputs of the step, one for each batch, in host memory. For
+        other stages, the lists are empty. With several ranks, each rank receives the outputs of all ranks, in the
         order of the batches.
 
     Raises:
@@ -119,7 +119,7 @@ def _evaluate_source(
 
 
 def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bool]]:
-    """Yield the turns of :meth:`roomier.data.source.Source.turns` until a signal stops the run.
+    """Yield the turns of :meth:`roomier.data.source.Source.turns`.
 
     Raises:
         EvaluationCutError: a signal stops the run.

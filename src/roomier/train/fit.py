@@ -167,7 +167,7 @@ def finish(run: Run) -> None:
 
 
 def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[list[Any]]:
-    """Yield lists that contain the micro-batches of each optimizer step in the epoch. The last list may be shorter.
+    """Yield a list of micro-batches for each optimizer step of the epoch. The last list may be shorter.
 
     All ranks yield the same number of lists. Loaders may end after different numbers of batches on different ranks. In
     this case, the epoch ends on all ranks when the first loader ends.
@@ -196,7 +196,7 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 
 
 def log_step(run: Run) -> None:
-    """Write the row of values for a log step. The rest of a step does not wait for the device."""
+    """Write the row of values for a log step. This function waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     check_finite(run, "at a log step", losses)
     row, own = run.results.step_values(), dict[str, Any]()
@@ -209,7 +209,7 @@ def log_step(run: Run) -> None:
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
-    """Return True if a multiple of the interval was reached after ``first_batch``, or if training stops here."""
+    """Return True if a multiple of the validation interval was reached since ``first_batch``, or training stops."""
     if not run.batches.evaluated:
         return False
     progress, every_n_epoch, interval = run.progress, run.options.check_val_every_n_epoch, run.batches.val_interval
@@ -225,7 +225,8 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     """Run the code that follows the last step of an epoch.
 
     Args:
-        is_left: True if a hook skipped the remaining batches of the epoch. As in Lightning, no validation follows.
+        is_left: True if a hook skipped the remaining batches of the epoch. Then, no validation follows, as in
+            Lightning.
     """
     progress, results = run.progress, run.results
     check_trains(run, is_epoch_over=True)

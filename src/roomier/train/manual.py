@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ManualOptimizer(OptimizerProxy):
-    """Proxy of ``optimizer`` that replaces ``step``. All other attributes are read from the original optimizer.
+    """Proxy of ``optimizer`` with a different method ``step``. All other attributes are read from ``optimizer``.
 
     Args:
         optimizer: optimizer to wrap.
@@ -29,7 +29,7 @@ class ManualOptimizer(OptimizerProxy):
         self._run = run
 
     def step(self, closure: Any = None) -> Any:
-        """Run one optimizer step, which calls ``closure``, then ``on_before_optimizer_step``, and then the update.
+        """Run one optimizer step: ``closure``, then ``on_before_optimizer_step``, then the update.
 
         The step increments ``global_step``.
 

@@ -21,13 +21,13 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# These hooks run after on_train_batch_end. Lightning frees gradients only in the next window.
+# These hooks run after on_train_batch_end. They can read gradients, because Lightning frees them in the next window.
 _HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of the epoch, as in Lightning
 
 
 class TrainingStep:
-    """Function that runs ``training_step``. The engine calls :meth:`start` before each call and :meth:`end` after it.
+    """Function that runs ``training_step``. :meth:`start` must be called before each call, and :meth:`end` after it.
 
     Args:
         run: run to which the steps belong.
@@ -93,7 +93,7 @@ class TrainingStep:
         self._loss = loss
 
     def end(self, index: int = -1) -> None:
-        """Call the hooks after a micro-batch, and after the optimizer step for the last micro-batch of a window."""
+        """Call ``on_train_batch_end``: after the optimizer step for the last micro-batch of a window."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
@@ -102,7 +102,7 @@ class TrainingStep:
         self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
-        """Return the outputs that hooks receive: as in Lightning, a dict with the loss of this rank's micro-batch."""
+        """Return the outputs that hooks receive, as in Lightning: a dict with the loss of this rank's micro-batch."""
         output = self._output
         if output is None:
             return {}
@@ -275,7 +275,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
 
 
 def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
-    """Return the functions that run between backward and the update. These functions run before clipping."""
+    """Return the functions that run between backward and the update: hooks, then gradient clipping."""
     module, batch_plan = run.module, run.plan.batch
     limit, algorithm = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm
     before = run.hooks.on_before_optimizer_step

@@ -29,9 +29,9 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 
 REPORT_AFTER_S = 30.0
-GIVE_UP_AFTER_S = 1800.0  # as in collectives, because user code can take a long time to process a prediction
+GIVE_UP_AFTER_S = 1800.0  # as for collectives, because user code can take a long time to process a prediction
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
-_ERROR_COMES_WITHIN_S = 1.0  # the time within which a failed rank reports its error after it has left the stream
+_ERROR_COMES_WITHIN_S = 1.0  # a failed rank reports its error within this time after it has left the stream
 _HERE, _LEFT = "here", "left"
 
 
@@ -71,7 +71,7 @@ class RollCall:
             return
         self._store.set(self._key(self._world.rank), _HERE)
         left = [rank for rank, word in enumerate(self._announcements(self._store)) if word == _LEFT]
-        self._num_rounds += 1  # before an error is raised, because this rank joined the round
+        self._num_rounds += 1  # before any error below, because this rank has joined the round
         if left:
             raise _left(left) from (DistError(f"ranks {left} have failed") if _have_failed() else None)
         if self._num_rounds > 1:  # all ranks are present, so no rank will read the previous round again

@@ -52,7 +52,7 @@ class PlainCheckpoint:
         """Read the weights into the tensors of ``network``.
 
         Args:
-            prepare: never called. The argument exists because :class:`WeightsToRead` requires it.
+            prepare: unused; required by the protocol :class:`WeightsToRead`.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not match the model.
@@ -62,15 +62,15 @@ class PlainCheckpoint:
             read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
         except CheckpointError as error:
             raise CheckpointError("weights", str(self.path), error.problem, error.action) from error
-        network.load_state_dict(read, strict=False)  # loads additional states; the tensors already contain the weights
+        network.load_state_dict(read, strict=False)  # loads the extra states; the tensors already contain the weights
 
 
 def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:
-    """Return the source of the initial weights that ``weights`` names.
+    """Return the source of the initial weights. The source is empty if ``weights`` is None or not read.
 
     Args:
-        weights: path of a safetensors file, a folder of safetensors files, a checkpoint, or a Lightning ``.ckpt`` file,
-            or None.
+        weights: path of a safetensors file, a folder of safetensors files, a checkpoint or a Lightning ``.ckpt`` file;
+            None for no initial weights.
         ckpt_path: the checkpoint that the run resumes from. If this argument is set, ``weights`` is not read.
 
     Raises:

@@ -31,11 +31,12 @@ _GRACE_S = 30.0
 
 
 def save_point(run: Run) -> bool:
-    """Save the checkpoints that are due, and determine whether training ends. All other work in this step is complete.
+    """Save the checkpoints that are due, and determine whether training ends. All other work of the step must be
+    complete.
 
-    Within a step, a checkpoint can be resumed bit for bit only at the save point. After the last batch of an epoch, the
-    save point follows the end of the epoch. A signal may stop the run before the end of the epoch, or during a
-    validation. In this case, the resumed run completes the step.
+    Within a step, only a checkpoint that is saved at the save point can be resumed with bit-identical results. After
+    the last batch of an epoch, the save point follows the end of the epoch. A signal may stop the run before the end of
+    the epoch, or during a validation. In this case, the resumed run completes the step.
 
     Returns:
         True if training ends here.

@@ -40,7 +40,7 @@ from roomier.train.step import transfer_to
 if TYPE_CHECKING:  # the import loads torch's sharding, which is unnecessary on one rank with an explicit strategy
     from roomier.planner.choice import Choice
 
-_ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning, which does not affect memory
+_ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; the number does not affect memory
 
 
 def settle(
@@ -50,7 +50,7 @@ def settle(
 
     Args:
         request: call to settle.
-        data: the loaders. The size of their micro-batches is adjusted to the returned plan.
+        data: the loaders. The function adjusts the size of their micro-batches to the returned plan.
         ranks: the ranks of the run. All ranks must call this function.
         start: the checkpoint and the folder of the run.
         callbacks: the callbacks of the run.
@@ -117,7 +117,7 @@ def _check_optimizes_itself(asked: Plan, module: Module) -> None:
 
 
 def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
-    """Return the plan of the earlier fit, whose model is still sharded, with micro-batches that are not larger."""
+    """Return the plan of the earlier fit, because the model is still sharded. Micro-batches do not become larger."""
     chosen = choice.chosen
     assert chosen is not None
     given, accumulate = data.batch_size, asked.batch.accumulate_grad_batches
@@ -167,7 +167,7 @@ class _PlanningTrainer:
 
 @contextmanager
 def _alone(module: Module) -> Iterator[None]:
-    """Assign a Trainer to ``module`` that requires no other rank, and restore the random state afterwards."""
+    """Give ``module`` a Trainer with one rank in the context. Restore the Trainer and the random state at the end."""
     attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
     state = rng_state()
     for part, trainer in attached:
@@ -191,8 +191,8 @@ def _workload(settled: Settled) -> Workload:
 
 
 def _built(module: Module) -> Module:
-    """Return ``module``. If the module overrides ``configure_model``, return a copy on the meta device for which this
-    hook was called."""
+    """Return ``module``. If the module overrides ``configure_model``, return a copy on the meta device instead, and
+    call this hook of the copy."""
     if not overrides(module, "configure_model", Module):
         return module
 
