@@ -8,7 +8,7 @@ all ranks.
 
 [Note: Hydra]
 ``@hydra.main`` derives the name of an output folder from the current time and can change the working folder to this
-folder. Without further action, each rank would use a different folder. Therefore, the other ranks are started with the
+folder. Each rank could therefore derive a different folder. To avoid this, roomier starts the other ranks with the
 output folder of rank 0. Only rank 0 writes Hydra's copy of the configuration.
 """
 
@@ -110,7 +110,7 @@ def _folder_of_script() -> str | None:
 
 
 def _folder_of_module(root: str) -> str | None:
-    """Return the folder in which ``python -m`` was started; None if ``sys.path`` does not determine it.
+    """Return the folder in which ``python -m`` was started; None if it cannot be determined from ``sys.path``.
 
     ``python -m`` inserts the folder into ``sys.path`` before the entries of PYTHONPATH and of the standard library. The
     script may have inserted additional entries.

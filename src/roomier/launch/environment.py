@@ -106,8 +106,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch of a task that ``srun`` started; None otherwise. A batch script and a shell in an allocation
-    are not tasks."""
+    """Return the launch of this process if ``srun`` started it as one of several tasks; otherwise, None. A batch script
+    and a shell in an allocation are not tasks."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
     step = number_in(environ, "SLURM_STEP_ID")
@@ -116,7 +116,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
         return None
     node_rank = number_in(environ, "SLURM_NODEID", 0)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    # All tasks of a job must derive the same port, and two jobs on one machine must derive different ports.
+    # All tasks of a job must derive the same port. Jobs on the same machine should derive different ports.
     port = 12000 + (number_in(environ, "SLURM_JOB_ID", 0) * 7 + step) % 20000
     return Launch(
         "SLURM",

@@ -37,16 +37,16 @@ class FailureNews:
     """Exchange of failures between the ranks of a run.
 
     Args:
-        ended_rank: function that returns a rank that this process started and that has ended, with a description of the
-            end; None if no rank has ended.
+        ended_rank: function that returns the number of a started rank that has ended, and a description of its end. It
+            returns None if this process started no rank that has ended.
 
     Attributes:
         has_error: True if an uncaught exception terminates this rank. The cause of the exception can be a lost peer.
         is_failing: True if this rank terminates because of an error in this rank.
         has_lost_peer: True if this rank terminates because it could not reach another rank.
         where: function that returns the current position in the run, for messages.
-        store: store that all ranks share after the rendezvous. Other threads use separate connections, because this
-            connection must work even if another thread hangs.
+        store: connection to the store that all ranks share; None before the rendezvous. Other threads use separate
+            connections, because this connection must work even if another thread hangs.
     """
 
     def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
@@ -64,7 +64,7 @@ class FailureNews:
         self._before, sys.excepthook = sys.excepthook, self._end
 
     def claim(self, text: str) -> bool:
-        """Return whether this rank must report ``text``: True unless another rank has reported the same text."""
+        """Return whether this rank must report ``text``: True unless another rank failed first with the same text."""
         self.is_failing = True
         first = f"{self.world.rank}\n{text}"
         if self.store is not None:
@@ -102,7 +102,7 @@ class FailureNews:
         return False
 
     def wait_for_exits(self) -> list[int]:
-        """Wait up to ``_EXIT_S`` seconds until the other ranks also call this method.
+        """Wait until the other ranks also call this method, but at most ``_EXIT_S`` seconds.
 
         Returns:
             The ranks that did not call this method.
@@ -111,8 +111,8 @@ class FailureNews:
         return self._absent(f"roomier/exits/{self._num_exits}", _EXIT_S)
 
     def end_unconnected(self, waited_s: float) -> None:
-        """End this process, because the process group was not created. Each rank that waits for the process group calls
-        this method."""
+        """End this process, because the process group was not created within ``waited_s`` seconds. Each rank that still
+        waits for the process group calls this method."""
         try:
             absent = self._absent("roomier/unconnected", PATIENCE_S)
         except (DistError, RuntimeError):

@@ -27,21 +27,21 @@ JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 """Environment variable: maximum number of seconds for which the ranks wait for each other at the start (default:
 600)."""
 
-# This limit is longer than any operation that only rank 0 runs, such as a download or a write of a large file.
+# This limit must be longer than operations that only rank 0 runs, such as a download or a write of a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _news: FailureNews | None = None
 
 
 def should_report(error: BaseException) -> bool:
-    """Return whether this rank must report ``error``, which terminates the rank. An error is reported only if no other
-    rank has reported an error with the same text."""
+    """Return whether this rank must report ``error``, which terminates the rank: True unless another rank failed first
+    with the same error."""
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
 
 def failure_is_reported(within_s: float) -> bool:
-    """Wait up to ``within_s`` seconds, and return whether this rank or another rank reports an error that terminates
-    it."""
+    """Wait up to ``within_s`` seconds until any rank reports an error that terminates it. Return whether a rank
+    reported such an error."""
     return _news is not None and _news.is_reported(within_s)
 
 
@@ -73,8 +73,8 @@ def initialize(world: World, device_type: str) -> None:
 
 
 def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNews, timeout_s: float) -> None:
-    # While the ranks connect, torch waits for the timeout of a collective. A shorter timeout would apply to all
-    # collectives, so a timer limits the time for the connection instead.
+    # torch also uses the timeout of collectives as the time limit for connecting the ranks. A shorter timeout would
+    # apply to all collectives, so a timer limits the time for connecting instead.
     timer = threading.Timer(timeout_s, news.end_unconnected, (timeout_s,))
     timer.daemon = True
     timer.start()

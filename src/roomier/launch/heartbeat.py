@@ -1,9 +1,9 @@
-"""Heartbeat: threads in each rank that detect, without collectives, ranks that hang.
+"""Heartbeat: threads in each rank that detect hanging ranks without using collectives.
 
 At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
-records of all ranks and publishes its own record with a verdict. The other ranks read the record of rank 0. These ranks
-also have a second thread, which checks only rank 0. The second thread is necessary because the store usually stops
-together with rank 0, and calls to the store then block.
+records of all ranks and publishes its own record with a verdict. The other ranks read the record of rank 0. The other
+ranks also have a second thread, which checks only rank 0, because the store usually stops together with rank 0, and
+calls to the store then block.
 
 The training thread does no work for the heartbeat. The threads of the heartbeat read the position of the training
 thread from its stack and from the counters of the run.
@@ -45,7 +45,7 @@ class WatchedRun:
     """Run that the heartbeat watches.
 
     Attributes:
-        limits: maximum waiting times for ranks.
+        limits: time limits for late ranks.
         position: function that returns the position of the training thread.
         stack: function that returns the Python stack of the training thread.
     """
@@ -63,7 +63,7 @@ def prepare(world: World, connect: Callable[[], Store], news: FailureNews) -> No
 
 
 def close() -> None:
-    """Stop the heartbeat of this process. Call this method before the process leaves the process group."""
+    """Stop the heartbeat of this process. Call this function before the process leaves the process group."""
     global _heartbeat
     heartbeat, _heartbeat = _heartbeat, None
     if heartbeat is not None:
@@ -153,7 +153,7 @@ class Heartbeat:
             with suppress(Exception):  # the training thread changes these values concurrently
                 position = run.position()
         calls = self._record.calls
-        with suppress(RuntimeError):  # a process group can have no sequence numbers
+        with suppress(RuntimeError):  # some process groups have no sequence numbers
             calls = torch_private.num_calls_by_group()
         return replace(self._record, beat=self._record.beat + 1, position=position, calls=calls)
 
@@ -294,11 +294,12 @@ class Heartbeat:
         self._news.is_failing = True
         report_to_torchrun(error, None)
         if rank == 0:
-            # This claim prevents reports of a lost connection by other ranks.
+            # This claim prevents other ranks from reporting a lost connection.
             self._news.claim(f"{type(error).__name__}: {error}")
         if self._world.local_rank == 0 or not is_from_zero:
             say(f"the run ends: {error}")
-        # The other ranks read the verdict from rank 0, which may serve the store. torchrun reports the first failure.
+        # Rank 0 may serve the store, so it waits until the other ranks have read the verdict. torchrun reports only the
+        # first failure, so all ranks wait before they kill silent ranks.
         time.sleep(max(_BEFORE_KILL_S, 2 * self._tick_s if rank == 0 else 0.0))
         for each in late:
             if each.is_silent and (process := _process_of(each.record)) is not None:

@@ -10,7 +10,7 @@ import psutil
 
 
 def job_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names that identify this job to restarted ranks; empty if no launcher restarts the job.
+    """Return the names that identify this job to restarted ranks; empty if the launcher cannot restart the job.
 
     Different runs can have the same run id in torchrun, so the name also identifies the agent process that started this
     rank. The agent continues to run when the ranks are restarted. A job that SLURM requeues keeps its job id and step
@@ -28,7 +28,7 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def num_restarts(environ: Mapping[str, str]) -> int:
-    """Return how many times the launcher has restarted this job. torchrun does not count restarts because of a change
-    of its nodes."""
+    """Return how many times the launcher has restarted this job. torchrun does not count restarts that a change in its
+    set of nodes causes."""
     counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return sum(int(count) for count in counts if count.isdecimal())

@@ -5,9 +5,9 @@ A rank is late if it makes no progress while another rank waits for it. There ar
 
 - The rank is silent: it publishes no new records. In this case, the process of the rank is suspended, or a native call
   holds the interpreter lock.
-- The rank is behind: it has begun fewer operations in a process group than another rank, and more operations in no
-  group. The training thread of this rank must hang outside of a collective, because a rank that waits in a collective
-  has already begun this collective.
+- The rank is behind: in at least one process group, another rank has begun more operations, and in no process group has
+  another rank begun fewer. The training thread of this rank must hang outside of a collective, because a rank that
+  waits in a collective has already begun this collective.
 
 The waiting time for a late rank starts when another rank begins to wait for it. If a step is slow on all ranks, no rank
 is late. The duration of the slowest micro-batch so far is added to each time limit.
@@ -60,12 +60,12 @@ class Judge:
     """Judge that finds the late ranks in successive records of all ranks. See [Note: late ranks].
 
     Args:
-        limits: maximum waiting times for ranks.
+        limits: time limits for late ranks.
         process_state: function that returns the process state of a silent rank; None if the state is unknown.
 
     Attributes:
-        slowest_s: duration of the slowest micro-batch so far, including its share of the step. Steps in which a rank
-            performed an operation that can take a long time are not measured.
+        slowest_s: duration of the slowest micro-batch so far, including any optimizer step after it. A micro-batch is
+            not measured if a rank had an activity other than ``STEP`` in the meantime.
     """
 
     def __init__(self, limits: Limits, process_state: Callable[[Record], str | None] = lambda _: None) -> None:

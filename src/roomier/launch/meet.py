@@ -31,8 +31,8 @@ def meet(
     """Wait until all ranks call this function.
 
     Args:
-        ended_rank: function that returns a rank that this process started and that has ended, with a description of the
-            end; None if no rank has ended.
+        ended_rank: function that returns the number of a started rank that has ended, and a description of its end. It
+            returns None if this process started no rank that has ended.
 
     Returns:
         A prefix for the keys of this rendezvous.
@@ -55,7 +55,7 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
     listens on all addresses.
 
     Raises:
-        RoomierError: the store cannot be reached within ``timeout_s``, or the port is taken.
+        RoomierError: the store cannot be reached within ``timeout_s``, or rank 0 cannot listen on the port.
     """
     address, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     is_served_by_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -86,7 +86,7 @@ def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
         port: number of the port; 0 selects a free port.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the socket cannot be opened, for example because the port is taken.
     """
     listener = socket.create_server((address, port))
     return TCPStore(

@@ -18,8 +18,9 @@ _OPTIONS = {
 
 
 def present_launch() -> Launch | None:
-    """Return the launch that started this process as a rank; None if no launcher started it. The settings of the launch
-    are written to environment variables.
+    """Return the launch of this process. If a launcher started this process as a rank, also write the settings of the
+    launch to environment variables. If the user initialized a process group of several ranks, return a launch that
+    describes this group. Otherwise, return None.
 
     Raises:
         RoomierError: the variables of the launcher are inconsistent.

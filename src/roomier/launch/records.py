@@ -110,7 +110,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of rank 0. Each rank acts on a verdict once.
+    """Decision of rank 0 about late ranks. Each rank acts on a verdict once.
 
     Attributes:
         number: sequence number of the verdict.

@@ -1,4 +1,4 @@
-"""Start the other ranks of this machine, with the command of this process and the environment of a rank.
+"""Start the other ranks of this machine with the command of this process and the environment variables of each rank.
 
 The process that the user started becomes the first rank of its node when its first run begins. The other ranks run the
 same script from the beginning, as with torchrun.

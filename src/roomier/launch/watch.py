@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 _POLL_S = 0.1
 _GRACE_S = 1.0  # Time after a failure until the other ranks are killed.
 _MAIN_GRACE_S = 4.0  # Additional time until the process that started the ranks ends.
-_LAST_S = 60.0  # Time between the end of rank 0 and the end of the other ranks after a complete run.
+_LAST_S = 60.0  # Maximum time between the end of rank 0 and the end of the other ranks after a complete run.
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # Exit codes of a run that a signal ended at a save point.
 
 
@@ -70,8 +70,8 @@ class Children:
             self._end_badly()
 
     def _end(self) -> None:
-        """Wait until the ranks end, and kill ranks that do not end in time. This method is called at the exit of this
-        process."""
+        """Wait until the ranks end, and kill ranks that do not end in time. Python calls this method when this process
+        exits."""
         if self.main_is_failing():
             self._wait(_GRACE_S)
             self._kill()
