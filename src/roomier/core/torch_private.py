@@ -262,8 +262,7 @@ class LossScalerOfParts(GradScaler):
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return one flag (0-dim float) per device, which is 1 if ``scaler`` found an infinite or NaN gradient of
-    ``optimizer`` when it unscaled the gradients."""
+    """Return one 0-dim tensor per device: 1 if ``scaler`` found a gradient of ``optimizer`` that is not finite."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
@@ -300,8 +299,7 @@ def recompute_metric(metric: Any) -> Any:
 
 
 def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
-    """Return, for each state of a metric, its reduction over ranks (None if custom), and whether the state is a
-    list."""
+    """Return the reduction over ranks of each state of a metric (None if custom), and whether the state is a list."""
     names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
     names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
     return {
