@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failure:
-    """Picklable form of an error. The received object is omitted, because it may exist only in the process of the
-    failed rank.
+    """Picklable form of an error. The received object is stored as text, because it may exist only in the process of
+    the failed rank.
     """
 
     kind: type[RoomierError]

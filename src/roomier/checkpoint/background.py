@@ -82,8 +82,7 @@ class BackgroundSaver:
         if self._group is None and not self._ranks.is_alone:
             self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
         job = replace(prepared, parts=staged)
-        # The thread is a daemon, because an uncommitted checkpoint is unusable after the exit of the process in any
-        # case.
+        # The thread is a daemon, because an uncommitted checkpoint is unusable after the process has exited.
         self._thread = threading.Thread(target=self._write, args=(job,), name="roomier-checkpoint", daemon=True)
         self._thread.start()
         self.num_started += 1

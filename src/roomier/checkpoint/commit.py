@@ -45,8 +45,8 @@ _ASIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<target>.+)@(?P<host>[0-9a-f]{8})-(
 
 @dataclass(frozen=True)
 class _Aside:
-    """Temporary folder next to the checkpoint folder that it replaces. The folder is being written or deleted (tmp), or
-    was replaced (old).
+    """Temporary folder next to a checkpoint folder. The temporary folder is being written or deleted (tmp), or contains
+    the checkpoint that was replaced (old).
     """
 
     path: Path
@@ -63,7 +63,8 @@ class _Aside:
         return _Aside(path, match["kind"], path.with_name(match["target"]), match["host"], int(match["pid"]))
 
     def is_stale(self) -> bool:
-        """Return True if the process that created the folder has exited."""
+        """Return True if the process that created the folder has exited. For a process on another machine, return True
+        if the folder has not changed for a day."""
         # Renaming a folder updates its ctime, but not its mtime.
         changed_at_s = self.path.lstat().st_ctime
         if self.host != _host():

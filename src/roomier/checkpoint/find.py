@@ -35,8 +35,8 @@ class _Complete:
     def age_key(self) -> tuple[int, int, int, int, str]:
         """Key that orders checkpoints from old to new.
 
-        Checkpoints without commit numbers are ordered by the time of their parent folder. Within a folder, checkpoints
-        are ordered by step, because the clock may have been set back during a run.
+        Checkpoints without commit numbers are ordered by the latest save time in their parent folder. Within a folder,
+        checkpoints are ordered by step, because the clock may have been set back during a run.
         """
         record = self.record
         group_ns = 0 if record.commit_number else self.group_ns

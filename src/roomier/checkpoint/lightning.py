@@ -68,7 +68,7 @@ _FIT_LOOP = fields(
 
 
 def is_lightning_file(path: str | Path) -> bool:
-    """Return True if ``path`` is a file from ``torch.save``, like Lightning's checkpoints, and not a folder."""
+    """Return True if ``path`` is a ``.ckpt`` file, or another file in the zip format of ``torch.save``."""
     path = at_home(path)
     return path.is_file() and (path.suffix == SUFFIX or zipfile.is_zipfile(path))
 

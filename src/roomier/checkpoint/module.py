@@ -85,7 +85,7 @@ def make_module(
 
     Args:
         cls: any subclass of ``nn.Module``.
-        path: checkpoint, for the error.
+        path: path of the checkpoint, for the error message.
         described: result of :func:`roomier.checkpoint.peek` for ``path``.
         init_arguments: arguments that replace or complete the stored hyperparameters.
 
@@ -94,7 +94,7 @@ def make_module(
     """
     argument = described.get("hyperparameters_argument")
     module = _constructed(cls, path, described.get("hyperparameters", {}), argument, init_arguments)
-    configure_model = getattr(module, "configure_model", None)  # a function of a Module or of a LightningModule
+    configure_model = getattr(module, "configure_model", None)  # a method of a Module or of a LightningModule
     if callable(configure_model):
         configure_model()
     return module
@@ -158,7 +158,7 @@ def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *
 
 def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
     if hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(file.content)  # as in Lightning, because this hook can change the names of weights
+        module.on_load_checkpoint(file.content)  # before loading, as in Lightning: the hook can rename weights
     if strict and file.state_dict.keys() != module.state_dict().keys():
         differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
         problem = f"does not match {type(module).__name__}. Only the module or only the checkpoint has {differing[:5]}"

@@ -184,9 +184,7 @@ class TensorReader:
         return share
 
     def _read_summed(self, file: StoredFile, reads: Sequence[_Read]) -> list[_Read]:
-        """Read a file from front to end and compare its checksum. Returns the reads that would have to seek
-        backward.
-        """
+        """Read a file from front to end and verify its checksum. Return the reads that would have to seek backward."""
         position, left = 0, []
         with summed(self._folder, file) as opened:
             for read in reads:

@@ -2,14 +2,15 @@
 
 The file is ``{"crc32": "<8 hex digits>", "content": {...}}``. The checksum covers the bytes of the content, so it
 detects every flipped bit. The checksum does not authenticate the file, so a reader must handle arbitrary bytes.
-:func:`read_record` is the only function that reads a record. :func:`read_record` checks types, ranges, sizes and
-nesting, and reads regular files only.
+Only :func:`read_record` parses a record. This function checks types, ranges, sizes and nesting, and reads regular files
+only.
 
 [Note: commit numbers]
-The clock of a machine can be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
-larger than the number of every checkpoint with which it can be compared (:func:`roomier.checkpoint.find.find_last`).
-Checkpoints that two processes commit at the same moment, and copies of a folder, have equal numbers. Checkpoints with
-equal numbers are ordered by step. Format 2 has no commit numbers, so its checkpoints have the number 0.
+The clock of a machine can be set back, so the time of a save cannot order checkpoints. A new checkpoint has a commit
+number that is larger than the number of every checkpoint with which it can be compared
+(:func:`roomier.checkpoint.find.find_last`). Checkpoints that two processes commit at the same moment, and copies of a
+folder, have equal numbers. Checkpoints with equal numbers are ordered by step. Format 2 has no commit numbers, so its
+checkpoints have the number 0.
 """
 
 import errno
@@ -95,7 +96,7 @@ class Record:
         commit_number: number that orders checkpoints; see [Note: commit numbers].
         roomier_version: version of roomier that wrote the checkpoint.
         torch_version: version of torch that wrote the checkpoint.
-        saved_at_ns: time since the Unix epoch shortly before the commit, by the clock of the machine, in nanoseconds.
+        saved_at_ns: time shortly before the commit by the clock of the machine, in nanoseconds since the Unix epoch.
         files: names, sizes and checksums of the tensor files, with the tensors that they contain.
         tree: the state without its tensors, as returned by :func:`roomier.checkpoint.tree.split`.
     """
@@ -201,7 +202,7 @@ def read_state(folder: Path, record: Record) -> dict[str, Any]:
 
 @contextmanager
 def malformed(folder: Path, file: str = RECORD_NAME) -> Iterator[None]:
-    """Convert a ValueError about a value in ``file`` to an error for a damaged checkpoint that names the file."""
+    """Convert a ValueError in the ``with`` block to a DamagedCheckpointError that names ``file``."""
     try:
         yield
     except RoomierError:  # this error already names its field
@@ -272,7 +273,8 @@ def check_sizes(folder: Path, record: Record) -> None:
     """Check that ``folder`` contains every tensor file of ``record`` with its full size, and no other tensor file.
 
     Raises:
-        CheckpointError: a file is missing, truncated, not a regular file, or not listed. The error names the first one.
+        CheckpointError: a file is missing, truncated, not a regular file, or not listed. The error names the first such
+            file.
     """
     for file in record.files:
         try:
@@ -299,7 +301,7 @@ def check_sums(folder: Path, files: Iterable[StoredFile]) -> None:
     """Read ``files`` and compare their checksums with the record.
 
     Raises:
-        CheckpointError: the content of a file changed. The error names the first one.
+        CheckpointError: the content of a file changed. The error names the first such file.
     """
     for file in files:
         with summed(folder, file):

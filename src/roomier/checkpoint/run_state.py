@@ -134,7 +134,7 @@ def check_run_state(path: Path, state: Mapping[str, Any]) -> None:
         for name, form in FORMS.items():
             if name in state:
                 form(state[name], name)
-    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # because the layers depend on the adapter
+    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # the adapter determines the layers
 
 
 def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:

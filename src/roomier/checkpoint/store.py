@@ -5,9 +5,9 @@ Each rank writes its own files, ``shard-<rank>-model-<file>-of-<files>.safetenso
 ``HuggingFaceStorageWriter``: boxes of tensors under the names of the full tensors, and the offsets of each box in the
 header. ``reading.py``, and DCP's reader in other programs, can assemble these boxes for any other sharding layout.
 DCP's writer is not used, because it stores the bytes of each file in memory twice, communicates with the other ranks in
-additional calls, and does not compute checksums. This module writes the bytes directly to the file. In
-addition to the memory of the state, saving requires memory for one tensor if the tensor is not contiguous, or 4 MiB for
-a tensor on a device. DCP's reader is not used, because it does not check the headers.
+additional calls, and does not compute checksums. This module writes the bytes directly to the file. In addition to the
+state, saving requires memory for a copy of one non-contiguous tensor, or for 4 MiB of a tensor on a device. DCP's
+reader is not used, because it does not check the headers.
 """
 
 import json
@@ -25,7 +25,7 @@ _FILE_BYTES = 128 * 2**20
 def write_parts(folder: Path, parts: Sequence[Part], section_of: Mapping[str, Any], rank: int) -> list[StoredFile]:
     """Write ``parts`` to files of this rank in ``folder`` and flush the files to the disk.
 
-    Parts of two sections are never in the same file.
+    Parts of different sections (top-level keys of the state) are never in the same file.
 
     Args:
         folder: folder of the checkpoint that is being written.

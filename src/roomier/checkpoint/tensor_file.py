@@ -70,7 +70,7 @@ class Header:
 
 
 class TensorFile:
-    """New safetensors file that is written from front to end in a ``with`` block, and flushed to the disk at the end of
+    """New safetensors file that is written from front to end in a ``with`` block and flushed to the disk at the end of
     the block.
 
     Args:

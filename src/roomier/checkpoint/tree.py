@@ -88,7 +88,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Leaf of the result of :func:`join`.
+    """Placeholder for a tensor in the result of :func:`join`.
 
     Attributes:
         name: name of the tensor in the files.

@@ -30,7 +30,7 @@ _NUM_NAMES_SHOWN = 5
 
 
 class Unread(enum.Enum):
-    """Marker in ``load(into=...)`` for a tensor that should not be read."""
+    """Marker in ``load(into=...)`` for a tensor that is not read."""
 
     UNREAD = "UNREAD"
 
@@ -47,8 +47,8 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
     With several ranks, every rank must call this function, and ``path`` must be on a shared file system. Each rank
     writes its shards of DTensors. Rank 0 writes all other values.
 
-    In addition to the memory of ``state``, saving requires memory for one tensor if the tensor is not contiguous, or 4
-    MiB for a tensor on a device.
+    In addition to ``state``, saving requires memory for a copy of one non-contiguous tensor, or for 4 MiB of a tensor
+    on a device.
 
     Args:
         path: checkpoint folder. Missing parent folders are created.
@@ -122,7 +122,8 @@ def load(
         empty: top-level keys of ``into`` whose tensors have no values yet. The files of these tensors are read only
             once, but the tensors can be partially filled if a file is damaged.
         check: function that ``load`` calls with the state before it fills the tensors of ``into`` that have values. If
-            the function raises an error, ``load`` raises the same error, and ``into`` is unchanged.
+            the function raises an error, ``load`` raises the same error, and ``into`` is unchanged, except for the
+            entries in ``empty``.
 
     Raises:
         CheckpointError: the checkpoint is damaged (the error names the file, and the newest valid checkpoint next to
@@ -200,7 +201,7 @@ def _skeleton(folder: Path, record: Record, only: Collection[str] | None) -> dic
 
 
 def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> dict[tree.Path, Tensor]:
-    """Return the tensors of ``into``, keyed by path. Raises CheckpointError if they do not match the stored tensors."""
+    """Return the tensors of ``into``, keyed by path. Raise CheckpointError if they do not match the stored tensors."""
     stored_at: dict[tree.Path, StoredTensor] = dict(leaves(skeleton, StoredTensor))
     wanted: dict[tree.Path, Tensor] = dict(leaves(into, Tensor))
     sections = {path[0] for path in wanted}

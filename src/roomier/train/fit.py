@@ -225,8 +225,7 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     """Run the code that follows the last step of an epoch.
 
     Args:
-        is_left: True if a hook skipped the remaining batches of the epoch. Then, no validation follows, as in
-            Lightning.
+        is_left: True if a hook skipped the remaining batches of the epoch. No validation follows, as in Lightning.
     """
     progress, results = run.progress, run.results
     check_trains(run, is_epoch_over=True)
