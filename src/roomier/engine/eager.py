@@ -249,7 +249,7 @@ class EagerEngine:
         self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:
-        """Restore the module's original ``forward`` method and close the updates. Call this after the last step."""
+        """Restore the original ``forward`` methods, and close the updates. Call this after the last step."""
         self._updates.close()
         self._levers.undo()
 
@@ -341,7 +341,7 @@ class EagerEngine:
     def leave_out_update(self) -> None:
         """Skip the update of this step. The loss scale does not change."""
         state = self.scaler.state()
-        self.scaler.update()  # without this call, the scaler does not unscale the next gradients
+        self.scaler.update()  # without this call, the scaler would not unscale the next gradients
         self.scaler.load(state)
         self._unscaled.clear()
 

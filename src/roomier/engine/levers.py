@@ -1,4 +1,4 @@
-"""Memory techniques that act inside a forward pass. Comments explain the order of their installation."""
+"""Memory techniques that act inside a forward pass. Comments explain the order in which they are installed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def apply_levers(plan: Plan, facts: Facts, residency: OffloadedParameters | None
     levers.undo()  # of an earlier engine
     if residency is not None:
         residency.install()  # innermost, because recomputation calls ``forward`` again
-    replace_missing_lstm_kernels(network, precision)  # innermost, because recomputed and compiled blocks call them
+    replace_missing_lstm_kernels(network, precision)  # innermost, because recomputed and compiled blocks call LSTMs
     for warning in size_warnings(network, precision, device):
         notice(warning)
     try:

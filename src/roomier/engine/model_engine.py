@@ -66,11 +66,11 @@ class ModelEngine(PreparedEngine):
         self.is_sharded = parallel.runner is not None and parallel.loss_factor == 1
         # With manual optimization, the gradients of a sharded model are already averaged.
         self._mean_factor = 1.0 if facts.is_manual else parallel.loss_factor / self.ranks.world.size
-        # Autocast returns 16-bit outputs, and a loss in the loop would be computed in 16 bits. If the loss is computed
-        # in chunks, the output is a placeholder for logits that are never materialized, so it is not converted.
+        # Autocast returns 16-bit outputs, from which the loop would compute a 16-bit loss. If the loss is computed in
+        # chunks, the output is a placeholder for logits that are never materialized, so it is not converted.
         self._widens = facts.precision.autocast_dtype is not None and levers.output_layer is None
-        # The script computes the loss after the forward pass, so the watches of the loss end with the first backward
-        # pass.
+        # The script computes the loss after the forward pass, so the contexts that watch the loss report after the
+        # first backward pass.
         watches = levers.forward_context.watches
         self._loss_watches: list[Any] = [each for each in watches if getattr(each, "is_of_loss", False)]
         watches[:] = [each for each in watches if each not in self._loss_watches]
@@ -110,7 +110,7 @@ class ModelEngine(PreparedEngine):
         return self.module(*args, **kwargs)
 
     def chain(self, other: ModelEngine) -> None:
-        """Run the backward pass of ``other`` around the backward pass of this engine, with the same loss scale.
+        """Combine the backward passes of this engine and ``other`` into one, with the same loss scale.
 
         One backward pass can compute the gradients of several models, such as a generator and a discriminator. An
         engine reduces its gradients only if the backward pass reaches an output of its network.

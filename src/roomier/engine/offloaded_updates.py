@@ -106,7 +106,7 @@ class OffloadedUpdates(Updates):
         batch_plan: settings for clipping.
 
     Attributes:
-        mode: mode of the updates in the current step, as in the argument ``mode``.
+        mode: current mode. It changes to ``"plain"`` if code outside a block reads the block's parameters.
         clips: whether this object clips the gradients instead of the engine. True if parameters are in a tier.
     """
 
@@ -220,7 +220,7 @@ class OffloadedUpdates(Updates):
         try:
             for parameter in gradients:
                 parameter.grad = None
-            scaler.step(optimizer)  # runs the hooks and counters of the optimizer; no gradients remain
+            scaler.step(optimizer)  # only runs the optimizer's hooks and counters, because no gradients remain
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
@@ -283,8 +283,7 @@ class OffloadedUpdates(Updates):
             self._gathers.wait_for(self._stream)
 
     def _tries_speculation(self) -> bool:
-        """Return whether this step updates units speculatively. If speculation is paused, count the step as a step of
-        the pause."""
+        """Return whether this step updates units speculatively. During a pause of speculation, also count the step."""
         if self.mode != "speculative":
             return False
         if self._num_rejected >= _NUM_REJECTED:
@@ -425,7 +424,7 @@ class OffloadedUpdates(Updates):
             self._states.place(states)
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Move to the tier the states that were loaded into the optimizers."""
+        """Move the loaded states of the optimizers to the tier."""
         if self._is_closed:
             return
         self._pending, self._speculations = {}, {}

@@ -37,7 +37,7 @@ def configure(
     """Return the optimizers of ``module``, or the optimizer that the Plan names.
 
     Args:
-        num_steps: function that returns the number of optimizer steps of the run, infinite if unknown. Only schedules
+        num_steps: function that returns the number of optimizer steps of the run (infinite if unknown). Only schedules
             call it.
         blocks: the blocks of the network. If None, they are found automatically.
 

@@ -32,7 +32,7 @@ class Parallel(Protocol):
 
     @property
     def runner(self) -> nn.Module | None:
-        """Module that runs a step with the parameters that the step needs. None on a single rank.
+        """Module that calls the step and unshards its parameters if necessary. None on a single rank.
 
         The module can change between two steps.
         """

@@ -107,7 +107,7 @@ def tier_of(
     pinned = device.type != "cpu"
     if name == "disk":
         if not pinned:
-            always_give_back_blocks(2**20)  # otherwise, freed tensors remain in the memory of the process
+            always_give_back_blocks(2**20)  # otherwise, the process retains the memory of freed tensors
         scratch = Scratch(offload.folder)
         return DiskTier(scratch, sizes, num_buffers, pinned, num_ahead, shares_large=shares_large, closes_scratch=True)
     return HostTier(sizes, pinned)

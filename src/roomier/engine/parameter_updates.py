@@ -84,8 +84,8 @@ class ParameterTier(ParametersOnDevice):
 
     Args:
         residency: the offloaded parameters, in regions.
-        units: the units of the updates. A unit whose parameters are in a region is updated while the region is on the
-            device.
+        units: the units in which parameters are updated. A unit whose parameters are in a region is updated while the
+            region is on the device.
         homes: the parameters that optimizers update, in the order of the optimizers.
         parallel: wrapper that distributes the network across ranks.
     """
