@@ -1,10 +1,10 @@
 """One rank of ``roomier bench choice``: ``python -m roomier.bench.choice_ranks FOLDER SETTINGS``.
 
 Every plan runs alone for two warm-up steps, one step under the memory tracker, and three timed steps. The budget is
-between the smallest and the largest measured peak, and ``auto`` chooses a plan. The chosen plan and the fast plans that
-fit are then built again and timed in alternating turns. If each of many plans is measured only once, the fastest
-measurement is partly due to chance. Therefore, the leading plans are timed in additional turns, and only these turns
-are used.
+between the smallest and the largest measured peak, and ``auto`` chooses a plan for this budget. The chosen plan and the
+fast plans that fit are then built again and timed in alternating turns. If each of many plans is measured only once,
+the fastest measurement is partly due to chance. Therefore, the leading plans are timed in additional turns, and only
+these turns are used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``roomier bench planner``: forecast and measured peak memory of a step.
 
-The forecast is a dry run, without memory and without other ranks. :class:`roomier.memory.tracker.MemoryTracker`
-measures the same step with real tensors on CPU ranks (one process each, gloo). The measured value is the value of the
-rank with the largest peak.
+A dry run computes the forecast, without allocating memory and without other ranks.
+:class:`roomier.memory.tracker.MemoryTracker` measures the same step with real tensors on CPU ranks (one process each,
+gloo). The measured value is the value of the rank with the largest peak.
 
 The result is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused``
 (rejected plans and the reasons) and ``failures`` (forecasts that raised an error; the list should be empty). The keys
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return a table of the rows with the largest errors and the rows with a resident set."""
+    """Return a table of the rows with the largest errors and the rows with a measured resident set."""
     shown = Table(
         title=f"median error {result['median_error']:.3%}, worst {result['worst_error']:.2%} of {len(result['rows'])}",
         caption=f"the {_NUM_SHOWN} largest errors, and rows with a resident set; {len(result['refused'])} rejected, "

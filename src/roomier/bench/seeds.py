@@ -7,8 +7,8 @@ The result is one JSON object with ``rows``, one for each published value:
   ``"occupied"`` (the memory of the device in use, reported by ``nvidia-smi``);
 - ``forecast_mib``: the current version's forecast for the same configuration. The forecast includes all tensors at the
   peak. With ``"occupied"``, the forecast also includes the memory of the CUDA context (:data:`CONTEXT_MIB`);
-- ``fits``: whether the forecast and the memory that is not used by tensors fit on the device, and offloaded data fits
-  in host memory and on disk; None without a forecast;
+- ``fits``: whether the plan fits on the device, including the memory outside tensors, and offloaded data fits in host
+  memory and on disk; None without a forecast;
 - ``host_mib``, ``disk_mib``: offloaded data of one rank in host memory and on disk;
 - ``answer``: the error if the plan is rejected;
 - ``ratio``: forecast / published; ``why``: the reason for the difference.
@@ -176,7 +176,8 @@ def _both(states: str, parameters: str) -> dict[str, Any]:
 
 
 def _offloaded() -> Iterator[Published]:
-    """Yield the sizes that offloading makes possible on one GPU, according to ZeRO-Offload, DeepSpeed and LoHan."""
+    """Yield the model sizes that offloading makes possible on one GPU, according to ZeRO-Offload, DeepSpeed and
+    LoHan."""
     base = {"optimizer": "adamw", "gradient_clip_val": 1.0, "activation_checkpointing": "full"}
     v100, server = "v100-32gb:1", "1.5TiB"
     half = {**base, "precision": "bf16-mixed", **_both("cpu", "cpu")}

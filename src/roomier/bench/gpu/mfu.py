@@ -59,7 +59,7 @@ class Model:
     Attributes:
         config: sizes of the GPT.
         batch_size: number of sequences per optimizer step.
-        precision: number format, as in the Trainer.
+        precision: the argument ``precision`` of the Trainer.
         memory_share: fraction of the usable memory that the plan may use.
         planning_s: time limit of the search for a plan.
         turns, steps: number of timed turns, and number of steps per turn.
@@ -175,7 +175,7 @@ def _prepare(
 ) -> tuple[Callable[[], None], MemoryTracker, TrainedGPT]:
     """Return the step of ``plan`` after its warm-up, the memory tracker of one step, and the model on ``device``."""
     weight_dtype = precision_of(plan.precision.mode, device).weight_dtype or torch.float32
-    with torch.device(device), default_dtype(weight_dtype):  # a model of 7 billion parameters in float32 needs 27 GB
+    with torch.device(device), default_dtype(weight_dtype):  # a model of 7 billion parameters in float32 needs 28 GB
         module = TrainedGPT(model.config)
     with quiet():
         engine, _ = build(

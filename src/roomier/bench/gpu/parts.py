@@ -38,7 +38,7 @@ class Setting:
 
 
 class PartModule(Protocol):
-    """The functions that the module of a part defines."""
+    """Functions that the module of a part must define."""
 
     def rows(self, setting: Setting) -> Rows:
         """Return the rows, the most important rows first."""

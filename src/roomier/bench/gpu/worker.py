@@ -31,7 +31,7 @@ def measure_part(
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Measure the rows of a part that ``results`` does not contain. Append each row and the end of the part.
+    """Measure the rows of a part that ``results`` does not contain. Append each row, and a final line for the part.
 
     A row that fails is recorded with its error. A row is started only if the remaining time is at least the duration of
     the longest row so far.

@@ -77,7 +77,7 @@ def _tokens(length: int, vocab_size: int, generator: Generator) -> Tensor:
 
 
 def gpt(config: GPTConfig, micro_batch: int) -> Training:
-    """Return a GPT and random sequences of its full context."""
+    """Return a GPT and random sequences of the maximum length."""
 
     def sample(generator: Generator) -> Sample:
         tokens = _tokens(config.context + 1, config.vocab_size, generator)
@@ -92,7 +92,7 @@ def minigpt(num_layers: int, num_heads: int, width: int, *, context: int = 128, 
 
 
 def transformer_lm(config: TransformerLMConfig, micro_batch: int) -> Training:
-    """Return NeMo's language model and random sequences of its full context."""
+    """Return NeMo's language model and random sequences of the maximum length."""
 
     def sample(generator: Generator) -> Sample:
         tokens = _tokens(config.context + 1, config.vocab_size, generator)
@@ -102,7 +102,7 @@ def transformer_lm(config: TransformerLMConfig, micro_batch: int) -> Training:
 
 
 def bert(config: BertConfig, micro_batch: int) -> Training:
-    """Return BERT with a classifier, and random sequences of its full context with random labels."""
+    """Return BERT with a classifier, and random sequences of the maximum length with random labels."""
 
     def sample(generator: Generator) -> Sample:
         tokens = _tokens(config.context, config.vocab_size, generator)
@@ -135,7 +135,8 @@ def swav(config: SwAVConfig, large: int, small: int, num_small: int, micro_batch
 def deepspeech2(config: DeepSpeechConfig, num_frames: int, num_letters: int, micro_batch: int) -> Training:
     """Return DeepSpeech 2, random spectrograms and random transcripts.
 
-    The lengths within a batch decrease from ``num_frames`` to 60 %, and are the same in every batch.
+    Within a batch, the lengths decrease from ``num_frames`` to 60 % of ``num_frames``. Every batch has the same
+    lengths.
     """
 
     def sample(generator: Generator) -> Sample:
