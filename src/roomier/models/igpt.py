@@ -54,7 +54,7 @@ class ImageGPT(nn.Module):
         T = pixels_BT.shape[1]
         if self.config.context < T:
             problem = f"must have at most {self.config.context} pixels, the context of the model"
-            raise RoomierError("pixels", tuple(pixels.shape), problem, "Reduce the images or raise context")
+            raise RoomierError("pixels", tuple(pixels.shape), problem, "Use smaller images, or raise context")
         gpt = self.network
         start_B1D = self.start.expand(len(pixels_BT), 1, -1)
         x_BTD = torch.cat([start_B1D, gpt.tokens(pixels_BT[:, :-1])], dim=1)
