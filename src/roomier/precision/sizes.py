@@ -114,7 +114,7 @@ def _sizes_of(network: nn.Module) -> Iterator[_Size]:
             num_in, num_out = weight.shape
         else:
             continue
-        # Forward, gradient of the input, and gradient of the weights if the weights are trained.
+        # Matmuls of forward, of the input gradient and, if the weights are trained, of the weight gradient.
         work = weight.numel() * (3 if weight.requires_grad else 2)
         yield _Size(name, "input", num_in, work)
         yield _Size(name, "output", num_out, work)
