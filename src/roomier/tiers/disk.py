@@ -13,7 +13,7 @@ because the caller can still write the record. If the caller takes an unexpected
 leaving, the buffer of the last expected record is used. The last expected record is then read again later.
 
 If large records share one buffer, this buffer is also used for smaller records while no large record requires it. At
-most one large record is in a buffer.
+any time, at most one large record is in a buffer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Slot:
         memory: memory of the buffer.
         record: record of the buffer, while the buffer is coming or held.
         buffer: part of the memory that the caller holds; None if the buffer is not held.
-        read: last read into the buffer.
+        read: job of the last read into the buffer.
         read_bytes: number of bytes that are read from the start of the record.
         wait: function that returns when the earlier content of the buffer is no longer needed.
     """
@@ -180,7 +180,7 @@ class DiskTier:
             slot = self._held.pop(id(buffer))
             assert self._sizes[slot.record] == self._sizes[record], "the records have different sizes"
             changed = self._hold(slot, record)
-            self._fill()  # the earlier record is no longer held
+            self._fill()  # the earlier record is no longer held and can be read
             return changed
 
     def put(self, record: int, buffer: Tensor, wait: Wait | None = None) -> None:
@@ -201,7 +201,7 @@ class DiskTier:
             job = Job(data, self._positions[record], wait=wait, then=then)
             self._writes[record] = job
             self._scratch.transfers.write(job)
-            self._fill()  # the record is no longer held
+            self._fill()  # the record is no longer held and can be read
 
     def drop(self, buffer: Tensor, wait: Wait | None = None) -> None:
         """Release ``buffer`` without writing its content to the disk. See :meth:`roomier.tiers.tier.Tier.drop`."""
@@ -345,7 +345,7 @@ class DiskTier:
         return True
 
     def _discard(self, slot: _Slot) -> None:
-        """Free the buffer of ``slot``, immediately or when its read has ended."""
+        """Free the buffer of ``slot``, immediately or after its current read."""
         job, slot.read = slot.read, None
         if job is None or job.is_done:
             self._release(slot)

@@ -22,7 +22,7 @@ class Tier(Protocol):
         num_buffers: number of buffers that can be in use at the same time. The caller can hold at most this number of
             buffers.
         uses_threads: whether other threads read and write the buffers.
-        host_bytes: host memory that the tier allocated, in bytes.
+        host_bytes: number of bytes of host memory that the tier allocated.
         disk_bytes: size of the records on disk, in bytes.
         bytes_read, bytes_written: number of bytes that were read from and written to the disk, including padding.
     """
@@ -35,8 +35,7 @@ class Tier(Protocol):
     bytes_written: int
 
     def expect(self, records: Sequence[int], num_bytes: Sequence[int] | None = None) -> None:
-        """Start reading ``records``, in this order, as buffers become free. This call replaces the list of an earlier
-        call.
+        """Start reading ``records``, in this order, as buffers become free. A later call replaces ``records``.
 
         If the write of a record is not complete, the record is read after its write. If the caller holds the buffer of
         a record, the record is read after the caller returns the buffer. If a record appears several times, the record

@@ -72,11 +72,11 @@ class Transfers:
             thread.start()
 
     def read(self, job: Job, first: bool = False) -> None:
-        """Add a job for the reader after its other jobs, or before these jobs if ``first`` is True."""
+        """Add a job to the end of the reader's queue, or to its start if ``first`` is True."""
         self._add(self._reads, job, first)
 
     def write(self, job: Job) -> None:
-        """Add a job for the writer."""
+        """Add a job to the end of the writer's queue."""
         self._add(self._writes, job, first=False)
 
     def _add(self, jobs: deque[Job], job: Job, first: bool) -> None:
