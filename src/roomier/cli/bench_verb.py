@@ -13,7 +13,7 @@ from roomier.core.errors import RoomierError, did_you_mean
 def run(verb: str, arguments: Sequence[str]) -> int:
     """Run the measurement. Print one table, or with ``--json`` only JSON, to standard output.
 
-    The JSON output is one object. If the result contains ``"lines"``, the output is one object per line.
+    The JSON output is one object, or one object per line if the result contains ``"lines"``.
 
     Returns:
         1 if the result lists failed parts under ``"failed"``, otherwise 0.

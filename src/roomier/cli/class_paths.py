@@ -1,5 +1,5 @@
-"""Import of the classes that the command line or YAML files name, before jsonargparse imports them, for simpler error
-messages.
+"""Import the classes that the command line or YAML files name before jsonargparse imports them. The error messages are
+then simpler.
 
 If a module raises an exception at import, the exception is raised unchanged, with its traceback.
 """

@@ -115,7 +115,7 @@ def _former_flag(name: str, value: str, form: str, separator: str) -> str | None
     """Return the replacement of a removed Trainer flag; None if ``name`` is not such a flag.
 
     Args:
-        form: format string for a keyword and its value, which replace the flag.
+        form: format string for each replacement, which is a keyword and its value.
     """
     found = written_today(name, value)
     if found is None:

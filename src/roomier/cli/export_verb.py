@@ -37,7 +37,7 @@ _SUFFIXES = {
 }
 _OF_A_MODEL = ("torchscript", "onnx", "torch-export")
 _OF_WEIGHTS = ("safetensors", "hugging-face")
-_INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # names of the argument --input in the export functions
+_INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # arguments of the export functions that --input sets
 _FORMATS_OF = {
     **dict.fromkeys(("max_shard_size", "dtype", "push_to_hub", "private"), _OF_WEIGHTS),
     "prefix": ("safetensors",),

@@ -23,8 +23,8 @@ from roomier.export.plain import fill, plain_model
 _ARGUMENT = "--model."
 _MAX_CONFIG_BYTES = 2**24
 _HIGHEST_NUMBER = 2
-"""Upper bound of the integers in generated inputs. The integers may be token ids or classes, and few models have fewer
-tokens or classes."""
+"""Exclusive upper bound of the integers in generated inputs. The integers may be token ids or classes, and few models
+have fewer tokens or classes."""
 
 
 def model_to_export(

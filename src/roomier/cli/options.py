@@ -38,10 +38,10 @@ def _load(text: str) -> Any:
 
 
 class VerbParser(ArgumentParser):
-    """Parser that imports roomier's callbacks so that options can name them by class name.
+    """Parser that imports roomier's callbacks, so options can name them by class name.
 
-    The help of the parser omits the list of known classes, because this list contains hundreds of torch classes for a
-    model.
+    The help of the parser omits the list of known classes, because the list for a model contains hundreds of torch
+    classes.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -55,7 +55,8 @@ class VerbParser(ArgumentParser):
 
 
 def trainer_parser(verb: str) -> ArgumentParser:
-    """Return the parser of ``verb``, with all keywords of the Trainer and of the given classes."""
+    """Return the parser of ``verb``, with options for the arguments of the Trainer, the model class and the data
+    class."""
     parser = VerbParser(
         prog=f"roomier {verb}", description=_DESCRIPTIONS[verb], exit_on_error=False, allow_abbrev=False
     )
@@ -85,7 +86,7 @@ def trainer_parser(verb: str) -> ArgumentParser:
 
 
 def text_of(parser: ArgumentParser, config: Namespace) -> str:
-    """Return YAML that starts the same run: all options with their values, except the resumed checkpoint."""
+    """Return YAML that starts the same run: all options with their values, except ``ckpt_path``."""
     kept = config.clone()
     kept.ckpt_path = None
     text: str = parser.dump(kept, skip_unset=False)

@@ -35,7 +35,8 @@ _GPT = "gpt"
 
 
 def plan_parser(gpt: str | None) -> ArgumentParser:
-    """Return the parser of ``roomier plan``, with all keywords of the Trainer and of the given classes.
+    """Return the parser of ``roomier plan``, with options for the arguments of the Trainer, the model class and the
+    data class.
 
     Args:
         gpt: value of ``--model`` if it is ``"gpt"`` or the name of a GPT size. The model options are then the fields of
@@ -191,8 +192,8 @@ def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machin
 
 
 def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
-    """Return the number of nodes. If no option sets the number, return None, so that the value in the machine file or 1
-    is used."""
+    """Return the number of nodes. If no option sets the number, return None. The machine file then determines the
+    number (default 1)."""
     own, asked = config.trainer.num_nodes, config.nodes
     is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
     if asked is not None and "num_nodes" in given and own != asked:

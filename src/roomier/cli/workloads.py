@@ -25,7 +25,7 @@ from roomier.planner.workload import Workload
 from roomier.trainer.session import request_of
 
 DEFAULT_BATCH = 8
-_NUM_STEPS = 1000  # number of steps for schedules, which does not affect the cost of a step
+_NUM_STEPS = 1000  # number of steps for schedules; the number does not affect the cost of a step
 _INPUT = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<sizes>[\d,\s]*)\]\s*")
 
 
@@ -97,7 +97,7 @@ def hugging_face_request(path: str, batch_size: int | None, num_tokens: int | No
 def class_request(
     parser: ArgumentParser, config: Namespace, inputs: str | None, batch_size: int | None, stand_in: Any
 ) -> Asked:
-    """Return the workload of a class with its arguments, for a batch of its data or a batch of given shapes.
+    """Return the workload of a model class with its arguments, for a batch of its data or of given shapes.
 
     Args:
         config: all options, including ``model`` and ``data``.
