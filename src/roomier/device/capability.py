@@ -1,10 +1,10 @@
 """Capabilities of a device, such as streams, pinned memory and fused optimizers.
 
 [Note: capabilities are tried]
-Code must not depend on the name of a device, because torch supports devices that roomier does not know. Drivers can
-implement torch's interfaces only partially. Therefore, roomier tries each feature once, with a tiny operation, and
-stores the result until the process ends. The capabilities of the CPU are fixed. The CPU requires neither streams nor
-pinned memory, because the CPU is the host.
+Code must not depend on the name of a device, because torch supports devices for which roomier has no specific code.
+Drivers can implement torch's interfaces only partially. Therefore, roomier tries each feature once, with a tiny
+operation, and stores the result until the process ends. The capabilities of the CPU are fixed. The CPU requires neither
+streams nor pinned memory, because the CPU is the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Capabilities:
 
     Attributes:
         has_streams: True if kernels and copies can run on several streams, and events can order and time them.
-        has_pinned_memory: True if host memory can be pinned, so that copies from it run while the host continues.
+        has_pinned_memory: True if host memory can be pinned, so copies from it run asynchronously to the host.
         has_memory_statistics: True if the allocator reports its current and peak memory usage.
         has_memory_info: True if the driver reports the free and the total memory.
         fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) that have fused kernels.
@@ -57,7 +57,7 @@ class Capabilities:
 
     @property
     def copies_asynchronously(self) -> bool:
-        """True if copies between host and device can run while the host and the device continue."""
+        """True if copies between host and device can run concurrently with the work of both."""
         return self.has_streams and self.has_pinned_memory
 
 

@@ -1,8 +1,8 @@
 """Memory of an accelerator. All sizes are in bytes.
 
-Functions that read the allocator require the capability ``has_memory_statistics``. *Allocated* memory is the memory of
-tensors. The size of each tensor is rounded up to the block size of the allocator. *Reserved* memory is the memory that
-the allocator has obtained from the device.
+Functions that read statistics of the allocator require the capability ``has_memory_statistics``. *Allocated* memory is
+the memory of tensors. The size of each tensor is rounded up to the block size of the allocator. *Reserved* memory is
+the memory that the allocator has obtained from the device.
 """
 
 from __future__ import annotations

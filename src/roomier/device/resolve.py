@@ -1,6 +1,6 @@
 """Resolve the name of an accelerator to a device.
 
-torch supports one accelerator in a process: the accelerator for which torch was compiled, or the device that a package
+torch supports one accelerator per process: the accelerator for which torch was compiled, or the device that a package
 registered (``PrivateUse1``). ``torch.accelerator`` refers to this accelerator, so this file contains no code for
 specific accelerators.
 """

@@ -81,8 +81,8 @@ def seed_everything(seed: int | None = None, workers: bool = False) -> int:
 
 
 def separate_rng(rank: int) -> None:
-    """Reseed the generators of this rank, so that ranks whose states are equal obtain different states. Rank 0 keeps
-    its state.
+    """Reseed the generators of this rank so that ranks with equal states obtain different states. Rank 0 keeps its
+    state.
 
     The new state depends only on the current state and on ``rank``.
     """

@@ -15,7 +15,8 @@ class BatchMover:
 
     The host runs ahead of the device and requests the next batch while kernels of the current batch are queued. On the
     stream of these kernels, the copy of the next batch would wait for the kernels. On a separate stream, the copy from
-    pinned memory runs concurrently. The loaders pin memory for this purpose. No additional batch is read ahead.
+    pinned memory runs concurrently. The loaders pin memory for this purpose. This class loads no additional batches in
+    advance.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -32,7 +32,7 @@ separately.
 half of their values, and :meth:`Sheet.machine` multiplies the values of the table by ``LINK_EFFICIENCY``. For example,
 NCCL's maintainers report 350 GB/s for H100 (data sheet: 900), and 12 GB/s for PCIe 3.0 (data sheet: 16)
 (NVIDIA/nccl#864, #986). Latencies are the values for one step of a ring in RCCL's table (``hwLat``, protocol Simple):
-3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
+3.6 us over NVLink, 5.7 us over PCIe, and 19.8 us over a network.
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
 with one network card per device unless the comment above the table states otherwise. For workstation cards, the table

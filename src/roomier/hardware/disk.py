@@ -24,7 +24,7 @@ class DiskRates:
 
     Attributes:
         read, write: rate of reads without writes, and rate of writes without reads.
-        both: total rate of reads and writes at the same time.
+        both: total rate of simultaneous reads and writes.
     """
 
     read: float

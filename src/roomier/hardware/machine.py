@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link, which one rank uses at a time.
+    """One direction of a link, used by one rank at a time.
 
     Attributes:
         bytes_per_s: bandwidth.

@@ -1,7 +1,7 @@
 """Measurements of this machine in one process: matrix products, memory, copies, operations, and updates.
 
-Each measurement takes about the given number of seconds and returns the second best of its repetitions. Other programs
-slow down some repetitions, and a clock change can make a repetition appear too fast.
+Each measurement takes about the given number of seconds and returns the second-best result of its repetitions. Other
+programs slow down some repetitions, and a clock change can make a repetition appear too fast.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from roomier.hardware.host import num_cores
 from roomier.hardware.measure import DTYPES, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.hardware.measured import Measured, circumstances_of, now
 
-_PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine, the ranks need one twentieth of this time
+_PATIENCE_S = 120.0  # time limit for the ranks in seconds; on an idle machine, they need a twentieth of this time
 
 
 def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
@@ -31,8 +31,8 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
     Args:
         device: device of the ranks; each rank uses a different accelerator of this type.
         num_ranks: number of processes.
-        seconds: time for the measurements without communication. The start of the processes and the collectives take
-            about 5 additional seconds.
+        seconds: time for the measurements without communication. Starting the processes and measuring the collectives
+            takes about 5 seconds more.
         folder: folder for the measurement of the disk; None skips this measurement.
 
     Raises:

@@ -15,7 +15,7 @@ from roomier.planner.forecast import Forecast
 
 @dataclass(frozen=True)
 class Considered:
-    """One plan that the planner considered.
+    """Plan that the planner evaluated, skipped or rejected.
 
     Attributes:
         plan: plan with a concrete strategy. A plan that a rule rejects is only for display and cannot be built.

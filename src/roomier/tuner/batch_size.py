@@ -53,7 +53,7 @@ def scale_batch_size(
     ``margin`` if the samples have different lengths.
 
     The search changes only the size of the micro-batches and their number per step. A fit after the search is
-    bit-identical to a fit in which the loader uses this size.
+    bit-identical to a fit whose loader has this batch size.
 
     Args:
         trainer: Trainer whose next fits use the size.
@@ -229,7 +229,7 @@ class _Trials:
 
 
 class _PeakOfAStep(Callback):
-    """Callback that measures the peak memory of a later step than the first, because the first step creates the
+    """Callback that measures the peak memory of one step. The first step is not measured, because it creates the
     optimizer states."""
 
     def __init__(self) -> None:

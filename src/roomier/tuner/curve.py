@@ -1,4 +1,4 @@
-"""Result of a learning rate range test, which contains the measured losses, the suggested rate and a plot."""
+"""Result of a learning rate range test: the measured losses, the suggested rate, and a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protocol that describes how the tuner uses the Trainer."""
+"""Protocol with the attributes and methods of the Trainer that the tuner uses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Tunable(TrainerView, Protocol):
         """Use ``learning_rate`` for the optimizer that the Trainer creates."""
 
     def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Self:
-        """Return a Trainer that has the same settings, writes no files, and has ``callback`` as its only callback."""
+        """Return a copy of this Trainer with ``plan`` and ``options``. The copy writes no files, and
+        ``callback`` is its only callback."""
 
     def session_of_trial(
         self,

@@ -49,7 +49,7 @@ class Candidate:
 def candidates(
     workload: Workload, plan: Plan, machine: Machine, *, keeps_micro_batch: str = "", is_last_resort: bool = False
 ) -> tuple[Candidate, ...]:
-    """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and rule.
+    """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and reason.
 
     Settings of ``plan`` whose values differ from the defaults do not change. If ``plan`` has a concrete strategy,
     ``plan`` is the only candidate. The global batch size never changes.

@@ -66,7 +66,7 @@ def choose(
         machine: machine to plan for.
         budget_bytes: memory that a device may use; None uses :func:`budget_of`.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.
-        check: additional rule of the run, which is a function that raises a RoomierError to reject a plan.
+        check: function for an additional rule of the run, which raises a RoomierError to reject a plan.
         prices: source of forecasts; None uses closed-form forecasts.
         deadline: time limit of the search. Plans that are not evaluated before the deadline are skipped and reported.
             None allows :data:`SEARCH_S` seconds.
@@ -155,7 +155,7 @@ class _Search:
                 confirmed = self._confirm(picked)
                 if confirmed is not None and confirmed.fits(self.budget_bytes):
                     self._divide(picked)
-                    return replace(confirmed, time=picked.time)  # compared times must come from one method
+                    return replace(confirmed, time=picked.time)  # compared times must be from the same method
                 self._pricing.reject(picked)
                 find()
         self._divide(None)

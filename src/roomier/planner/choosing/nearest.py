@@ -43,7 +43,7 @@ def no_plan_fits(
     """Return an error that contains the smallest plan, its memory, and alternatives that fit.
 
     Args:
-        workload: workload of the choice.
+        workload: workload that was planned in ``choice``.
         plan: requested plan.
         choice: result of :func:`choose` in which no plan fits.
         keeps_micro_batch: reason why micro-batches cannot be split; empty if they can be split.

@@ -79,8 +79,7 @@ def with_nearest(
 def nearest_legal(
     error: RoomierError, asked: Keywords, works: Works, *, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Return ``asked`` with the smallest changes that result in a valid plan; None if a few changes are not
-    sufficient."""
+    """Return ``asked`` with the smallest changes that result in a valid plan; None if no such changes are found."""
     edits = sorted(_edits(asked, error), key=lambda each: each.cost)
     edits = [each for each in edits if not each.changes.keys() & set(fixed)]
     num_builds = 0

@@ -120,7 +120,7 @@ class Priced:
     """Plans with their forecasts.
 
     Attributes:
-        priced: forecasts, in the order of the candidates.
+        priced: forecasts, in the order in which they were computed.
         refused: plans that rules or the build reject.
         unpriced: plans that were not evaluated, with the reason for each plan.
         errors: errors of plans that were rejected for reasons other than a rule of Plan, in order of occurrence.

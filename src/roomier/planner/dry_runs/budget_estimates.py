@@ -49,8 +49,9 @@ class DryEstimates:
         blocks: names of the blocks, in the order of the network.
         plan: plan of the dry run.
         device: device on which the model runs.
-        like: type of the device that the fake tensors represent. A run on a CPU counts the storages of operations. On
-            all other devices, the allocator also reports tensors that no operation uses, and the memory of the update.
+        like: type of the device that the fake tensors represent. A run on a CPU counts the storages that operations
+            use. On all other devices, the allocator also reports tensors that no operation uses, and the memory of the
+            update.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Dry runs, which execute the ``build`` of a run and two steps of its engine, in a fake environment without memory."""
+"""Dry runs, which execute the ``build`` of a run and two or three steps of its engine in a fake environment without
+memory."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class DryRun:
     Attributes:
         intervals: intervals of the step in execution order.
         work: amount of computation, by phase and part of the model.
-        keeps: with an activation budget, the activations that each block saves.
+        keeps: activations that each block saves under an activation budget; empty without a budget.
     """
 
     intervals: tuple[Interval, ...]
@@ -106,7 +107,7 @@ class _DryEngine(EagerEngine):
     """Engine of a dry run.
 
     Attributes:
-        recompute: recomputation of its blocks.
+        recompute: object that recomputes or offloads the activations of blocks.
     """
 
     def __init__(self, facts: Facts, optimizers: Sequence[Optimizer], *, levers: Levers, **others: Any) -> None:

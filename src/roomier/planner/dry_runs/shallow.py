@@ -212,7 +212,7 @@ class _Row:
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
         """Return True if the periods of the row are visited in ascending order before interval ``index`` of the base,
-        as in a forward pass. Return False if they are visited in descending order, as in a backward pass."""
+        as in a forward pass. Return False if the order is descending, as in a backward pass."""
         for interval in reversed(base.intervals[:index]):
             if interval.place in self.repeat.places(_NUM_FIRST - 1):
                 return True

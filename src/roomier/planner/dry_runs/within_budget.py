@@ -2,12 +2,11 @@
 
 [Note: a step within a budget]
 Three steps are known, in which all blocks save only their input, their input and the results of matrix products, or all
-activations. At any time, the steps differ in the bytes that are saved by blocks between their forward and their
-backward pass, and in the memory of the running block. The difference after the forward pass of a block is the memory
-that the activations of this block require. These values define the optimization problem that a run solves after its
-measured step (:mod:`roomier.activation.choose`). For a given choice, the intervals of each block come from the step in
-which all blocks save the activations that this block saves. The difference in the bytes that the earlier blocks save is
-added.
+activations. At any time, the steps differ in the bytes that blocks save between their forward and backward passes, and
+in the memory of the running block. The difference after the forward pass of a block is the memory that the activations
+of this block require. These values define the optimization problem that a run solves after its measured step
+(:mod:`roomier.activation.choose`). For a given choice, the intervals of each block come from the step in which all
+blocks save the activations that this block saves. The difference in the bytes that the earlier blocks save is added.
 
 A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
 the same bytes.
@@ -110,7 +109,7 @@ class _Sections:
     Attributes:
         keys: phase and block of each section; empty strings for the sections between two visits.
         parts: intervals of each section. A section between two visits can be empty.
-        order: blocks that run backward, in the order of their forward passes.
+        order: blocks that have a backward pass, in the order of their forward passes.
         num_alive: for each section, the number of blocks that are between their forward and their backward pass,
             excluding the block of the section.
     """

@@ -2,11 +2,11 @@
 
 [Note: assumed values]
 Shapes can depend on values, such as sequence lengths or the number of tokens that a mask retains. Fake tensors have no
-values. Small integer and boolean tensors therefore carry a real tensor. Each operation computes its result as a real
-tensor from the known values. Unknown values are assumed as follows, which corresponds to a typical step:
+values. Small integer and boolean tensors therefore carry a real tensor. The real tensor of a result is computed from
+the real tensors of the inputs. Unknown values are assumed as follows, which corresponds to a typical step:
 
-- A number is 1 and a flag is true, so no value is infinite, no element is dropped, and a mask retains all elements. If
-  a mask is computed from numbers in the batch, the actual values of these numbers are used.
+- An unknown number is 1 and an unknown flag is true, so no value is infinite, no element is dropped, and a mask retains
+  all elements. If a mask is computed from numbers in the batch, the actual values of these numbers are used.
 - The position of the largest of several values (``topk``, ``argmax``) cycles through all positions. Experts therefore
   have equal load, which is the goal of a balancing loss.
 - In ``unique``, unknown values are all different, so the result has the largest possible size.

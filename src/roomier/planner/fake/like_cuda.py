@@ -12,8 +12,8 @@ differences, which affect the memory of a step on a GPU, are modeled:
 - **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
   ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and some other operations with 16-bit
   precision. All other accelerators use CUDA's list. ``cross_entropy`` is not in this list. ``cross_entropy`` computes
-  ``log_softmax`` in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, the input is
-  converted.
+  ``log_softmax`` in the dtype of its input, and ``nll_loss`` converts the result to float32. On a CPU, autocast
+  converts the input of ``cross_entropy`` to float32.
 - **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
 - **Optimizers** of ``torch.optim`` and gradient clipping process all parameters together (``foreach``, the default for
   parameters on a GPU), so the temporary tensors of all parameters exist at the same time. ``foreach`` is also the

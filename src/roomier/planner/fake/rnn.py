@@ -40,9 +40,9 @@ def _mkldnn_layer(func: Any, args: Any, kwargs: Any) -> Any:
 def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, itemsize: int) -> int:
     """Return the number of bytes that oneDNN saves for backward, for one LSTM layer in one direction.
 
-    The regions follow ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
-    github.com/oneapi-src/oneDNN). The regions are the gates, products, states, cells, and float32 gradients of the last
-    three.
+    The sizes of the regions follow ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
+    github.com/oneapi-src/oneDNN). The regions contain the gates, products, states, cells, and three kinds of gradients
+    in float32.
 
     Args:
         length: number of steps in a sequence.

@@ -11,8 +11,8 @@ fills the buffers during the backward pass:
 
 With a single buffer, updates wait for all transfers, and each mode takes ``C + U + IO``.
 
-On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. Reads and writes
-share the time of a disk. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
+On a machine with two cores and a disk, measured steps differed from these formulas by 10 to 15 %. A disk divides its
+time between reads and writes. On that machine, a reader alone reached 2.15 GiB/s, a writer alone 7.3 GiB/s, and both
 together 1.67 GiB/s each. All devices of a node share the disk. A link between a device and its host transfers in both
 directions at the same time. If parameters are offloaded, the forward and backward passes take at least as long as their
 transfers. Transfers of activations are assumed not to slow down transfers of model states.

@@ -115,7 +115,7 @@ def update_time(
         plan: plan that specifies the optimizer and the clipping.
         machine: machine that the forecast is for.
         layout: how the weights are sharded.
-        blocks: names of the blocks, which contain Muon's matrices.
+        blocks: names of the blocks, which contain the matrices that Muon updates.
         work: counted work. The work of phase ``"update"`` is used if the module configures its own optimizer. If the
             work contains no such phase, fused AdamW is assumed.
     """
