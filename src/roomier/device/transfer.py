@@ -33,7 +33,7 @@ class BatchMover:
                 copied = moved(leaf, self.device)
                 copied.record_stream(computing)  # the memory must not be reused while kernels still read it
                 return copied
-            with computing:  # record_stream cannot be called for tensors inside an unknown object
+            with computing:  # record_stream cannot be called for tensors inside an object of unknown type
                 return moved(leaf, self.device)
 
         with self._stream:

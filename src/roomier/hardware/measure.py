@@ -113,7 +113,7 @@ def _fitting(num_bytes: int, device: torch.device) -> int:
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the second shortest time of ``run`` in seconds. ``run`` is repeated for ``seconds``, but at least three
+    """Return the second-shortest time of ``run`` in seconds. ``run`` is repeated for ``seconds``, but at least three
     times. The first run is a warm-up. If the first run takes longer than ``seconds``, ``run`` is repeated only once."""
     start = time.perf_counter()
     first = seconds_of(run, device)

@@ -59,11 +59,12 @@ class Choice:
     Attributes:
         machine: machine for which the plans are evaluated.
         budget_bytes: memory that a device may use.
-        chosen: the fastest plan that fits, confirmed by a dry run; None if no plan fits.
+        chosen: the fastest plan that fits, confirmed by a dry run if a dry run supports the plan; None if no plan fits.
         considered: the chosen plan, followed by the plans that fit (fastest first), the plans that do not fit (smallest
             excess first), and the plans that rules reject.
         planning_s: duration of the search in seconds.
-        num_plans: number of compared plans, including plans that ``considered`` omits, but excluding rejected plans.
+        num_plans: number of compared plans, including plans that ``considered`` omits, but excluding plans that rules
+            reject.
         is_complete: whether the search was completed before the time limit. If not, the plans in ``considered`` that
             were not evaluated state this reason.
     """

@@ -106,7 +106,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Consecutive executions that belong together.
+    """Group of consecutive executions: a middle block and the part after it, or parts outside the middle blocks.
 
     Attributes:
         row: number of the row if the executions belong to a middle block of this row or to the part after the block;
