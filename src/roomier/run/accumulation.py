@@ -1,5 +1,5 @@
-"""Number of micro-batches per optimizer step. This number is the value in the Plan, multiplied by the factor that a
-callback sets for the epoch."""
+"""Number of micro-batches per optimizer step. If a callback sets a factor for the epoch, the number in the Plan is
+multiplied by this factor."""
 
 from __future__ import annotations
 

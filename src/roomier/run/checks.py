@@ -71,7 +71,8 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
     """Raise an error if a run does not perform any optimizer steps.
 
     Raises:
-        TrainingError: no batch of the first epoch resulted in an optimizer step.
+        TrainingError: the first epoch, or its first :data:`MAX_BATCHES_BEFORE_FIRST_STEP` batches, had no optimizer
+            step.
     """
     num_batches = run.progress.num_batches
     is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP

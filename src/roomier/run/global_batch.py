@@ -12,8 +12,8 @@ class GlobalBatch:
     """The batch of one optimizer step over all ranks.
 
     Args:
-        batch_size: number of samples per micro-batch; None if the loader determines the number and it cannot be
-            changed.
+        batch_size: number of samples per micro-batch; None if the loader determines this number and roomier cannot
+            change it.
         accumulate: number of micro-batches per step on each rank.
         num_ranks: number of ranks, each of which processes separate micro-batches.
     """

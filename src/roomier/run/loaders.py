@@ -82,7 +82,7 @@ class RunLoaders:
         """Discard the loaders that methods of the module or the DataModule created, so that they are created again.
 
         Returns:
-            False if all loaders were passed as arguments, so that their objects do not change.
+            False if the training and validation loaders were passed as arguments, because these objects do not change.
         """
         if all(self._loaders.get(name) is not None for name in ("train", "val")):
             return False
@@ -134,7 +134,7 @@ class RunLoaders:
 
     @property
     def num_training_batches(self) -> float:
-        """Number of batches per epoch on each rank, which is the minimum over all ranks."""
+        """Number of training batches per epoch on each rank: the minimum over all ranks."""
         if self._num_training_batches is None:
             source, limit = self.train_source, partial(self._options.limit_batches, "train")
             if source.follow_each_other:  # the limit applies to each part

@@ -17,7 +17,7 @@ from roomier.run.profilers import profiler_of
 
 DEFAULT_MAX_EPOCHS = 1000
 DEFAULT_HANG_TIMEOUT = "00:00:10:00"
-MAX_HANG_TIMEOUT_S = 1800.0  # the timeout of operations in the process group
+MAX_HANG_TIMEOUT_S = 1800.0  # timeout of the collectives in the process group
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,14 @@ class LoopOptions:
     construction.
 
     Attributes:
-        max_epochs, min_epochs, max_steps, min_steps, max_time: length of a fit. -1 means unlimited.
+        max_epochs, min_epochs, max_steps, min_steps, max_time: limits on the length of a fit. -1 means unlimited.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: number or fraction of batches
             per epoch. None means all.
         overfit_batches: number or fraction of the training batches that are used for both training and validation.
         fast_dev_run: number of batches of a development run. True means 1.
         val_check_interval: number or fraction of training batches between two validations.
-        check_val_every_n_epoch: number of epochs between two validations. With None, batches are counted across epochs.
+        check_val_every_n_epoch: number of epochs between two validations. With None, ``val_check_interval`` counts
+            batches across epochs.
         num_sanity_val_steps: number of validation batches before training. -1 means all.
         log_every_n_steps: number of optimizer steps between two logged rows.
         reload_dataloaders_every_n_epochs: number of epochs after which the loaders are created again. 0 means never.
@@ -144,8 +145,7 @@ class LoopOptions:
         return None if self.hang_timeout is None else parse_duration_s("hang_timeout", self.hang_timeout)
 
     def epoch_limit(self) -> float:
-        """Return the number of epochs after which training ends. The number is infinite if only steps or time limit
-        training."""
+        """Return the number of epochs after which training ends; infinite if the number of epochs is not limited."""
         if self.num_dev_batches:
             return 1
         if self.max_epochs is not None:
@@ -158,8 +158,8 @@ class LoopOptions:
         return self.max_epochs is not None or self.max_steps != -1 or self.max_time is not None
 
     def step_limit(self) -> float:
-        """Return the number of optimizer steps after which training ends. The number is infinite if only epochs or time
-        limit training."""
+        """Return the number of optimizer steps after which training ends; infinite if the number of steps is not
+        limited."""
         if self.num_dev_batches:
             return self.num_dev_batches
         return math.inf if self.max_steps == -1 else self.max_steps
@@ -174,8 +174,8 @@ class LoopOptions:
         return 1.0 if limit is None else limit
 
     def limit_batches(self, stage: str, num_batches: float) -> float:
-        """Return the number of batches in one epoch of ``stage``, at most ``num_batches``, which is infinite if the
-        number is unknown.
+        """Return the number of batches to use in one epoch of ``stage``. ``num_batches`` is the available number;
+        infinite if unknown.
 
         Raises:
             RoomierError: the limit is a fraction, and the number of batches is unknown or too small for the fraction.
@@ -197,8 +197,8 @@ class LoopOptions:
         of the epoch.
 
         Raises:
-            RoomierError: the interval is longer than an epoch, or it is a fraction and the number of batches is
-                unknown.
+            RoomierError: the interval is longer than an epoch or shorter than one batch, or it is a fraction and the
+                number of batches is unknown.
         """
         interval = self.val_check_interval
         if interval is None or (interval == 1.0 and isinstance(interval, float)):

@@ -24,7 +24,7 @@ class SimpleProfiler:
     ``with trainer.profiler.profile(name)`` measures an action of the user's code.
 
     Attributes:
-        durations_s: durations of each action, in the order in which the actions ended.
+        durations_s: durations of each action in seconds, in the order in which the actions ended.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class AdvancedProfiler:
             self._is_active = False
 
     def summary(self) -> str:
-        """Return the functions of each action. The function with the largest cumulative time is first."""
+        """Return a report for each action: the functions that it called, in descending order of cumulative time."""
         texts = []
         for name, report in self.reports.items():
             text = io.StringIO()

@@ -72,12 +72,12 @@ class Now:
         last_loss: loss of the last optimizer step (0-dim, on the device); with several ranks, this rank's share.
         window: micro-batches of the current or last step; None before the first step.
         leaves_out_step: True if a hook skips the update. The step is then not counted.
-        is_in_step: True if the run is between two save points, so that its state cannot be resumed exactly.
+        is_in_step: True if the run is between two save points, so its state cannot be resumed exactly.
         is_finishing: True at the last save point.
         is_interrupted: True if a signal ended training at a save point. A resumed run completes the training.
-        is_stop_agreed: True if a stop was requested. With several ranks, all ranks have received the request.
+        is_stop_agreed: True if a stop was requested and, with several ranks, all ranks have received the request.
         random_state: random state from the checkpoint, which is restored when the loop begins.
-        renamed: columns of the loop that were renamed to ``trainer/NAME``, because the module logs their names.
+        renamed: columns of the loop renamed to ``trainer/NAME``, because the module logs values under their names.
         started_s: start time on the monotonic clock.
     """
 

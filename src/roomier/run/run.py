@@ -70,7 +70,7 @@ class Run:
         progress: the counters that checkpoints store.
         now: the state of the current step, which is not stored.
         saves: written and pending checkpoints.
-        looks: functions that every rank calls before a loss that is not finite stops the run.
+        looks: functions that every rank calls before each check that the loss is finite.
         profiler: profiler that is stepped after each optimizer step; None if no profiler is used.
     """
 
@@ -154,7 +154,7 @@ class Run:
 
     @property
     def has_minimum(self) -> bool:
-        """True if the minimum numbers of epochs and steps are reached, so that a request ends training."""
+        """True if the minimum numbers of epochs and steps are reached, so a request to stop ends training."""
         progress, options = self.progress, self.settled.request.options
         return progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
 
@@ -233,7 +233,7 @@ class Run:
         Args:
             metrics: values that the module or a callback logged.
             own: values that the loop adds to the same row. If the module logs one of these names, or ``epoch``, the
-                column contains the value of the module. The value of the loop is written to the column
+                column contains the value of the module, and the value of the loop is written to the column
                 ``trainer/NAME``.
         """
         row = {name: _number(name, value) for name, value in metrics.items()}
@@ -285,11 +285,11 @@ def _number(name: str, value: Any) -> float:
 
 
 def run_of(trainer: TrainerView, name: str) -> Run:
-    """Return the last run of ``trainer``. Library code that hooks call uses this function.
+    """Return the last run of ``trainer``. Use this function in library code that hooks call.
 
     Args:
         trainer: Trainer whose last run is returned.
-        name: name of the field, for the error message.
+        name: field that the error message names.
 
     Raises:
         RoomierError: ``trainer`` has not run yet.

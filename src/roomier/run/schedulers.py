@@ -130,7 +130,7 @@ class Schedulers:
                 run.
         """
         for config, saved in zip(self.configs, states, strict=True):
-            # If the loss was None, the step was skipped. Skipped steps do not shorten the schedule of the same run.
+            # A step without a loss was skipped. Skipped steps must not shorten the schedule when the same run resumes.
             made_for, was_made_for = (
                 each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
             )
@@ -154,8 +154,7 @@ def _step(scheduler: Any) -> None:
 
 
 def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    # torch restores the schedule length together with the state. In a longer run, a cosine schedule would reach its end
-    # early and then stay at zero.
+    # torch restores the schedule length together with the state. In a longer run, the schedule therefore ends early.
     now = scheduler.state_dict()
     for name in LENGTHS:
         if name in saved and repr(saved[name]) != repr(now.get(name)):

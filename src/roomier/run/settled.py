@@ -56,7 +56,7 @@ class Request:
         loaders: the loaders that the user passed, with the keys ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
         datamodule: the DataModule that the user passed, or None.
         ckpt_path: the requested checkpoint: a path, ``"last"``, ``"best"`` or None.
-        weights: the initial weights of the model: a path or None.
+        weights: the path of the initial weights of the model, or None.
         plan: the requested plan. The planner may choose its strategy.
         options: settings of the loop.
         world: the position of this process among all processes.
@@ -119,8 +119,8 @@ class Start:
         folder: the run folder; None if the run writes no files.
         weights: the initial weights of the model.
         batch: the global batch before the restart of the job; None if the job was not restarted.
-        is_last: True if a search for the newest checkpoint found the checkpoint. If this checkpoint is damaged, the run
-            resumes from the next older checkpoint.
+        is_last: True if ``checkpoint`` is the result of a search for the newest checkpoint. If this checkpoint is
+            damaged, the run resumes from the next older checkpoint.
     """
 
     checkpoint: Path | None = None
@@ -159,12 +159,12 @@ class Settled:
 
     @cached_property
     def epoch_limit(self) -> float:
-        """Number of epochs after which training ends. The number is infinite if only steps or time limit training."""
+        """Number of epochs after which training ends; infinite if the number of epochs is not limited."""
         return self.request.options.epoch_limit()
 
     @cached_property
     def step_limit(self) -> float:
-        """Number of optimizer steps after which training ends; infinite if only epochs or time limit training."""
+        """Number of optimizer steps after which training ends; infinite if the number of steps is not limited."""
         return self.request.options.step_limit()
 
     def num_steps(self) -> float:

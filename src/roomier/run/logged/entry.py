@@ -17,7 +17,7 @@ OF_LOADER = "/dataloader_idx_"
 
 @dataclass(slots=True)
 class Entry:
-    """A logged name, with its reduction and its outputs.
+    """A logged name, with its options, values and reduction.
 
     Attributes:
         name: the name, including the suffix of the loader, if any.
@@ -34,7 +34,8 @@ class Entry:
         updates: number of updates of ``metric`` on each rank when ``agreed`` was computed.
         is_double: True if the logged values are float64. In this case, reduced values are shown as float64.
         is_unseen: True if ``value`` is newer than the shown values of :class:`roomier.run.logged.results.Results`.
-        dataloader_idx: index of the only loader of an evaluation for which the name was logged; None for all loaders.
+        dataloader_idx: index of the evaluation loader for which the name was logged; None if the evaluation has only
+            one loader, or if the name was logged for several loaders.
     """
 
     name: str
@@ -147,8 +148,8 @@ class Entry:
 
 
 def num_updates(metric: Any) -> int:
-    """Return the number of updates of a torchmetrics object since its last reset. A metric that is composed of other
-    metrics, such as ``a + b``, has the updates of its operands."""
+    """Return the number of updates of a torchmetrics object since its last reset. For a metric that is composed of
+    other metrics, such as ``a + b``, include the updates of its operands."""
     operands = [getattr(metric, name, None) for name in ("metric_a", "metric_b")]
     return int(metric.update_count) + sum(num_updates(each) for each in operands if hasattr(each, "update_count"))
 

@@ -1,4 +1,4 @@
-"""A forward pass that runs only because other ranks require it, and that has no lasting effect."""
+"""Context for a forward pass that runs only because other ranks require it, and that has no lasting effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def muted(module: nn.Module, results: Results) -> Iterator[None]:
     """Undo all changes that a step makes to attributes and buffers of ``module`` and its submodules, and ignore logged
     values.
 
-    The changes that are undone include items added to lists, changes to counters, and updates of metric states.
+    These changes include items added to lists, changes to counters, and updates of metric states.
     """
     undo: list[Undo] = []
     for part in module.modules():

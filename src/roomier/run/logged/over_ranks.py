@@ -24,7 +24,7 @@ class RankEntry(NamedTuple):
         options: arguments with which the value is logged.
         total, weight: reduction over the epoch so far; the mean is ``total / weight``. ``total`` is None if no value
             was added.
-        step_value, step_weight: last value of a step and its weight; None if no value exists.
+        step_value, step_weight: last value of a step and its weight. ``step_value`` is None if no step logged a value.
         num_updates: number of updates of a torchmetrics object since its last reset.
         has_metric: True if the value is a torchmetrics object.
     """
@@ -67,7 +67,7 @@ def reduce_over_ranks(by_rank: Sequence[Mapping[Key, RankEntry]]) -> dict[Key, O
     """Return the reduced values of all names that any rank logged. The result and its order are the same on all ranks.
 
     Args:
-        by_rank: logged entries on each rank. The name is the second-to-last item of a key.
+        by_rank: logged entries of each rank, by key. The second-to-last item of a key is the name.
 
     Raises:
         RoomierError: ranks logged a name with different arguments, or only some ranks logged a torchmetrics object.

@@ -1,10 +1,10 @@
-"""Values that a module logs. The value of the step and the reduction over the epoch stay on the device of the value.
+"""Values that a module logs. The values of steps and their reductions over the epoch stay on the device of the values.
 
 [Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced across ranks when a row is written, and at the end of an epoch
 or an evaluation. The reduction runs before the first hook at the end of the epoch, and again after each hook, because a
-hook may log values. After a reduction, all ranks read the same values, so callbacks that monitor a metric make the same
-decision. At these points, all ranks have a value for each name, even if only one rank logged the name.
+hook may log values. After a reduction, all ranks have the same value for each name, even if only one rank logged the
+name. Therefore, callbacks that monitor a metric make the same decision on all ranks.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ class Results:
     Args:
         ranks: the ranks across which values are reduced; None means one rank.
         allows_overlaps: True to allow two names that are written to one column, such as ``x_epoch`` and the epoch value
-            of ``x``. The last value is written to the column, and a notice is printed. Otherwise an error is raised.
+            of ``x``. The column then contains the last value, and a notice is printed. If False, an error is raised.
 
     Attributes:
         stage: ``"train"``, or the stage of the current evaluation; None outside a loop.
-        is_in_batch: True while a batch is processed. In training, ``on_step`` is then the default.
+        is_in_batch: True while a batch is processed. In training, the default of ``on_step`` is then True.
         batch: the current batch, from which roomier infers the batch size.
         dataloader_idx: index of the current loader if a stage has several loaders.
-        is_muted: True if the current forward pass runs only for other ranks. The values that it logs are ignored.
+        is_muted: True if the current forward pass runs only for other ranks. Values that are logged in this pass are
+            ignored.
         loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
             several loaders.
         num_evaluated: for each loader index, the number of batches that completed evaluations processed on this rank.
@@ -77,8 +78,8 @@ class Results:
         self.is_in_batch = False
         self.batch: Any = None
         self.dataloader_idx: int | None = None
-        # Entries by stage, and for each stage by name and by whether the value was logged within a batch. If a hook at
-        # the end of an epoch logs a value under the same name as steps, the two values are separate.
+        # Entries by stage, and for each stage by name and by whether the value was logged within a batch. If a step and
+        # a hook at the end of an epoch log values under the same name, the values are separate.
         self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
         # Values that are shown, excluding newer values of steps. See callback_metrics.
         self._callback_values: dict[str, Tensor] = {}
@@ -301,7 +302,7 @@ class Results:
         return entry.agreed
 
     def step_values(self) -> dict[str, Any]:
-        """Return the ``on_step`` values of the current stage, which loggers receive."""
+        """Return the step values of the current stage that loggers receive, by column."""
         return {
             entry.names_for_step()[-1]: entry.agreed_step if entry.syncs and entry.agreed_step is not None else value
             for entry in self._entries.get(self.stage or "train", {}).values()
@@ -317,7 +318,7 @@ class Results:
         ending = self._entries.get(stage, {}).values()
         # read before any reset, because metrics can contain other metrics
         values = [self._reduced(entry) for entry in ending]
-        # An evaluation updates only the names that it logs, so it does not change other names in a checkpoint.
+        # An evaluation updates only the names that it logs, so the values of other names in a checkpoint do not change.
         names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
         self._show_steps(names)
         logged: dict[str, Tensor] = {}
