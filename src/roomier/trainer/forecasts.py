@@ -64,7 +64,7 @@ class _ByDefault(MemoryForecast):
     """The MemoryForecast that roomier adds by default."""
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        """Do not report that a short run has no forecast, because the user requested none."""
+        """Do not report that a short run has no forecast, because the user did not request a forecast."""
 
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
@@ -88,7 +88,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 
 
 def _states_bytes(shapes: Module, plan: Plan) -> int:
-    """Return the peak bytes of model states on one rank; 0 if the number is unknown. Without a named optimizer, assume
+    """Return the peak size in bytes of the model states on one rank; 0 if unknown. Without a named optimizer, assume
     AdamW."""
     from roomier.memory.predict import predict  # late import: loads torch's sharding modules
 

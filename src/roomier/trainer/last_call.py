@@ -39,7 +39,7 @@ from roomier.trainer.lightning.predicted import PredictLoop
 from roomier.trainer.lightning.strategy import Strategy
 from roomier.trainer.settings import Settings
 
-if TYPE_CHECKING:  # loads the sharding of torch
+if TYPE_CHECKING:  # slow import: loads torch's sharding modules
     from roomier.planner.choice import Choice
 
 
@@ -83,8 +83,8 @@ class LastCall(Settings):
         request: the last call, as a value object.
         datamodule: the DataModule of the last call.
         manual_optimizers: the optimizers in the form that ``Module.optimizers()`` returns.
-        estimate_steps, count_training_batches: functions that compute attributes of the current fit. Hooks may read
-            these attributes before the loop starts.
+        estimate_steps, count_training_batches: functions that compute ``estimated_stepping_batches`` and
+            ``num_training_batches``, which hooks may read before the loop starts.
         loaders_of_calls: for each method, the loaders of its last call, in the order of the calls.
         num_batches_of: for each method, the number of batches of each evaluation loader in its last call.
         given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
@@ -123,8 +123,8 @@ class LastCall(Settings):
         self.copied_progress = progress
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of the Trainer, which contains the settings, the step and the epoch, but not the
-        run.
+        """Return the state for a copy of the Trainer. The state contains the settings, the step and the epoch, but not
+        the run.
 
         A copy that is created during a run has no callbacks and no loggers, because these objects reference open files.
         """
@@ -256,8 +256,7 @@ class LastCall(Settings):
 
     @property
     def num_steps_in_all(self) -> float:
-        """Number of optimizer steps at the end of the run if the run does not end early; infinite if the number is
-        unknown."""
+        """Total number of optimizer steps if the run does not end early; infinite if the number is unknown."""
         return self.run.num_steps_in_all if self.run else math.inf
 
     @property
@@ -273,7 +272,7 @@ class LastCall(Settings):
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Number of batches of each validation loader that are processed before training."""
+        """Number of batches of each validation loader in the sanity check before training."""
         most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
         return [min(most, number) for number in self.num_batches_of.get("fit", ())]
 

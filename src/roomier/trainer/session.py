@@ -74,7 +74,7 @@ def request_of(
     ckpt_path: Any = None,
     weights: Any = None,
 ) -> Request:
-    """Return a value that describes a call of ``trainer``."""
+    """Return a Request that describes a call of ``trainer``."""
     fitted = trainer.fitted
     is_sharded = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
@@ -156,7 +156,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
     finally:
         trainer.was_interrupted = status == "interrupted"
         if status == "failed" and trainer.is_global_zero and is_run_folder(Path(trainer.log_dir)):
-            with suppress(OSError):  # the run failed before it wrote any file
+            with suppress(OSError):  # rmdir fails if the run has written files
                 Path(trainer.log_dir).rmdir()
         if run is not None:
             close_run(run, status)

@@ -63,8 +63,8 @@ class Settings:
         plan: the plan of the last run; before the first run, the requested plan.
         requested_plan: the requested plan.
         ranks: the ranks of the last call. The value is one rank until a call joins the other ranks.
-        micro_batch: number of samples in a micro-batch on each rank, determined by the tuner. None uses the batches of
-            the loader unchanged.
+        micro_batch: number of samples in a micro-batch on each rank, determined by the tuner. None leaves the batches
+            of the loader unchanged.
         num_micro_batches: number of micro-batches per step that the tuner determined in the run that this run resumes.
         state: the method that was called last, and the loop that is running.
         should_stop: True ends training at the next save point.
@@ -278,7 +278,7 @@ class Settings:
 
     @property
     def evaluating(self) -> bool:
-        """True during a validation or a test."""
+        """True during a validation, a test or the sanity check."""
         return self.state.stage is not None and self.state.stage.evaluating
 
     def add_callbacks_of(self, module: Module) -> None:

@@ -68,8 +68,8 @@ class Trainer(LastCall):
     A class name in parentheses, such as ``OptimizerPlan``, is the class in ``roomier.plan`` that lists the values.
 
     Args:
-        plan: a Plan, a mapping that contains its sections, or the path of a YAML file. The plan replaces all arguments
-            that refer to a class in ``roomier.plan``.
+        plan: a Plan, a mapping that contains its sections, or the path of a YAML or JSON file. A plan cannot be
+            combined with arguments that refer to a class in ``roomier.plan``.
         strategy: how the model is distributed across ranks. The value is a name such as ``"single"``, ``"ddp"``,
             ``"zero2"`` or ``"auto"``, or a dict with ``name`` and further settings: ``{"name": "hsdp", "shard_size":
             4}``. The dict ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact. None means
@@ -91,7 +91,7 @@ class Trainer(LastCall):
             budget for the peak memory of a step, in bytes (``"6GiB"``) or as a fraction (0.5), or a dict such as
             ``{"every_n": 3}``. True means ``"full"`` (``ActivationPlan``).
         offload: tensors to store in host memory or on disk, such as ``{"optimizer_states": "disk"}`` (``OffloadPlan``).
-        chunked_loss: compute the loss of a language model in chunks of this many tokens (``LossPlan``).
+        chunked_loss: compute the loss of a language model in chunks of this number of tokens (``LossPlan``).
         attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
         lora: rank of low-rank adapters on a frozen model, or a dict such as ``{"rank": 8}`` (``AdapterPlan``).
         compile: compile each block with ``torch.compile``. A dict sets ``backend`` and ``mode`` (``CompilePlan``).
@@ -130,7 +130,7 @@ class Trainer(LastCall):
         enable_plan_table: print the Plan. None prints it unless ``enable_progress_bar=enable_model_summary=False``.
         deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no such algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
-        detect_anomaly: raise an error that identifies the forward operation of a NaN in backward. This slows training.
+        detect_anomaly: raise an error that identifies the forward operation that caused a NaN in backward.
         inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
         profiler: ``"simple"`` (actions), ``"advanced"`` (functions), ``"pytorch"`` (operations), or a profiler object.
         hang_timeout: time, in a format of ``max_time``, after which the run ends if ranks wait for a rank that hangs in
@@ -250,7 +250,7 @@ class Trainer(LastCall):
 
         Raises:
             RoomierError: the model or the data is not supported.
-            SystemExit: a signal (SIGTERM or Ctrl-C) ended the run after a checkpoint was saved.
+            SystemExit: a signal (SIGTERM or Ctrl-C) ended the run at a save point.
         """
         refuse_keywords(Trainer.fit, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
@@ -397,7 +397,7 @@ class Trainer(LastCall):
 
         Args:
             filepath: the folder to create.
-            weights_only: True to save only the weights and the hyperparameters, from which no run can be resumed.
+            weights_only: True to save only the weights and the hyperparameters. A run cannot be resumed from them.
             storage_options: must be None, because a checkpoint is a folder in the file system.
             asynchronous: during a fit, copy the state to host memory, and write the checkpoint while training
                 continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is

@@ -111,7 +111,7 @@ HARMLESS_KEYWORDS: dict[str, object] = {
     "enable_autolog_hparams": True,
     "model_registry": None,
 }
-"""Arguments of Lightning's Trainer that are ignored, with the values that match roomier's behavior."""
+"""Arguments of Lightning's Trainer that are ignored if they have these values, which match roomier's behavior."""
 
 FORMER_ARGUMENTS: dict[str, str] = {
     "train_dataloader": "Use train_dataloaders",
@@ -141,8 +141,8 @@ _NONE_IS_DEFAULT = (
 
 
 def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
-    """Return ``given``. If None selects the default of an argument, as in Lightning, the value is replaced by the
-    default of ``init``."""
+    """Return ``given`` with defaults. As in Lightning, None selects the default of some arguments, which ``init``
+    defines."""
     defaults = inspect.signature(init).parameters
     missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
     found = {**given, **missing}

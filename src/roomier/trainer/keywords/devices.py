@@ -18,7 +18,7 @@ _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3
 
 
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
-    """Return ``flags`` in which ``strategy=None``, ``devices="auto"`` and ``num_nodes="auto"`` are replaced by values.
+    """Return ``flags`` with ``strategy=None``, ``devices="auto"`` and ``num_nodes="auto"`` replaced by values.
 
     The launcher determines the values. If there is no launcher, a strategy for several ranks uses all accelerators of
     the machine.

@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainer from 2020 and 2021. The error message shows the complete call with current
+"""Rejection of arguments of Lightning's Trainer from 2020 and 2021. The error shows the complete call with current
 arguments."""
 
 from __future__ import annotations

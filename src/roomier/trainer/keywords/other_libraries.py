@@ -22,7 +22,7 @@ from roomier.trainer.keywords.former_flags import CANDIDATES, refuse_former_flag
 
 
 def of_roomier(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments ``given`` to the Trainer, in which roomier's arguments replace objects of other libraries.
+    """Return ``given``, the arguments of the Trainer, with objects of other libraries replaced by roomier's arguments.
 
     A notice reports each setting of such an object that has no effect.
 
@@ -58,7 +58,7 @@ def of_roomier(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def _with_training_arguments(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given`` without ``args`` and fields of transformers' TrainingArguments, and with their equivalents."""
+    """Return ``given`` with ``args`` and fields of transformers' TrainingArguments replaced by equivalent arguments."""
     fields = accepted({name: value for name, value in given.items() if name not in defaults and name != "deepspeed"})
     sources = [answers_to_fields(fields)] if fields else []
     found = {name: value for name, value in given.items() if name not in fields}
@@ -108,7 +108,7 @@ def _of_plugins(value: object) -> Answers | None:
 
 
 def _of_barebones(value: object) -> Answers | None:
-    """``barebones=True`` disables all parts of a run that Lightning disables, to measure its overhead."""
+    """Return the arguments that disable the same parts of a run as Lightning's ``barebones=True``."""
     if value is not True:
         return None
     answers = Answers("barebones=True")
@@ -119,7 +119,7 @@ def _of_barebones(value: object) -> Answers | None:
 
 
 def _without_effect_on_one_rank(name: str, value: object, given: Mapping[str, Any]) -> bool:
-    """Return True if ``value`` requests a behavior that differs only on several ranks, and report it."""
+    """Return True and print a notice if ``value`` requests a behavior that differs only on several ranks."""
     ordinary = {"sync_batchnorm": False, "use_distributed_sampler": True, "replace_sampler_ddp": True}
     if not isinstance(value, bool) or value == ordinary[name] or num_ranks_of(given, alone_by_default=True) > 1:
         return False

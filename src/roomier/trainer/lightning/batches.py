@@ -1,7 +1,7 @@
 """Attributes of Lightning's Trainer that ``to_onnx`` and ``to_torchscript`` of a LightningModule read.
 
-These methods use the batch hooks to move their example to the device. The Trainer provides the object that has the
-hooks, and a profiler that measures the duration of the hooks.
+These methods use the batch hooks to move their example input to the device. The Trainer provides the object that has
+the hooks, and a profiler that measures the duration of the hooks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Handling of Lightning's callbacks, which run unchanged, are replaced by roomier's callbacks, or are rejected.
 
 A callback that uses only hooks and public attributes of the Trainer runs unchanged. A callback that uses the internals
-of Lightning's loops is replaced by roomier's callback of the same name with the same arguments. The results are copied
-to the user's object. ``docs/design/callbacks.md`` lists these callbacks.
+of Lightning's loops is replaced by roomier's callback of the same name with the same arguments. The results of
+ModelCheckpoint and LearningRateMonitor are available on the user's object. ``docs/design/callbacks.md`` lists these
+callbacks.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ _GROUPS = "internal_optimizer_metadata"
 
 
 def adopted(given: Iterable[Any]) -> list[Any]:
-    """Replace Lightning callbacks in ``given`` that cannot run unchanged. A notice reports each replacement.
+    """Return ``given`` with roomier's callbacks in place of Lightning callbacks that cannot run unchanged. A notice
+    reports each replacement.
 
     Raises:
         RoomierError: roomier has no corresponding callback, or a method that a subclass adds would not be called.

@@ -45,7 +45,7 @@ class Progress:
 
 
 class EpochLoop:
-    """View of the training epoch, as ``trainer.fit_loop.epoch_loop``."""
+    """View of the training epoch: the value of ``trainer.fit_loop.epoch_loop``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -82,7 +82,7 @@ class EpochLoop:
 
 
 class FitLoop:
-    """View of a fit, as ``trainer.fit_loop``. ``max_epochs`` and ``min_epochs`` can be set between two fits."""
+    """View of a fit: the value of ``trainer.fit_loop``. ``max_epochs`` and ``min_epochs`` can be set between fits."""
 
     _trainer: Any
 
@@ -123,7 +123,7 @@ class FitLoop:
 
 
 class PrecisionView:
-    """View of the precision, as ``trainer.precision_plugin``."""
+    """View of the precision: the value of ``trainer.precision_plugin``."""
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
@@ -154,7 +154,7 @@ class PrecisionView:
 
 
 class Accelerator:
-    """View of the type of device, as ``trainer.accelerator``, if Lightning is not imported."""
+    """View of the type of device: the value of ``trainer.accelerator`` if Lightning is not imported."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -174,7 +174,7 @@ def root_device(trainer: TrainerView) -> torch.device:
 
 
 def accelerator_of(trainer: TrainerView) -> Any:
-    """Return an object of Lightning's class for the device, if Lightning is imported, so that ``isinstance`` works."""
+    """Return an object that describes the device. If Lightning is imported, the object has Lightning's class."""
     device = root_device(trainer)
     owner = type(trainer.lightning_module).__mro__ if trainer.lightning_module is not None else ()
     packages = dict.fromkeys([*(each.__module__.partition(".core")[0] for each in owner), "lightning.pytorch"])

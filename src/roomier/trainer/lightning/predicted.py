@@ -71,8 +71,8 @@ class PredictLoop:
 
 
 class KeepsPredicted(Callback):
-    """Callback that updates ``trainer.predict_loop``. It must be first in the list, so that writers read current
-    values.
+    """Callback that updates ``trainer.predict_loop``. It must be the first callback in the list, so that writers read
+    current values.
 
     Args:
         until_end: True to store the predictions for a callback that writes them at the end.
