@@ -37,8 +37,8 @@ def read(section: str) -> Any:
 
 
 def write(section: str, value: Any) -> bool:
-    """Store ``value``, which must be plain data, as ``section``. If the file cannot be written, print a notice and
-    return False."""
+    """Store ``value`` in the section ``section``. ``value`` must be plain data. If the file cannot be written, print a
+    notice and return False."""
     content = {**_read_all(), "version": _VERSION, section: value}
     target = cache_file()
     aside = None

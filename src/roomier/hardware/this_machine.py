@@ -29,11 +29,12 @@ _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto", folder: str | None = None) -> Machine:
     """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
-    The rates come from stored measurements of ``roomier hardware`` for this host. The processor, the torch version, the
-    number of ranks and the number of threads per rank must be the same as in the measurement. Without a stored
-    measurement, the rates of a GPU in the table come from its data sheet. The rates of other devices come from a quick
-    measurement, which takes about one second and runs once per process. The machine's ``source`` states the origin of
-    the rates. On a CPU, the memory of a rank is its share of the host memory that is currently available.
+    If possible, the rates come from a measurement of this host that ``roomier hardware`` has stored. The processor, the
+    torch version, the number of ranks and the number of threads per rank must be the same as in the measurement.
+    Without a stored measurement, the rates of a GPU in the table come from its data sheet. The rates of other devices
+    come from a quick measurement, which takes about one second and runs once per process. The machine's ``source``
+    states the origin of the rates. On a CPU, the memory of a rank is its share of the host memory that is currently
+    available.
 
     Args:
         devices: ranks per node.

@@ -49,8 +49,8 @@ def scale_batch_size(
 
     The batch size of the loader and ``accumulate_grad_batches`` still determine the number of samples per optimizer
     step. Only sizes that divide this number are tried. If the size decreases, the number of accumulated micro-batches
-    increases accordingly. Each trial runs steps of a copy of the model on the first samples of the loader. Set a
-    ``margin`` if the samples have different lengths.
+    increases accordingly. Each trial trains a copy of the model for a few steps on the first samples of the loader. Set
+    a ``margin`` if the samples have different lengths.
 
     The search changes only the size of the micro-batches and their number per step. A fit after the search is
     bit-identical to a fit whose loader has this batch size.

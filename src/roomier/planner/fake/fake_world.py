@@ -2,7 +2,7 @@
 
 [Note: values in a dry run]
 Tensors are torch's fake tensors on the CPU. Shapes, dtypes and lifetimes are the same as in the run, but the tensors
-have no values. Code that reads a value receives the typical value in a training step; see [Note: assumed values].
+have no values. Code that reads a value receives a value that is typical of a training step; see [Note: assumed values].
 """
 
 from __future__ import annotations

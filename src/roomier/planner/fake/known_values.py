@@ -157,7 +157,7 @@ def _run(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _each(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Compute an elementwise operation. If the elements of each input are equal, the elements of the result are
+    """Compute an elementwise operation. If all elements of each input are equal, all elements of the result are
     equal."""
     values = _real(args)
     if isinstance(result, Tensor) and all(_is_uniform(each) for each in _tensors(values)):

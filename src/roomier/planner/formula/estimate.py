@@ -86,7 +86,8 @@ class _Step:
 
 
 class Estimator:
-    """Source of forecasts for one workload on one machine, computed with :mod:`roomier.planner.formula.closed_form`.
+    """Source of forecasts for one workload on one machine, which are computed with
+    :mod:`roomier.planner.formula.closed_form`.
 
     Most of the computation time is spent in traces. One trace is recorded for each combination of memory techniques
     that act inside a forward pass. A second trace is recorded if another micro-batch size is required. Traces are
@@ -115,7 +116,7 @@ class Estimator:
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
-        With an activation budget, the activations that a run would choose to save are computed; see [Note: a step
+        With an activation budget, the saved activations are chosen in the same way as in a run; see [Note: a step
         within a budget]. This choice cannot be computed if blocks also offload activations, or if blocks do not run
         backward in the reverse order of their forward passes. In these cases, the peak equals the budget, limited to
         the range between the peak with full recomputation and the peak without recomputation, and ``remark`` states

@@ -69,7 +69,7 @@ torch uses less."""
 
 @dataclass(frozen=True)
 class Calibration:
-    """Values obtained from runs on one kind of device; None if a value is not known.
+    """Values obtained from runs on one kind of device. Unknown values are None.
 
     Attributes:
         context_bytes: device memory outside the allocator, in a run with one rank.

@@ -241,7 +241,7 @@ class Offloaded:
 
     @property
     def _left_bytes(self) -> int:
-        """Bytes of the states that were copied to the host last in a step, which remain on an accelerator."""
+        """Bytes of the states that were copied to the host last in a step. These states remain on an accelerator."""
         if self.on_cpu or not self.states:
             return 0
         return self.states[0 if self.mode == "speculative" else -1].record_bytes
@@ -313,7 +313,8 @@ class Offloaded:
         return found
 
     def _regions(self, parameters: Sequence[int], gradients: Sequence[int]) -> dict[Kind, int]:
-        """Return the total size in bytes of regions on the device. Indices of regions that do not exist are ignored."""
+        """Return the size in bytes of regions on the device, by kind. Indices of regions that do not exist are
+        ignored."""
         present = [self.parameters[n] for n in parameters if 0 <= n < len(self.parameters)]
         with_gradient = [self.parameters[n] for n in gradients if 0 <= n < len(self.parameters)]
         return {

@@ -124,7 +124,7 @@ def _fragment(parts: Iterable[str]) -> str:
 
 
 def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: int | None = None) -> str:
-    """Return the stacked areas of one step, with a scale, the phases and a label at the peak."""
+    """Return a stacked area chart of one step, with a scale, the phases and a label at the peak."""
     fixed_bytes = 0 if record is not None else sum(forecast.fixed_bytes.values())
     drawn = joined(forecast.timeline)
     measured = [] if record is None else joined(record.worst.timeline)

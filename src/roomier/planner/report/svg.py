@@ -63,7 +63,7 @@ def phases_of(timeline: Sequence[Interval]) -> list[tuple[str, float, float]]:
 def areas(
     timeline: Sequence[Interval], fixed_bytes: int, top_bytes: float, title: str, *, measured: Sequence[Interval] = ()
 ) -> str:
-    """Return the stacked areas of ``timeline``.
+    """Return a stacked area chart of ``timeline``.
 
     Args:
         timeline: intervals to draw.

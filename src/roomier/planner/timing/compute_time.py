@@ -17,9 +17,9 @@ times in a convolutional network). These are process times on one core of an Int
 The recomputation of a block takes as long as 60 counted operations, on top of the operations of the block itself. The
 additional time is spent on hooks, random states and a second pass through the modules of the block. Python also
 executes code for each operation of the block. With ``"selective"``, Python handles each operation in both forward
-passes. Overhead per block was measured with four blocks for the four models above, whose forward passes have 5, 10, 30
-and 7 operations. The overhead was 188, 360, 510 and 338 times the duration of the lightest operation with ``"full"``,
-and 290, 648, 1035 and 449 times this duration with ``"selective"``.
+passes. The overhead per block was measured in the four models above, each with four blocks. The forward pass of a block
+has 5, 10, 30 and 7 operations in these models. The overhead was 188, 360, 510 and 338 times the duration of the
+lightest operation with ``"full"``, and 290, 648, 1035 and 449 times this duration with ``"selective"``.
 
 Fusion in compiled blocks (``compile=True``) moves fewer bytes. Fusion is not modeled, because no factor was measured.
 Therefore, a compiled plan has the same forecast as the plan without compilation.

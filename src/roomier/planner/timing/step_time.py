@@ -196,7 +196,7 @@ class _Step:
         )
 
     def forward_s(self) -> float:
-        """Return the duration of the forward pass of all micro-batches in seconds, excluding exchanges and copies."""
+        """Return the duration of the forward passes of all micro-batches in seconds, excluding exchanges and copies."""
         return sum(
             _duration(each, self.machine.device, self.plan).on(self.machine.device)
             for (phase, _), each in self.work.items()

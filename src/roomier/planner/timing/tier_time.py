@@ -33,8 +33,8 @@ class Durations:
 
     Attributes:
         first_forward_s: duration of the forward pass of the first micro-batch.
-        forward_s: duration of the forward pass of all micro-batches.
-        backward_s: duration of the backward pass of all micro-batches.
+        forward_s: duration of the forward passes of all micro-batches.
+        backward_s: duration of the backward passes of all micro-batches.
         update_s: duration of clipping and of the optimizer step.
     """
 
