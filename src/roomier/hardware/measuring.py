@@ -132,8 +132,8 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
 def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     keep_on_loopback(environ)
-    # If other programs run at the same time, spinning threads occupy the cores of the threads for which they wait. In a
-    # test with other programs, a matrix product took a hundred times as long.
+    # If other programs run at the same time, threads that spin while they wait occupy cores that other threads need. In
+    # a test with other programs, a matrix product took a hundred times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")
     common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
     results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]

@@ -78,7 +78,7 @@ class Forecast:
         fixed_bytes: device memory in addition to tensors, by purpose (``"context"``, ``"allocator"``, ...).
         host_bytes: bytes that one rank uses in host memory for offloaded data (0 if the device is the host) and for the
             compiler of low-bit updates.
-        time: duration of one step; None if it was not requested.
+        time: duration of one step; None if it was not computed.
         pinned_bytes: part of ``host_bytes`` that is pinned.
         disk_bytes: bytes that one rank stores on disk.
         traffic: transfers in one step.

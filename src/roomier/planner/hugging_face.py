@@ -67,8 +67,8 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def _special_float(values: dict[str, Any]) -> Any:
-    """Convert values such as ``{"__float__": "Infinity"}``, with which transformers represents numbers that JSON lacks,
-    to a float. Return other dictionaries unchanged."""
+    """Convert ``{"__float__": "Infinity"}``, which transformers writes for a number that JSON cannot represent, to a
+    float. Return other dictionaries unchanged."""
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 

@@ -54,7 +54,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
     """Return one optimizer step as intervals; see [Note: closed form].
 
     Args:
-        trace: trace of one micro-batch, recorded for a sharded model if ``layout`` shards it.
+        trace: trace of one micro-batch, recorded for a sharded model if ``layout`` is sharded.
         states: model states in ``layout``.
         layout: strategy and its settings.
         order: order of the units in ``trace``; None computes the order.

@@ -89,8 +89,8 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
     """Return device memory in addition to tensors, by purpose; see [Note: fixed bytes of a GPU].
 
     The result is empty for a CPU, because forecasts for a CPU are compared with the bytes of tensors. The result is
-    also empty for Apple's GPUs, which share the memory of the host, and for other devices without CUDA, for which no
-    values are known.
+    also empty for Apple's GPUs, which share the memory of the host, and for other devices without CUDA, because their
+    values are not known.
 
     Args:
         plan: plan whose strategy and techniques determine communication and fragmentation.

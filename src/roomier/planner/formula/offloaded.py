@@ -162,8 +162,8 @@ class Offloaded:
 
     @property
     def backward_traffic(self) -> Traffic:
-        """Transfers in backward, which reads the parameters and writes the gradients. The gradients of earlier
-        micro-batches are read to add the new gradients."""
+        """Transfers in the backward passes of all micro-batches, which read the parameters and write the gradients. The
+        gradients of earlier micro-batches are read to add the new gradients."""
         times, gradients = self.num_micro_batches, self._gradient_sizes
         read = self._parameter_sizes * times + gradients * (times - 1)
         return self._moved(self.parameter_tier, read, gradients * times)

@@ -73,7 +73,8 @@ class Rise(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """One execution of a part of the model, in forward or in backward, with the growth of memory during the execution.
+    """One execution of a part of the model in a forward or backward pass, with the growth of memory during the
+    execution.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.

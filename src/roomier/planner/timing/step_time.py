@@ -292,7 +292,8 @@ class _Step:
 
 
 def _place_of(unit: str, places: Sequence[str]) -> str | None:
-    """Return the part of the model that equals ``unit``, contains it, or is inside it; None for the root."""
+    """Return the name of the part of the model that equals, contains or is inside ``unit``; None for the root, or if no
+    such part exists."""
     if not unit:
         return None
     around = [each for each in places if each and (unit == each or unit.startswith(f"{each}."))]

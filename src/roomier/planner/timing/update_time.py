@@ -1,5 +1,5 @@
-"""Duration of gradient clipping and of the optimizer step. Both are limited by memory bandwidth, so their duration is
-computed from the number of bytes that they move.
+"""Duration of gradient clipping and of the optimizer step. Memory bandwidth limits clipping and the step, so their
+duration is computed from the number of bytes that they move.
 
 [Note: bytes of an update]
 Fused AdamW reads a weight, its gradient and its two moments, and writes all of these tensors except the gradient. It
