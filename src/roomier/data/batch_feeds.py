@@ -73,7 +73,7 @@ class EpochStart:
 
 
 class BatchFeed(Feed):
-    """Base class of feeds whose position is the number of batches that all ranks have read.
+    """Base class of feeds whose position is the total number of batches that the ranks have read.
 
     Args:
         loader: the loader that the user passed, or a copy of it.
@@ -93,8 +93,9 @@ class BatchFeed(Feed):
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws() if share.divides or draws_apart else None
-        self._num_before = 0  # Number of batches of all ranks that were done when this feed started the epoch.
-        self._first = 0  # Number of batches of this rank that were done when this feed started the epoch.
+        # Numbers of batches of the epoch, on all ranks and on this rank, that were done before this feed started.
+        self._num_before = 0
+        self._first = 0
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -253,8 +254,8 @@ class WalkedFeed(BatchFeed):
             self._epoch_start.restore(position)
             iterator = self._start_at(position["epoch"], num_skipped)
             if num_skipped and not self._loader.num_workers:
-                # With workers, the iterator has already drawn indices. Without workers, the iterator draws indices on
-                # the first read, when the random states of the epoch's start are no longer set.
+                # With workers, the iterator has already drawn indices. Without workers, it would draw them on the first
+                # read, when the random states from the start of the epoch are no longer set.
                 self._sampler.walk()
         self._epoch_start.leave(position)
         return iterator, self._first
@@ -262,7 +263,7 @@ class WalkedFeed(BatchFeed):
     def position(self, num_batches: int) -> dict[str, Any]:
         position, inner = super().position(num_batches), self._sampler.inner
         if isinstance(inner, LengthGroupedBatchSampler) and self._share.divided_by is None:
-            # stored only in this case, because a loader that shards itself can have different samples on each rank
+            # Not stored for a loader that shards itself, because each rank can have different samples.
             position["sampler"] = inner.order_settings
         return position
 
@@ -297,7 +298,7 @@ class ReplayedFeed(BatchFeed):
     ) -> None:
         super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
         self.may_end_apart = share.world.size > 1
-        # An iterator of a user class can restart in __iter__, unlike a generator or another built-in iterator.
+        # The __iter__ of a user-defined iterator can restart it. Generators and built-in iterators do not restart.
         self._is_one_shot = isinstance(loader, Iterator)
         self._may_restart = self._is_one_shot and isinstance(getattr(type(loader), "__iter__", None), FunctionType)
         self._was_started = False
@@ -364,7 +365,7 @@ class ReplayedFeed(BatchFeed):
 
 
 def _restarts(kind: type) -> bool:
-    """Return True if ``kind`` belongs to a library in which every new iterator starts a new epoch."""
+    """Return True if ``kind`` is a class of a library whose loaders start a new epoch with each new iterator."""
     return kind.__module__.partition(".")[0] in ("torchdata", "datasets")
 
 
@@ -403,7 +404,7 @@ class StatefulFeed(BatchFeed):
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)
         with self._alike():
-            if self._unread is not None:  # if __iter__ is a generator, its first next() applies the loaded state
+            if self._unread is not None:  # if __iter__ is a generator, only a first next() applies the loaded state
                 next(self._unread, None)
                 self._unread = None
             iterator = iter(self._loader)
@@ -416,8 +417,7 @@ class StatefulFeed(BatchFeed):
         return batches
 
     def _past_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        # After the state of a finished epoch is loaded, some loaders start the next epoch, but other loaders are
-        # exhausted.
+        # After the state of a finished epoch is loaded, some loaders start the next epoch, and others yield nothing.
         is_empty = True
         for batch in iterator:
             is_empty = False

@@ -25,8 +25,7 @@ from roomier.data.workers import OutlivesSignals
 
 @dataclass(frozen=True)
 class LoaderPlace:
-    """Position of one loader among several loaders that are read together. Loaders at different positions have
-    different seeds.
+    """Position of a loader among several loaders that are read together. Each position has a different seed.
 
     Attributes:
         number: index of the loader.
@@ -119,9 +118,7 @@ def _combined(
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
-    """Reject a generator from which two loaders draw alternately. If one of the samplers is iterated again, the state
-    of such a generator is not restored.
-    """
+    """Reject a generator from which two loaders draw alternately, because a resume cannot restore its state."""
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):
         others = [one for other in loader.flattened[:number] for one in generators_of(other)]
@@ -158,7 +155,7 @@ def no_batch(name: str, loader: Any) -> DataError:
 
 
 def _with_notice(feed: BatchFeed, share: Share) -> BatchFeed:
-    """Print a notice on how ``feed`` is sharded across ranks and which batches are dropped, and return ``feed``."""
+    """Print a notice about how ``feed`` is sharded across ranks, and return ``feed``."""
     num_ranks = share.world.size
     if share.divided_by is not None:
         notice(
@@ -215,14 +212,13 @@ def check_is_one_loader(loader: Any, name: str) -> None:
 
 
 def in_own_processes(loader: DataLoader[Any], pin_memory: bool) -> DataLoader[Any]:
-    """Return ``loader`` if no change is required, otherwise a copy whose worker processes and pinned memory are
-    configured for a run."""
+    """Return ``loader``, or a copy if a run requires different settings of worker processes or pinned memory."""
     changes = _process_changes(loader, pin_memory) if can_be_rebuilt(loader) else {}
     return rebuilt(loader, **changes) if changes else loader
 
 
 def _process_changes(loader: DataLoader[Any], pin_memory: bool) -> dict[str, Any]:
-    """Return the settings of the worker processes that a run changes. These settings do not affect the batches."""
+    """Return the settings of ``loader`` that a run changes without affecting the batches."""
     changes: dict[str, Any] = {}
     if pin_memory:
         changes["pin_memory"] = True

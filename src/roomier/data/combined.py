@@ -33,16 +33,16 @@ class CombinedLoader(Iterable[Any]):
 
     Args:
         iterables: loaders in lists, tuples and dicts, nested to any depth. A list of batches counts as a loader.
-        mode: one of the four modes.
+        mode: one of the four modes above.
 
     Attributes:
         iterables: the argument ``iterables``.
         mode: the argument ``mode``.
-        flattened: loaders, in the order of ``iterables``.
+        flattened: list of the loaders in ``iterables``, in the same order.
         part_names: path of each loader in ``iterables``, such as ``"['a'][0]"``.
 
     Raises:
-        DataError: ``mode`` is unknown, ``iterables`` contains no loader, or one of the loaders yields no batches.
+        DataError: ``mode`` is unknown, or ``iterables`` contains no loader or an object that is not a loader.
 
     Example:
         >>> loaders = {"labeled": DataLoader(labeled, batch_size=8), "unlabeled": DataLoader(unlabeled, batch_size=32)}
@@ -72,7 +72,7 @@ class CombinedLoader(Iterable[Any]):
         return map_loaders(lambda loader: getattr(loader, "batch_sampler", None), self.iterables)
 
     def __len__(self) -> int:
-        """Return the number of batches in one pass. Raises TypeError if this number is unknown."""
+        """Return the number of batches in one pass; raise TypeError if this number is unknown."""
         num_batches = num_joined([length_of(each) for each in self.flattened], self.mode)
         if not isinstance(num_batches, int):
             raise TypeError(f"{self!r} has no length")
@@ -99,8 +99,8 @@ class CombinedLoader(Iterable[Any]):
         return parts
 
     def batch_of(self, each: Joined) -> Any:
-        """Combine the batches of ``each`` in a container with the same structure as ``iterables``. In the mode
-        ``"sequential"``, return the only batch."""
+        """Return the batches of ``each`` in the structure of ``iterables``, or the only batch in mode
+        ``"sequential"``."""
         if self.mode == "sequential":
             return each.batches[0]
         return map_tensors(each.batches.__getitem__, self._form, lambda leaf: isinstance(leaf, int))
@@ -127,7 +127,7 @@ class JointBatches(Iterable[Any]):
     """Iterable over the batches of a CombinedLoader in an evaluation, without indices.
 
     Args:
-        combined: CombinedLoader that is read.
+        combined: the CombinedLoader to read.
         shards_by_rank: True if the loaders shard themselves across ranks.
     """
 
@@ -146,7 +146,7 @@ def as_combined(obj: Any, name: str) -> CombinedLoader:
     """Convert a CombinedLoader of roomier or Lightning to a CombinedLoader of roomier.
 
     Raises:
-        DataError: one of its loaders yields no batches.
+        DataError: ``obj`` contains an object that is not a loader.
     """
     if isinstance(obj, CombinedLoader):
         return obj
@@ -155,19 +155,19 @@ def as_combined(obj: Any, name: str) -> CombinedLoader:
 
 
 def as_loaders(obj: Any, name: str) -> list[Any]:
-    """Return the loaders of an evaluation in their order. The ``dataloader_idx`` that a hook receives is an index into
-    this list.
+    """Return a list of the loaders of an evaluation. The ``dataloader_idx`` that a hook receives is an index into this
+    list.
 
     Args:
-        obj: one loader, a list of batches, several loaders (:func:`is_loader_collection`; the values of dicts in their
-            order), a CombinedLoader, or None for no loaders.
+        obj: one loader, a list of batches, a collection of loaders (:func:`is_loader_collection`), a CombinedLoader, or
+            None for no loaders.
         name: name of the argument, for the error.
 
     Returns:
         The loaders. A CombinedLoader that reads its loaders together is a single loader.
 
     Raises:
-        DataError: ``obj``, or a loader in ``obj``, yields no batches.
+        DataError: ``obj`` is not a loader, or contains an object that is not a loader.
     """
     if obj is None:
         return []
@@ -186,7 +186,7 @@ def training_loader(obj: Any, name: str) -> Any:
     Several loaders without a CombinedLoader are read in mode ``"max_size_cycle"``, as in Lightning.
 
     Raises:
-        DataError: a loader in ``obj`` yields no batches.
+        DataError: ``obj`` contains an object that is not a loader.
     """
     if is_combined(obj):
         return as_combined(obj, name)

@@ -21,7 +21,7 @@ from roomier.data.joint import Part, begin, num_joined, num_joined_left
 
 
 class CombinedFeed(Feed):
-    """Feed for a CombinedLoader, in which each loader resumes through a separate feed.
+    """Feed for a CombinedLoader. Each of its loaders has a separate feed.
 
     Args:
         loader: CombinedLoader that the user passed.
@@ -40,7 +40,7 @@ class CombinedFeed(Feed):
         self._ended_before = [True] * len(feeds)  # True for each loader whose last pass was complete
         self.may_end_apart = any(feed.may_end_apart for feed in feeds)
         if loader.mode == "sequential":
-            for feed in feeds:  # otherwise, one rank could reach the next loader before the other ranks
+            for feed in feeds:  # a rank with fewer batches would reach the next loader before the other ranks
                 if feed.ends_by_rank:
                     problem = (
                         "can yield different numbers of batches on different ranks, which mode 'sequential' does not "
@@ -114,7 +114,7 @@ class CombinedFeed(Feed):
             part.continue_from(None, None, stored["num_read"])
 
     def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[Part, Feed, dict[str, Any]]]:
-        """Yield the parts that had begun at ``position``, each restored to the pass that ``position`` stores."""
+        """Restore and yield the parts that were started before ``position`` was saved."""
         rank, num_ranks = self._ranks.world.rank, self._ranks.world.size
         parts = self._made_parts(position["epoch"])
         for number, (part, feed, of_all) in enumerate(zip(parts, self._feeds, position["parts"], strict=True)):
@@ -124,7 +124,7 @@ class CombinedFeed(Feed):
                 own = by_rank[rank if len(by_rank) == num_ranks else 0]
                 stored = {**own, "position": {**of_all["position"], "num_batches": own["num_batches"]}}
             if stored["cycle"] < 0:
-                if stored["position"]:  # positions of earlier releases omit loaders that are read later
+                if stored["position"]:  # empty if an earlier release saved the position of a loader not yet read
                     self._ended_before[number] = stored["is_complete"]
                     feed.adopt(stored["position"], is_complete=stored["is_complete"])
                     feed.continues = position["epoch"] > 0
@@ -161,7 +161,7 @@ class CombinedFeed(Feed):
     def _position_of(self, number: int, part: Part) -> dict[str, Any]:
         feed, name = self._feeds[number], self._loader.part_names[number]
         position = feed.position(part.num_read)
-        if part.cycle < 0:  # a loader that is read later continues its random sequence
+        if part.cycle < 0:  # store the random states of a loader not yet read, but not its counts
             position = {key: value for key, value in position.items() if key not in ("num_batches", "num_samples")}
         own = {
             "cycle": part.cycle,

@@ -14,11 +14,11 @@ from roomier.data.seeding import mix_seed, seed_generators
 
 
 class CommonDraws:
-    """Separate states for the CPU generators of Python, NumPy and torch. Within the context :meth:`inside`, these
-    states replace the states of this rank.
+    """Separate states for the CPU generators of Python, NumPy and torch, which are used within the context
+    :meth:`inside`.
 
-    The global states of the ranks can differ, for example after dropout. A sampler that shuffles with the global
-    generators yields the same order on all ranks only if the states of these generators are identical.
+    A sampler that shuffles with the global generators yields the same order on all ranks only if the states of these
+    generators are identical on all ranks. The global states can differ, for example after dropout.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class CommonDraws:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use the separate states in this context, and restore the states of this rank when the context ends. Contexts
-        can be nested."""
+        """Use the separate states in this context, and restore the global states when the context ends. Contexts can be
+        nested."""
         if self._is_inside:
             yield
             return
@@ -56,7 +56,7 @@ class CommonDraws:
             self._is_inside = False
 
     def read(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the elements of ``iterator``. Each element is read with the separate states."""
+        """Yield the elements of ``iterator``, which runs with the separate states."""
         while True:
             with self.inside():
                 try:

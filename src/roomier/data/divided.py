@@ -22,13 +22,13 @@ _PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"), ("data_
 
 
 def share_of(loader: object, world: World) -> Share:
-    """Return how ``loader`` is sharded across ranks: either its own code shards the samples, or roomier assigns full
-    batches.
+    """Determine if ``loader`` shards its samples across ranks, or if roomier must assign its batches to ranks.
 
-    A loader shards itself if the ``shards_by_rank`` attribute of the loader, its dataset or its samplers is True. If
-    the attribute is not set, a loader shards itself in these cases:
+    A loader with a ``DistributedSampler`` shards itself. For any other loader, the ``shards_by_rank`` attribute of the
+    loader, its dataset or its samplers determines the result. If this attribute is not set, the loader shards itself in
+    these cases:
 
-    - The loader has a ``DistributedSampler``, or a sampler that was created for this rank.
+    - A sampler was created for this rank.
     - Hugging Face's ``split_dataset_by_node`` was applied to the loader or its dataset.
     - The code of a sampler or a stream contains a name that refers to the rank, such as ``get_rank``.
 

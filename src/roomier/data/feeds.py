@@ -3,7 +3,7 @@
 This module contains the base class, and the feed for loaders whose order roomier creates. All other feeds are in
 ``batch_feeds.py``.
 
-A feed starts an epoch, or resumes the epoch after a position. In both cases, the feed creates the loader's iterator
+A feed starts an epoch, or resumes an epoch after a position. In both cases, the feed creates the loader's iterator
 immediately, so that the loader draws from the global generators at the start of the epoch. The feed reads no batch
 before the loop requests one. The exception is a replay, which reads all batches before the position.
 """
@@ -74,8 +74,7 @@ class Feed(ABC):
 
     @abstractmethod
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        """Return an iterator over the batches after ``position``, and how many of the :attr:`num_batches` batches are
-        done.
+        """Return an iterator over the batches after ``position``, and the number of batches before it.
 
         This method can change the global generators. The caller restores them.
         """
@@ -124,8 +123,8 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
 
     Args:
         loader: loader to iterate.
-        had_workers: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a seed
-            when it starts workers, so this function draws no seed if the workers persisted.
+        had_workers: True if the saved run already had persistent workers when the epoch began. A DataLoader draws a
+            seed only when it starts workers, so no seed is drawn in this case.
     """
     if not (had_workers and isinstance(loader, DataLoader) and loader.persistent_workers):
         return iter(loader)
@@ -190,8 +189,9 @@ class OrderedFeed(Feed):
         self._batch_size = sampler.batch_size
         self._own_generators = own_generators
         self._epoch_seed = epoch_seed
-        self._first_sample = 0  # Start of this feed in the current epoch, in samples of the global order.
-        self._first_batch = 0  # Start of this feed in the current epoch, in batches of the current size.
+        # Position in the current epoch at which this feed started, in global samples and in batches of this rank.
+        self._first_sample = 0
+        self._first_batch = 0
 
     @property
     def loaders(self) -> Sequence[Any]:

@@ -30,16 +30,17 @@ from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuil
 from roomier.data.same import is_same
 from roomier.device.rng import rng_state, set_rng_state
 
-_NUM_LISTED = 1000  # Maximum number of batches in a list whose sizes are compared.
+_NUM_LISTED = 1000  # Maximum number of batches whose sizes are compared, in a list of batches.
 _DEPTH = 3  # Maximum nesting depth of datasets.
 
 
 def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
     """Return a batch of ``loader``, and a loader that the run reads instead of ``loader``.
 
-    For a list of batches, the returned batch is the largest batch. For other loaders, the returned batch is the first
-    batch or a batch with the same number of samples. For a CombinedLoader in mode ``"sequential"``, the returned batch
-    is the largest of the batches of its loaders. In other modes, the returned batch has one batch from each loader.
+    For a list of batches, the returned batch is the largest of the first 1000 batches. For other loaders, the returned
+    batch is the first batch, or a batch with the same number of samples. For a CombinedLoader, one batch is selected in
+    this way from each of its loaders. In mode ``"sequential"``, the largest of these batches is returned. In other
+    modes, all of them are returned together.
 
     Args:
         loader: loader of a run.
@@ -125,7 +126,7 @@ def check_is_repeatable(
             check_is_repeatable(each, f"{name}{part_name}", instead)
         return
     if getattr(loader, "num_workers", 0):
-        return  # each worker reads a copy
+        return  # each worker reads a copy of the dataset
     for part in _all_parts(loader):
         for attribute, value in vars(part).items() if hasattr(part, "__dict__") else ():
             if isinstance(value, Iterator):

@@ -1,10 +1,9 @@
 """Read several loaders together in the four modes of Lightning's CombinedLoader.
 
 [Note: no unnecessary reads]
-Reading from a part changes its position. Therefore, a part is read only if its batch will be yielded, as far as this
-can be determined before the read. In ``max_size_cycle``, the parts that have not ended are read first. Parts that have
-ended restart only if one of the parts that have not ended has another batch. ``min_size`` stops before reading if a
-part is known to have ended.
+Reading from a part changes its position. Therefore, a part is not read if it is already known that its batch would not
+be yielded. ``max_size_cycle`` first reads the parts that have not ended. Parts that have ended restart only if one of
+those reads returns a batch. ``min_size`` stops before reading if a part is known to have ended.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Part:
         cycle: index of the current pass; -1 before the first pass.
         num_read: number of batches that were yielded in the current pass.
         iterator: iterator over the remaining batches; None before the first pass and after the end of a pass.
-        came_to_end: True after a complete pass.
+        came_to_end: True if at least one pass of this epoch is complete.
     """
 
     def __init__(self, start: Callable[[int], tuple[Iterator[Any], Any]], length: float, name: str) -> None:
@@ -123,14 +122,14 @@ def begin(parts: Sequence[Part], mode: str) -> None:
 
 
 def num_joined(lengths: Sequence[float], mode: str) -> float:
-    """Return how many steps :func:`joined` yields for parts that have ``lengths`` batches."""
+    """Return the number of steps that :func:`joined` yields for parts with the given numbers of batches."""
     if mode == "sequential":
         return sum(lengths)
     return min(lengths) if mode == "min_size" else max(lengths)
 
 
 def num_joined_left(parts: Sequence[Part], mode: str) -> float:
-    """Return how many steps :func:`joined` still yields for parts whose pass has begun."""
+    """Return the number of steps that :func:`joined` still yields for started parts."""
     if mode == "max_size_cycle":  # parts that have restarted are not counted
         return max((part.num_left for part in parts if not part.came_to_end), default=0)
     return num_joined([part.num_left for part in parts], mode)

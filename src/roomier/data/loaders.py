@@ -1,5 +1,4 @@
-"""Definition of the objects that a user can pass as loaders, and of the difference between several loaders and a list
-of batches.
+"""Functions that recognize loaders and distinguish a collection of loaders from a list of batches.
 
 [Note: several loaders, or a list of batches]
 A list of batches is one loader, but a list of loaders is several loaders. The elements of the list determine its kind:
@@ -7,8 +6,9 @@ A list of batches is one loader, but a list of loaders is several loaders. The e
 - A list, tuple or dict that contains a DataLoader or a CombinedLoader, at any depth, is a collection of loaders,
   because DataLoaders and CombinedLoaders are never batches. All other elements must be loaders or lists of batches.
 - A list or tuple without a DataLoader or a CombinedLoader is a collection of loaders if each element is a loader
-  (:func:`is_loader`). A dict without them is a collection of loaders if each value is a loader, a collection of loaders
-  or a list of batches, and not all values are lists of batches.
+  (:func:`is_loader`).
+- A dict without a DataLoader or a CombinedLoader is a collection of loaders if each value is a loader, a collection of
+  loaders or a list of batches, and at least one value is not a list of batches.
 - Any other list or tuple is a list of batches.
 
 ``CombinedLoader(loaders, mode)`` always contains several loaders.

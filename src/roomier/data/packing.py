@@ -28,11 +28,12 @@ class PackedCollate:
       ``labels`` nor ``targets``. The label of the first token of each sample is -100, because a model that shifts the
       labels would predict this token from the previous sample.
     - ``position_ids``, shape ``(1, T)``: position of each token in its sample, counted from 0.
-    - Each other key whose values in each sample have one element per token, shape ``(1, T)``. All other keys and
-      ``attention_mask`` are omitted.
+    - Each other key with one value per token in every sample, shape ``(1, T)``.
     - With ``cumulative_lengths``: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 tensors of shape ``(N + 1,)``, and
       ``max_length_q`` and ``max_length_k``, which are integers. Hugging Face's models use these names.
-    - ``use_cache``: False, unless the ``use_cache`` argument is None.
+    - ``use_cache``: value of the argument ``use_cache``, unless this argument is None.
+
+    All other keys and ``attention_mask`` are omitted.
 
     The Trainer weights micro-batches by their number of labels other than -100. Except for rounding, the loss and the
     gradients equal the loss and the gradients of padded batches with the same samples.
@@ -136,7 +137,7 @@ def _row(value: Any) -> Tensor | None:
         return None
     try:
         row = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):  # the values can be a list of texts, for example
+    except (TypeError, ValueError, RuntimeError):  # for example, a list of texts
         return None
     if row.dim() != 1:
         return None

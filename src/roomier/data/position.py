@@ -116,7 +116,7 @@ def check_generators(value: Any, place: str) -> None:
         check_rng_state(value, place)
     elif isinstance(value, (dict, list)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key != "loader":  # this key contains a state in the format of the user's loader
+            if key != "loader":  # the value of this key is the state_dict of the user's loader
                 check_generators(item, item_of(place, key))
     elif isinstance(value, Tensor):
         check_generator_state(value, place)

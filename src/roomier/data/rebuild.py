@@ -1,4 +1,4 @@
-"""Copies of a DataLoader with a different sampler, dataset or pinning, and the parts of a DataLoader."""
+"""Functions that copy a DataLoader with changed arguments, and functions that return its parts."""
 
 import copy
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from roomier.data.sampler import OrderedSampler
 
 
 def can_be_rebuilt(loader: DataLoader[Any]) -> bool:
-    """Return True if a copy of the loader with a different sampler iterates in the order of this sampler.
+    """Return True if a copy of ``loader`` with a different sampler uses the order of that sampler.
 
     The result is False for a subclass that overrides ``__iter__`` or ``__len__``.
     """

@@ -118,8 +118,7 @@ class OrderedSampler(Sampler[int]):
 
     @property
     def position_of_order(self) -> dict[str, Any]:
-        """Fields that :meth:`set_position` needs to resume the current epoch if its order was drawn; otherwise
-        empty."""
+        """Fields that :meth:`set_position` requires to resume an epoch whose order was drawn; otherwise empty."""
         return {} if self._running is None else {"order": self._running.source}
 
     def set_position(self, epoch: int, num_samples_done: int = 0, of_order: Mapping[str, Any] | None = None) -> None:
@@ -146,7 +145,7 @@ class OrderedSampler(Sampler[int]):
         self._num_samples_done = num_samples_done
         if of_order is None:
             self._running = self._drawn
-        else:  # the resumed epoch keeps its kind of order, even if later epochs use the other kind
+        else:  # the resumed epoch uses a drawn order if the saved run did, independent of this sampler's ``drawn``
             self._running = (self._drawn or DrawnOrder()) if "order" in of_order else None
         if self._running is not None:
             self._running.source = None if of_order is None else of_order["order"]

@@ -38,8 +38,9 @@ class _Running:
 class Source:
     """Batches of one loader for a training or evaluation loop, with a position.
 
-    The source reads a batch only when the loop requests the batch. A checkpoint between two steps contains the state of
-    the global generators, from which the code of a dataset can draw. Only worker processes of a DataLoader read ahead.
+    The source reads a batch only when the loop requests the batch. Therefore, if a dataset draws from the global
+    generators, the states of these generators in a checkpoint match the position. Only worker processes of a DataLoader
+    read ahead.
 
     To resume a saved run, call ``load_state_dict(state)``, restore the global generators, and call ``start(epoch)``
     with the epoch of the position. If some batches of that epoch are done, the iterator begins after them, and
@@ -228,7 +229,7 @@ class Source:
         return self._feed.sample_indices(first_batch, num_batches)
 
     def empty_on(self, ranks: Sequence[int]) -> DataError:
-        """Return the error for an epoch in which ``ranks`` have no batch. The error is raised only if
+        """Return the error for an epoch in which ``ranks`` have no batch. The caller raises the error only if
         :attr:`may_end_apart` is True.
         """
         return no_batch_on(ranks, self.name, self.loader)
@@ -341,7 +342,7 @@ class Source:
         if self._feed.kind in (
             "walked",
             "replayed",
-        ):  # the position contains the random states from the start of the epoch
+        ):  # the position requires random states at the start of an epoch, which this call saves
             random_state = rng_state()
             self._feed.start(epoch)
             set_rng_state(random_state)

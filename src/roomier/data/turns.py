@@ -34,8 +34,8 @@ class Turn(NamedTuple):
     Attributes:
         batch: host batch.
         number: index of the batch among the batches of all ranks.
-        counts: True if the batch belongs to this rank. If False, the forward pass runs only because other ranks require
-            it.
+        counts: True if the batch belongs to this rank. If False, the result is not counted, and the forward pass
+            runs only because other ranks require it.
     """
 
     batch: Any
