@@ -15,10 +15,10 @@ of 2 MiB. The sender has a buffer of 2 MiB (NVIDIA/nccl#1685 lists buffers of 10
 number of channels is 2 for each NVLink, which is sufficient to saturate the link (NVIDIA/nccl#1703), up to a total of
 32 channels (an H100 has 32, #1685). Over PCIe, the number of channels is assumed to be 4. With 24 channels on A100
 GPUs, 544 MiB were measured with 2 devices and 688 MiB with 3 or 4 devices (#964). These measurements correspond to a
-constant of 256 MiB, plus 12 MiB for each channel with two devices, or 18 MiB for each channel with more devices. A
-second node adds a network buffer for each channel (#1450). A third node adds no buffer (#986, on #864). Each
-communicator has separate buffers. Strategy hsdp has one communicator across replicas, one inside each replica, and one
-for all ranks. PyTorch's allocator does not include the memory of NCCL in its statistics.
+constant of 256 MiB, plus 12 MiB per channel with two devices, or 18 MiB per channel with more devices. A second node
+adds a network buffer for each channel (#1450). A third node adds no buffer (#986, on #864). Each communicator has
+separate buffers. Strategy hsdp has one communicator across replicas, one inside each replica, and one for all ranks.
+PyTorch's allocator does not include the memory of NCCL in its statistics.
 
 *workspace*: workspaces of cuBLAS, one for each of the two threads that run matrix products (forward and backward). The
 default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671). The

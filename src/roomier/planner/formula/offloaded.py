@@ -404,8 +404,8 @@ def offloaded(
 
 
 def _in_units(groups: Sequence[Group], layout: Layout) -> list[Group]:
-    """Return ``groups`` with the weights outside the modules divided into units that are at most as large as the
-    largest module, unless one weight is larger. These units come first."""
+    """Divide the weights outside the modules into units that are at most as large as the largest module, unless one
+    weight is larger. Return these units, followed by the groups of the modules."""
     limit = max((sum(_own_elements(each, layout) for each in unit) for place, unit in groups if place), default=0)
     found: list[tuple[str, list[Weight]]] = []
     room = 0

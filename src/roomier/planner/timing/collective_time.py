@@ -10,11 +10,11 @@ and differ only in latency.
 [Note: links]
 In a ring over several nodes, the number of parallel links between two nodes equals the number of ranks of the ring on
 each node. NCCL creates this number of rings, and each ring sends a fraction of the bytes. The bandwidth is therefore
-the lower of two bandwidths: the link of one rank within its node, and the links of all ranks of a node to the next
-node. In a ring of ``N`` ranks, an all-gather or a reduce-scatter consists of ``N-1`` steps, and an all-reduce consists
-of ``2(N-1)`` steps. Steps between nodes have the latency of the network. For an all-reduce, NCCL can also use trees
-(Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"), which send the same bytes. The latency of a
-tree grows with the logarithm of the number of nodes. NCCL selects the faster algorithm.
+the lower of two values: the bandwidth of one rank's link within its node, and the total bandwidth of the links from one
+node to the next node. In a ring of ``N`` ranks, an all-gather or a reduce-scatter consists of ``N-1`` steps, and an
+all-reduce consists of ``2(N-1)`` steps. Steps between nodes have the latency of the network. For an all-reduce, NCCL
+can also use trees (Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth"), which send the same bytes.
+The latency of a tree grows with the logarithm of the number of nodes. NCCL selects the faster algorithm.
 """
 
 from __future__ import annotations
