@@ -136,7 +136,8 @@ def _report_uncompiled() -> None:
 
 
 class CompileClock:
-    """Context for the first forward pass. On exit, it prints how many graphs were compiled, and in what time."""
+    """Context for the first forward pass. On exit without an error, it prints the number of compiled graphs and the
+    time."""
 
     def __init__(self) -> None:
         self._before_s = torch_private.compile_s()

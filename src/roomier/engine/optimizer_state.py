@@ -97,10 +97,10 @@ def state_places(
 ) -> dict[str, Any]:
     """Return ``saved`` with an empty tensor in place of each tensor that will be read.
 
-    States that have the shape or the number of rows of their parameter are sharded like the parameter, so that no rank
-    allocates more than its shards. Other states are on the device of the parameter, on every rank. States without
-    dimensions, such as step counts, are on the CPU. The engine moves these states to the device that the optimizer
-    requires.
+    States that have the shape of their parameter are sharded like the parameter, so that no rank allocates more than
+    its shards. :class:`HasRowStates` describes other sharded states. All other states are replicated, on the device of
+    the parameter. States without dimensions, such as step counts, are on the CPU. The engine moves these states to the
+    device that the optimizer requires.
 
     Args:
         saved: the state with specifications in place of tensors.
@@ -165,8 +165,8 @@ def _empty_on_meta(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch
 
 
 def shard_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
-    """Return ``value``, a full tensor, sharded like ``own`` if both have the same shape or the same number of rows.
-    Other values are returned unchanged. The function does not communicate.
+    """Return ``value``, a full tensor, sharded like ``own`` if both have the same shape or ``by_rows`` is True. Other
+    values are returned unchanged. The function does not communicate.
     """
     is_whole = isinstance(value, Tensor) and isinstance(own, Tensor) and (by_rows or own.shape == value.shape)
     if not is_whole or type(own) in (Tensor, nn.Parameter):

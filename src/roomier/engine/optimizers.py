@@ -38,11 +38,11 @@ def configure(
 
     Args:
         num_steps: function that returns the number of optimizer steps of the run (infinite if unknown). Only schedules
-            call it.
+            and 1-bit Adam call it.
         blocks: the blocks of the network. If None, they are found automatically.
 
     Raises:
-        PlanError: both the module and the Plan define an optimizer, or neither does.
+        PlanError: both the module and the Plan define an optimizer, or, with automatic optimization, neither does.
     """
     configured = read_configured(module.configure_optimizers())
     wanted = plan.optimizer
