@@ -175,7 +175,7 @@ def _prepare(
 ) -> tuple[Callable[[], None], MemoryTracker, TrainedGPT]:
     """Return the step of ``plan`` after its warm-up, the memory tracker of one step, and the model on ``device``."""
     weight_dtype = precision_of(plan.precision.mode, device).weight_dtype or torch.float32
-    with torch.device(device), default_dtype(weight_dtype):  # a model of 7 billion parameters in float32 needs 28 GB
+    with torch.device(device), default_dtype(weight_dtype):  # in float32, the weights of the 7B model would need 27 GB
         module = TrainedGPT(model.config)
     with quiet():
         engine, _ = build(

@@ -91,7 +91,7 @@ class Results:
         return {name for name, each in self.rows(part).items() if each["status"] in (MEASURED, UNSUPPORTED)}
 
     def ends(self, part: str) -> list[Record]:
-        """Return the ``"end"`` lines of ``part``, one for each time it ran."""
+        """Return the ``"end"`` lines of ``part``, one for each run of the part."""
         return [each for each in self._lines() if each["record"] == "end" and each["part"] == part]
 
     def _lines(self) -> Iterator[Record]:
