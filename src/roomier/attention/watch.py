@@ -30,8 +30,8 @@ class Call(NamedTuple):
     """One call of attention.
 
     Attributes:
-        kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or ``"by hand"`` if the code of the model
-            computes and normalizes the scores.
+        kernel: name of the kernel, such as ``"flash"`` or ``"math"``; ``"by hand"`` if the code of the model computes
+            and normalizes the scores.
         shape: shape of the queries, ``(B, H, T, K)``; for ``"math"`` and ``"by hand"``, shape of the scores,
             ``(B, H, T, T)``.
         dtype: dtype of the queries or scores.
@@ -65,7 +65,7 @@ class AttentionReport:
 
 
 class AttentionWatch:
-    """Context that records the attention calls of one forward pass and, when the context ends, passes the report to
+    """Context that records the attention calls of one forward pass. On exit without an error, it passes the report to
     ``tell``.
 
     Operations are slower in this context, so it is used for only one forward pass.
