@@ -46,7 +46,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, code_format: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the values that ``codes`` and ``scales`` represent. They are computed in float32 and then cast to
+    """Return the values that ``codes`` and ``scales`` represent. The values are computed in float32 and then cast to
     ``dtype``."""
     factors = scales.view(torch.float32)[:, None]
     if code_format == "int8":

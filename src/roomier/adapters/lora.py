@@ -94,7 +94,8 @@ def merge_lora(network: nn.Module) -> nn.Module:
     parameters stay frozen. Call ``network.requires_grad_()`` to train the frozen parameters.
 
     Raises:
-        RoomierError: the network has no adapters, or is sharded across ranks.
+        RoomierError: the network has no adapters, is sharded across ranks, or shares an adapted weight with another
+            layer.
 
     Example:
         >>> trainer = roomier.Trainer(lora={"rank": 8})
@@ -183,7 +184,7 @@ def target_layers(network: nn.Module, blocks: Sequence[nn.Module], targets: str)
         targets: ``"blocks"``, or names and patterns separated by commas.
 
     Raises:
-        RoomierError: a name matches no layer.
+        RoomierError: a name matches no layer, or ``targets`` selects no layer.
     """
     layers = _adaptable(network)
     if targets == "blocks":
@@ -235,8 +236,8 @@ def _read_by_others(network: nn.Module) -> set[nn.Module]:
 
 
 def _calls_layers_always(network: nn.Module) -> None:
-    # In evaluation, nn.TransformerEncoderLayer uses a kernel that reads the weights of its layers without their
-    # adapters, unless the kernel does not support its activation.
+    # In evaluation, nn.TransformerEncoderLayer would use a fused kernel, which ignores the adapters. The value 0 marks
+    # the activation as unsupported by this kernel.
     for each in network.modules():
         if isinstance(each, nn.TransformerEncoderLayer):
             each.activation_relu_or_gelu = 0
