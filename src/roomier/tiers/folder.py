@@ -31,7 +31,7 @@ def offload_folder(folder: str | Path | None) -> Path:
     ``roomier/offload`` in the user's cache folder. This folder is created if it does not exist.
 
     Raises:
-        TierError: the folder does not exist, is not a folder, or is not writable.
+        TierError: the folder does not exist, cannot be created, is not a folder, or is not writable.
     """
     if folder is None:
         chosen = default_folder()
