@@ -4,16 +4,15 @@ offload.
 The result is one JSON object: the settings, and the following keys.
 
 - ``resident_s``: median time of a step without offload.
-- ``raw_io_s``: time to read and write as many bytes as each mode transfers in a step. One thread reads data and one
-  thread writes data, while the machine runs no computation.
 - ``modes``: for each update mode: ``step_s``, the median time of a step; ``bytes_read`` and ``bytes_written`` per step;
-  ``raw_io_s`` for these bytes; ``overlap_ratio``, which is ``step_s`` divided by the larger of ``resident_s`` and
-  ``raw_io_s``; ``formula_ratio``, which is ``step_s`` divided by the planner's formula for the measured durations.
+  ``raw_io_s``, the time of the same transfers without the tier; ``overlap_ratio``, which is ``step_s`` divided by the
+  larger of ``resident_s`` and ``raw_io_s``; ``formula_ratio``, which is ``step_s`` divided by the planner's formula for
+  the measured durations.
 - ``disk_read_ratio``, ``disk_write_ratio`` and ``disk_both_ratio``: speed of the tier's reads and writes relative to
   the same transfers without the tier, while the machine runs no computation; ``under_load``: the same ratios while each
   core multiplies matrices.
-- ``memory``: with ``--memory``, the peak resident memory of each rank in fresh processes: without offload, with
-  optimizer states on disk, and with optimizer states and parameters on disk.
+- ``memory``: with ``--memory``, the largest peak resident memory of all ranks, in fresh processes: without offload,
+  with optimizer states on disk, and with optimizer states and parameters on disk.
 
 Steps of all modes and steps without offload alternate, so that load on the machine affects all of them equally.
 Gradients are clipped by norm with a limit that no gradient exceeds, so speculative updates are accepted.

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all values. Values whose names end with ``_us`` are microseconds per step, and values whose names end with
+    """Run the benchmark. Values whose names end with ``_us`` are microseconds per step, and values whose names end with
     ``_s`` are seconds."""
     batches = toy.toy_batches(options.steps)
     lightning = lightning_peer.load()

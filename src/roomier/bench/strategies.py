@@ -61,7 +61,7 @@ def compare(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(settings: Mapping[str, Any]) -> GPTConfig:
-    """Return the model of ``--model`` without dropout, so that all strategies have the same losses."""
+    """Return the configuration of ``--model`` without dropout, so that all strategies have the same losses."""
     if settings["model"] == "mingpt":
         return GPTConfig(8192, settings["seq_len"], num_layers=8, num_heads=8, width=512, dropout=0.0)
     return GPTConfig.named(settings["model"], context=settings["seq_len"], dropout=0.0)
