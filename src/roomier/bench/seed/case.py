@@ -60,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", choices=SIZES, default=None, help="default: seed with --forecast or on a GPU, otherwise middle"
     )
     parser.add_argument("--only", default="", help="only configurations whose name contains this text")
-    parser.add_argument("--ranks", "--gpus", type=int, default=None, help="default: 1 for bert-large, otherwise all "
-    "GPUs, or 2 on a CPU")
+    parser.add_argument(
+        "--ranks", "--gpus", type=int, default=None, help="default: 1 for bert-large, otherwise all GPUs, or 2 on a CPU"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each configuration (%(default)s)")
     parser.add_argument("--batch_size", "--batch-size", type=int, default=None, help="samples per rank and step")
     parser.add_argument("--precision", default=None, help="16, bf16 or 32; default: the precision of each row")
