@@ -125,7 +125,8 @@ class FailureNews:
         os._exit(1)
 
     def _absent(self, prefix: str, within_s: float) -> list[int]:
-        """Return the ranks that do not also call this method within the next ``within_s`` seconds."""
+        """Return the ranks that do not call this method with the same ``prefix`` within the next ``within_s``
+        seconds."""
         if self.store is None:
             return []
         keys = {rank: f"{prefix}/{rank}" for rank in range(self.world.size)}

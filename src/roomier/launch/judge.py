@@ -61,7 +61,7 @@ class Judge:
 
     Args:
         limits: time limits for late ranks.
-        process_state: function that returns the process state of a silent rank; None if the state is unknown.
+        process_state: function that returns the state of a silent rank's process, or None if the state is unknown.
 
     Attributes:
         slowest_s: duration of the slowest micro-batch so far, including any optimizer step after it. A micro-batch is

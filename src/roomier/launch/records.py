@@ -13,11 +13,11 @@ class Activity(StrEnum):
     """Kind of the current activity of a rank. The activity determines how long the other ranks wait for this rank.
 
     Attributes:
-        STEP: a step, or loading the data of a step. If the rank is late, the rank is reported, and then the run ends.
-        LONG: an activity that can take a long time on one rank. If the rank is late, the rank is reported in one line.
+        STEP: a step, or loading the data of a step. A late rank is reported. At the time limit, the run ends.
+        LONG: an activity that can take a long time on one rank. A late rank is only reported, in one line.
         OUTSIDE: the rank is not in a run. This activity is treated like ``LONG``, but a silent rank is ignored, because
             its process may have ended.
-        DEBUGGED: a debugger is attached. If the rank is late, the rank is ignored.
+        DEBUGGED: a debugger is attached. A late rank is ignored.
     """
 
     STEP = "step"

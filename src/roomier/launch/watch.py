@@ -47,7 +47,7 @@ class Children:
         atexit.register(self._end)
 
     def news(self) -> tuple[int, str] | None:
-        """Return a rank that has ended and a description of its end; None if no rank has ended."""
+        """Return the number of a rank that has ended, and a description of its end; None if no rank has ended."""
         for rank, process in self._processes.items():
             if process.poll() is not None:
                 return rank, self._how(process.returncode)
