@@ -1,5 +1,5 @@
-"""Choice of the activations that each block saves, so that a step stays within a memory budget and loses the least
-time.
+"""Choice of the activations that each block saves. A step must stay within a memory budget and lose as little time as
+possible.
 
 [Note: the peak of a step as sums over the first blocks]
 Blocks run forward in one order and backward in the reverse order. Therefore, at each moment, a number ``k`` exists such
@@ -9,7 +9,7 @@ pass of one block, or between two blocks. The memory in use at a moment is:
     (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
 While the backward pass of a block runs, all its activations exist, whether they were saved or recomputed. Therefore,
-the memory at the moments of a block depends only on the choices for the blocks *before* it, and on the peak of its own
+the memory in use while a block runs depends only on the choices for the blocks *before* it, and on the peak of its own
 recomputation.
 
 [Note: why the choice is optimal]

@@ -22,7 +22,8 @@ from roomier.device.capability import capabilities_of
 
 
 class LiveBytes(Protocol):
-    """Protocol for measuring the memory in use between :meth:`start` and :meth:`stop`, without :attr:`base_bytes`."""
+    """Protocol for measuring the memory in use between :meth:`start` and :meth:`stop`. The results exclude
+    :attr:`base_bytes`."""
 
     @property
     def base_bytes(self) -> int:

@@ -42,8 +42,8 @@ class CopyTimes:
     """Time per byte of copies between device and host, measured without other traffic.
 
     Attributes:
-        out_ns: nanoseconds per byte from device to host, as a float.
-        back_ns: nanoseconds per byte from host to device, as a float.
+        out_ns: time of a copy from device to host, in nanoseconds per byte.
+        back_ns: time of a copy from host to device, in nanoseconds per byte.
     """
 
     out_ns: float
@@ -182,7 +182,7 @@ class Parcel:
         self._storage = weakref.ref(tensor.untyped_storage())
         self._version = torch_private.version_of(tensor)
         self._was_written = False
-        self._seen: Tensor | None = None  # its version shows writes until the copy is complete
+        self._seen: Tensor | None = None  # used to detect in-place writes until the copy is complete
         self._here: Tensor | None = None
         self._host = copies.to_host(self.stay(tensor))
 

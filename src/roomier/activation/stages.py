@@ -196,7 +196,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 
 
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
-    """Return ``stages``, in which blocks that save equal numbers of bytes have equal times: the median of their times.
+    """Return a copy of ``stages`` in which blocks that save equal numbers of bytes have equal times (their median).
 
     A single time measurement is inaccurate and must not cause different choices for equal blocks.
     """

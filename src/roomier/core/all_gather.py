@@ -13,7 +13,7 @@ from roomier.core.tree import map_tensors
 
 
 def all_gather(data: Any, ranks: Ranks, device: torch.device, group: Any = None, *, has_gradients: bool = False) -> Any:
-    """Return ``data`` with each tensor of shape (...) replaced by a tensor of shape (ranks, ...).
+    """Return ``data`` with each tensor stacked over the ranks, so shape (...) becomes shape (ranks, ...).
 
     Numbers become tensors on ``device``. Every rank must call this function with tensors of the same shapes. With one
     rank, tensors are returned unchanged.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Exchange:
-    """Collectives over rows of tensors in the default process group. With one rank, each call returns its input.
+    """Collectives of the default process group on rows of tensors. With one rank, each call returns its input.
 
     On the CPU, ranks use point-to-point calls, because the collectives of gloo copy the full tensor. On CUDA, ranks use
     the collectives of NCCL.

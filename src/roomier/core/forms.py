@@ -6,7 +6,7 @@ value within the file. Larger forms are built from smaller forms::
     position = fields({"epoch": count, "shuffle": flag})
     position({"epoch": -1, "shuffle": True}, "data")  # data.epoch is -1, but must be an integer from 0 to ...
 
-Forms inspect only the types of values and never call methods of the values, so they can check data from any source.
+Forms call no methods of unknown classes, so they can check data from any source.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exchange of values between the ranks of a run, on the host. With one rank, each call returns its input.
 
-These calls are for work between steps, for example to shard a batch, to agree on a value, and to reduce metrics at log
+These calls are for work between steps, for example to shard a batch, to agree on a value, or to reduce metrics at log
 steps. Every rank must make the same calls in the same order. The code in ``parallel/`` exchanges the tensors of a
 model.
 """

@@ -393,7 +393,7 @@ def num_compiled_graphs() -> int:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the requirement of ``torch.compile`` that is missing for ``device``; None if all are satisfied."""
+    """Return the missing requirement of ``torch.compile`` for ``device``; None if all requirements are satisfied."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler

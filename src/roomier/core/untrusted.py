@@ -18,7 +18,7 @@ MAX_DEPTH = 100
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file, or a link to one, for reading without a buffer.
+    """Open a regular file, or a link to one, for unbuffered reading.
 
     Raises:
         OSError: the file cannot be opened, or is a folder, a pipe, a socket or a device.

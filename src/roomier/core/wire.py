@@ -1,4 +1,4 @@
-"""Conversion of values to bytes for other ranks, as a JSON header followed by the bytes of tensors.
+"""Conversion of values for other ranks to bytes: a JSON header, followed by the bytes of tensors.
 
 Without pickles, decoding does not execute code from the sender. A message contains numbers, strings, containers,
 tensors, paths, and objects of roomier's own classes. If the receiver allows pickles, a message can also contain pickles
@@ -107,9 +107,7 @@ class _Encoder:
         return self._pickled(value)
 
     def _received(self, value: object) -> Any:
-        """Return the node of ``value`` if ``value`` is plain data without tensors. Otherwise, return the node of its
-        shortened text.
-        """
+        """Encode ``value`` if it is plain data without tensors. Otherwise, encode its shortened text."""
         own = _Encoder(allows_pickle=False)
         with suppress(RoomierError, RecursionError):
             node = own.node(value)

@@ -1,8 +1,8 @@
 """Lower-precision copies of parameters, which autocast creates and autograd saves.
 
-Under autocast, the first operation that reads a parameter creates a copy in lower precision. The cache of autocast and
-the graph keep this copy until backward. While a parameter is not on the device, the memory of its copy is freed. When
-the parameter returns, the copy is recomputed. The tensor object of the copy remains, so the graph is unchanged.
+Under autocast, the first operation that reads a parameter creates a copy in lower precision. Autocast's cache and the
+graph keep this copy until backward. While a parameter is not on the device, the memory of its copy is freed. When the
+parameter returns, the copy is recomputed. The tensor object of the copy remains, so the graph is unchanged.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Memory(Protocol):
         ...
 
     def free(self) -> None:
-        """Free the memory if :meth:`leave` did not free it because the copy to the host was not complete."""
+        """Free the memory that :meth:`leave` did not free because the copy to the host was not complete."""
         ...
 
     def settle(self) -> None:

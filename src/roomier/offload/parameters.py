@@ -180,7 +180,7 @@ class _Saved:
         self.tensor, self.version = tensor, torch_private.version_of(tensor)
 
     def checked(self) -> Tensor:
-        """Return the tensor, after a check that it has not been modified."""
+        """Check that the tensor was not modified after it was saved, and return it."""
         if torch_private.version_of(self.tensor) != self.version:  # same message as in torch
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -18,7 +18,7 @@ from torch import nn
 
 _STARTS = ("forward", "training_step")
 _READS = ("LOAD_ATTR", "LOAD_FAST", "LOAD_METHOD")
-# Attributes whose values are the same on a shard as on the full weight.
+# Attributes that a sharded weight (DTensor) and the full weight have in common.
 _DESCRIPTIONS = ("dtype", "device", "shape", "ndim", "size")
 
 
@@ -48,7 +48,8 @@ def _names_read(kind: Hashable) -> frozenset[str]:
 
 
 def _before_weight(method: FunctionType) -> Iterator[str]:
-    """Yield each name in an expression ``name.weight`` or ``object.name.weight`` that reads the values."""
+    """Yield each name in an expression ``name.weight`` or ``object.name.weight`` that reads the values of the
+    weight."""
     names = [each.argval if each.opname.startswith(_READS) else "" for each in dis.get_instructions(method)]
     for before, name, after in zip(names, names[1:], [*names[2:], ""], strict=False):
         if name == "weight" and isinstance(before, str) and before and after not in _DESCRIPTIONS:

@@ -53,7 +53,8 @@ class PreparedModel(nn.Module):
             self.engine.reduces = before
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the network, with the names of the original network. Sharded parameters are DTensors."""
+        """Return the state dict of the network, with the keys of the original network. Sharded parameters are
+        DTensors."""
         self.engine.settle()
         return self.module.state_dict(*args, **kwargs)
 
