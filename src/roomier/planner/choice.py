@@ -61,7 +61,7 @@ class Choice:
         budget_bytes: memory that a device may use.
         chosen: the fastest plan that fits, confirmed by a dry run if a dry run supports the plan; None if no plan fits.
         considered: the chosen plan, followed by the plans that fit (fastest first), the plans that do not fit (smallest
-            excess first), and the plans that rules reject.
+            excess first), the rejected plans, and at most one plan per strategy that was not evaluated.
         planning_s: duration of the search in seconds.
         num_plans: number of compared plans, including plans that ``considered`` omits, but excluding plans that rules
             reject.

@@ -1,12 +1,12 @@
 """The step of a plan with an activation budget, computed from steps in which all blocks save the same activations.
 
 [Note: a step within a budget]
-Three steps are known. All blocks save only their input in the first step, also the results of matrix products in the
-second step, and all activations in the third step. At any time, the steps differ in the bytes that blocks save between
-their forward and backward passes, and in the memory of the running block. The difference after the forward pass of a
-block is the memory that the activations of this block require. These values define the optimization problem that a run
-solves after its measured step (:mod:`roomier.activation.choose`). For a given choice, the intervals of each block come
-from the step in which all blocks save the activations that this block saves. The difference in the bytes that the
+Three steps are known: one in which all blocks save only their input, one in which they also save the results of matrix
+products, and one in which they save all activations. At any time, the steps differ in the bytes that blocks save
+between their forward and backward passes, and in the memory of the running block. The difference after the forward pass
+of a block is the memory that the activations of this block require. These values define the optimization problem that a
+run solves after its measured step (:mod:`roomier.activation.choose`). For a given choice, the intervals of each block
+come from the step in which all blocks save the activations that this block saves. The difference in the bytes that the
 earlier blocks save is added.
 
 A run measures the bytes of a step in which all blocks save only their input. For equal blocks, both methods result in
