@@ -95,7 +95,7 @@ class _Part:
     Attributes:
         weight: the shard of the weight.
         gradient: the shard of the gradient.
-        moments: mean squares of rows and columns, or of the elements of a vector.
+        moments: mean squares of the gradient's rows and columns; for a vector, mean squares of its elements.
         shape: shape of the unsharded parameter.
         newest: coefficient of the current squared gradients in the means.
         rate: learning rate relative to the root mean square of the weight.

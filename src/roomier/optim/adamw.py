@@ -61,10 +61,10 @@ class BlockwiseAdamW(Optimizer):
         params: as for any optimizer; a group can override ``state_bits`` and ``weight_rounding``.
         lr: learning rate.
         betas: decay rates of the two moments.
-        eps: term added to the root of the second moment.
+        eps: term added to the square root of the second moment.
         weight_decay: decoupled weight decay.
         state_bits: number of bits per moment: 4, 8 or 32.
-        weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
+        weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"`` or ``"nearest"`` (see
             ``rounding.py``).
         compiled: True to compile the update of quantized moments. The compilation takes a few seconds in the first step
             and makes the update 4 times as fast. None compiles the update if this saves time and a compiler is

@@ -32,10 +32,10 @@ class Lion(Optimizer):
 
     Args:
         params: as for any optimizer; the parameters must be float32 or bfloat16.
-        lr: step size of each weight.
+        lr: learning rate, which is the step size of each weight.
         betas: decay rates of the mean whose sign is used, and of the stored momentum.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
-        weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
+        weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"`` or ``"nearest"`` (see
             ``rounding.py``). The momentum of these weights is float32.
     """
 

@@ -49,7 +49,7 @@ class Muon(Optimizer):
         adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the square root of ``rows / columns``,
             at least 1).
         betas: decay rates of AdamW's moments.
-        eps: term added to the root of AdamW's second moment.
+        eps: term added to the square root of AdamW's second moment.
         adamw_lr: separate learning rate for AdamW; None selects ``lr``.
     """
 

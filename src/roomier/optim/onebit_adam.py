@@ -60,7 +60,7 @@ class OneBitAdam(Optimizer):
         params: as for any optimizer. All parameters must be on one device.
         lr: learning rate.
         betas: decay rates of the momentum and of the variance.
-        eps: term added to the root of the variance.
+        eps: term added to the square root of the variance.
         weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
         freeze_step: number of initial steps in full precision. The paper uses 15 to 25 % of the steps, but does not
             freeze the variance before the learning rate has warmed up and the variance has stabilized.

@@ -132,7 +132,7 @@ def noise(key: int, first: int, num_elements: int, device: torch.device | None =
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Shift ``words`` right without sign extension, which torch's right shift of int32 performs."""
+    """Shift ``words`` right without sign extension. In contrast, torch's right shift of int32 extends the sign."""
     return (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
 
 

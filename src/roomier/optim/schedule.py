@@ -70,7 +70,7 @@ def make_schedule(
         optimizer: optimizer to schedule.
         num_steps: number of optimizer steps in the run.
         warmup_steps: number of warm-up steps.
-        log_warmup: True for a warm-up with the logarithm of the step; False for a linear warm-up.
+        log_warmup: True to increase the rate with the logarithm of the step; False to increase the rate linearly.
         min_lr_ratio: final rate divided by the peak rate.
         decay_steps: step at which the schedule ends; None means ``num_steps``.
 

@@ -2,11 +2,11 @@
 that ranks exchange.
 
 [Note: which scale]
-A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale has the
-smallest error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded (Karimireddy
-et al. 2019, arXiv 1901.09847, lemma 8). Using the root mean square as the scale would preserve the norm, but the
-squared error can be up to twice the squared norm of the block. Blocks never span two tensors, because the values of
-norms, embeddings and large matrices differ in magnitude, so a shared scale would cause large errors.
+A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale minimizes
+the squared error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded
+(Karimireddy et al. 2019, arXiv 1901.09847, lemma 8). Using the root mean square as the scale would preserve the norm,
+but the squared error can be up to twice the squared norm of the block. Blocks never span two tensors, because the
+values of norms, embeddings and large matrices differ in magnitude, so a shared scale would cause large errors.
 
 [Note: shards]
 A tensor of ``n`` elements is sharded across ``N`` ranks like ``Shard(0)`` of a DTensor, into shards of ``ceil(n / N)``
@@ -40,8 +40,8 @@ class Pieces:
         return slice(min(rank * self.size, self.numel), min((rank + 1) * self.size, self.numel))
 
     def to_rows(self, flat: Tensor, rows: Tensor) -> None:
-        """Copy ``flat`` (``[numel]``) to ``rows`` (``[num_ranks, size or more]``). Elements of ``rows`` beyond a shard
-        do not change."""
+        """Copy ``flat`` (``[numel]``) to ``rows`` (``[num_ranks, size or more]``). Elements of ``rows`` after the end
+        of a shard do not change."""
         for inside, part in self._parts(rows):
             part.copy_(flat[inside].view_as(part))
 

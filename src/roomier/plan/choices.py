@@ -10,8 +10,8 @@ from numbers import Integral
 
 
 class Kind(StrEnum):
-    """Label of a choice, which compares the results of a run with the choice to the results of the same run without the
-    choice, on the same ranks.
+    """Label that states how a choice changes the results, compared to the same run without the choice on the same
+    ranks.
 
     An option that defines the training (optimizer, schedule, clipping, adapters) is compared with plain PyTorch code
     that uses the same option. Labels assume deterministic kernels.

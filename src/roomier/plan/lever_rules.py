@@ -24,7 +24,7 @@ def rounding_in_force(plan: Plan) -> str | None:
 
 
 def has_two_backwards(plan: Plan) -> bool:
-    """Return whether a step runs two backward passes: one for the norm of the gradients, and one for the updates."""
+    """Return True if a step runs two backward passes: one for the norm of the gradients, and one for the updates."""
     return plan.optimizer.step_in_backward == "exact" and plan.batch.clips_norm
 
 

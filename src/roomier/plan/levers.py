@@ -65,7 +65,7 @@ class Lever:
         return _read(plan, self.field)
 
     def is_used(self, plan: "Plan") -> bool:
-        """Return whether ``plan`` uses the lever."""
+        """Return True if ``plan`` uses the lever."""
         return bool(self.value(plan) != self.off)
 
     def as_keyword(self, plan: "Plan") -> Any:

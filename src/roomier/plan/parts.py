@@ -309,8 +309,8 @@ class AttentionPlan(Part):
 
 @dataclass(frozen=True)
 class AdapterPlan(Part):
-    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen, except the modules in
-    ``lora_trained``.
+    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen, except in the modules
+    that ``lora_trained`` names.
 
     Attributes:
         lora_rank: inner width ``r`` of the adapters. None adds no adapters.

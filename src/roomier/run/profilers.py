@@ -38,7 +38,7 @@ class SimpleProfiler:
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[None]:
-        """Measure an action. The duration of an action includes the actions within it."""
+        """Measure an action. The duration of an action includes nested actions."""
         start_s = time.perf_counter()
         try:
             yield
@@ -78,8 +78,8 @@ class AdvancedProfiler:
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[None]:
-        """Profile an action. An action within another action is part of the outer action, because cProfile cannot
-        run two profiles at the same time."""
+        """Profile an action. A nested action is part of the outer action, because cProfile cannot run two profiles at
+        the same time."""
         if self._is_active:
             yield
             return

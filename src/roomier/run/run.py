@@ -115,7 +115,7 @@ class Run:
 
     @property
     def trainer(self) -> TrainerView:
-        """The object that hooks receive. The loops read only the ``should_stop`` attribute."""
+        """The object that hooks receive. The loops read only its ``should_stop`` attribute."""
         return self.settled.request.trainer
 
     @property

@@ -33,7 +33,7 @@ class RunningStage(StrEnum):
 
     @property
     def dataloader_prefix(self) -> str | None:
-        """Prefix of the loader names in this stage."""
+        """Prefix of the loader names in this stage, such as ``"val"``."""
         return {"sanity_check": "val", "validate": "val"}.get(self.value, self.value)
 
 

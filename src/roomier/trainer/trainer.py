@@ -437,7 +437,7 @@ class Trainer(LastCall):
         weights: str | Path | None,
         cut: CutBatches | None,
     ) -> AbstractContextManager[Run]:
-        """Open a fit without additional callbacks, forecasts or files."""
+        """Return a context in which a fit without additional callbacks, forecasts or files is open."""
         request = replace(request_of(self, "fit", model, loaders, datamodule, None, weights), cut=cut)
         return session(self, request, adds_callbacks=False)
 

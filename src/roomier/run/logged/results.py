@@ -81,7 +81,7 @@ class Results:
         # Entries by stage, and for each stage by name and by whether the value was logged within a batch. If a step and
         # a hook at the end of an epoch log values under the same name, the values are separate.
         self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
-        # Values that are shown, excluding newer values of steps. See callback_metrics.
+        # Values that callbacks, loggers and the progress bar read, except newer values of steps. See callback_metrics.
         self._callback_values: dict[str, Tensor] = {}
         self._logged_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Types of arguments of the Trainer that the command line and Python code accept in different forms."""
+"""Types of Trainer arguments that the command line and Python code accept in different forms."""
 
 from __future__ import annotations
 

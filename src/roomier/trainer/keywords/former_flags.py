@@ -73,7 +73,7 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
 
 
 def written_today(name: str, value: Any) -> tuple[dict[str, Any], list[str]] | None:
-    """Return the current arguments that replace the former argument ``name``, and remarks; None for other arguments."""
+    """Return the arguments that replace the former argument ``name``, with remarks; None if ``name`` is not former."""
     return _todays({name: value}) if _is_former(name, value) else None
 
 

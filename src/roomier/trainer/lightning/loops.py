@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Counts:
-    """Number of started and completed items."""
+    """Numbers of started and completed items."""
 
     ready: int
     completed: int
