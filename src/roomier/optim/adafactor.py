@@ -130,7 +130,7 @@ class _Part:
         return sums
 
     def add_columns(self, of_columns: Tensor) -> None:
-        """Update the column means of a matrix from the sums of squares over the rows of all ranks."""
+        """Update the column means of a matrix from the sums of the squared gradients in each column, over all ranks."""
         columns = self.moments[1]
         if columns.numel():  # the column means of a matrix with one row are on one rank
             columns.lerp_((of_columns / self.shape[0]).to(columns.dtype).view_as(columns), self.newest)

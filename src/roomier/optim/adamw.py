@@ -370,7 +370,7 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 def _example(bits: int, device: torch.device) -> tuple[Any, ...]:
     """Return example arguments of :func:`update_blocks`: rows of zeros."""
-    rows = torch.zeros(3, 1024, device=device)  # several blocks per row; with one block, the compiler would specialize
+    rows = torch.zeros(3, 1024, device=device)  # several blocks per row, because torch.compile specializes on size 1
     *codes, root_scales, ratio_scales = block_codes.empty_codes(rows, bits).values()
     blocks = Region(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
     scales = [root_scales[..., None], ratio_scales[..., None]]

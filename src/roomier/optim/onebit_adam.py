@@ -243,7 +243,7 @@ class OneBitAdam(Optimizer):
         return flat[self._pieces[index].slice_of(self._exchange.rank)]
 
     def _gather(self, index: int, own: Tensor) -> Tensor:
-        """All-gather the shards ``own`` of all ranks and return the unsharded tensor (``[numel]``, in new memory)."""
+        """All-gather ``own``, the shard of each rank, and return the unsharded tensor (``[numel]``, in new memory)."""
         pieces = self._pieces[index]
         rows = own.new_zeros(self._exchange.num_ranks, pieces.size)
         rows[self._exchange.rank, : len(own)] = own
@@ -343,7 +343,7 @@ class OneBitAdam(Optimizer):
         momentum, error = (saved[name].to(device, dtype) for name in ("exp_avg", "server_error"))
         self._hold_denominator(parameter, self._gather(index, saved["denominator"].to(device, dtype)))
         # If the shards differ from the saved shards, the elements of a block no longer have the same absolute value.
-        # The rounding error of the code is added to the error.
+        # Therefore, the rounding error of the new code is added to the error.
         row = self._momentum[rank]
         coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=num_ranks == num_ranks_then)
         error = error.add(momentum - coded, alpha=beta1)

@@ -14,9 +14,9 @@ and a number that rounds beyond the largest bfloat16 number is infinite only in 
 16 random bits are added to the float32 number before the lower half is truncated. The probability of rounding up is the
 distance from the next lower bfloat16 number, as a fraction of the distance between adjacent bfloat16 numbers.
 Therefore, the mean of many roundings equals the float32 number. The random bits are a hash of the element's position in
-the *unsharded* tensor and of a key (:func:`noise_key`), which is computed from seed, step and parameter index. No
-generator has to be saved. A resumed run uses the same random bits, and each rank uses the same bits for its shard as a
-single process. Replicas of a parameter stay identical.
+the *unsharded* tensor and of a key (:func:`noise_key`), which is computed from seed, step and parameter index.
+Checkpoints do not need to contain a generator. A resumed run uses the same random bits, and each rank uses the same
+bits for its shard as a single process. Replicas of a parameter stay identical.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass
 class Factor:
-    """Function that maps a step to a factor of the learning rate. The first step is 0.
+    """Function that maps a step to a factor of the learning rate. Steps are counted from 0.
 
     The factor rises over the first ``warmup_steps`` steps. Then, ``"linear"`` and ``"cosine"`` decrease the factor to
     ``min_lr_ratio`` until the schedule ends. The cosine schedule is SGDR (Loshchilov and Hutter 2017, equation 5)

@@ -5,7 +5,7 @@ that ranks exchange.
 A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs, this scale minimizes
 the squared error. The norm of the error never exceeds the norm of the block, so error feedback stays bounded
 (Karimireddy et al. 2019, arXiv 1901.09847, lemma 8). Using the root mean square as the scale would preserve the norm,
-but the squared error can be up to twice the squared norm of the block. Blocks never span two tensors, because the
+but the squared error could be up to twice the squared norm of the block. Blocks never span two tensors, because the
 values of norms, embeddings and large matrices differ in magnitude, so a shared scale would cause large errors.
 
 [Note: shards]

@@ -22,7 +22,7 @@ class Lever:
     Attributes:
         keyword: argument of the Trainer. The strategy ``"auto"`` uses a lever that is not exact only if its keyword is
             allowed, as in ``{"name": "auto", "allow": [keyword]}``.
-        field: field of the Plan, ``"section.name"``. The default value of the field disables the lever.
+        field: field of the Plan, as ``"section.name"``. The default value of the field disables the lever.
         on: value of the field if the keyword is True.
         words: name of the lever in descriptions of a plan.
         row: text in the first column of the printed plan.

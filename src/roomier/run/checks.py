@@ -123,8 +123,8 @@ def _on(run: Run, ranks: Sequence[int]) -> str:
 
 
 def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
-    """Return the problem and the recommended action for an error. The problem includes the cause if the last batch
-    reveals it."""
+    """Return the problem and the recommended action for an error. If the last batch shows the cause, the problem
+    includes it."""
     empty = _batch_without_terms(run)
     if empty is None:
         return problem, _way_back(run, found)

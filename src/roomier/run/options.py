@@ -174,8 +174,8 @@ class LoopOptions:
         return 1.0 if limit is None else limit
 
     def limit_batches(self, stage: str, num_batches: float) -> float:
-        """Return the number of batches to use in one epoch of ``stage``. ``num_batches`` is the available number;
-        infinite if unknown.
+        """Return the number of batches to use in one epoch of ``stage``. ``num_batches`` is the number of available
+        batches; infinite if unknown.
 
         Raises:
             RoomierError: the limit is a fraction, and the number of batches is unknown or too small for the fraction.

@@ -117,7 +117,7 @@ class Start:
     Args:
         checkpoint: the checkpoint that the run resumes from; None for a new run.
         folder: the run folder; None if the run writes no files.
-        weights: the initial weights of the model.
+        weights: the source of the initial weights of the model.
         batch: the global batch before the restart of the job; None if the job was not restarted.
         is_last: True if ``checkpoint`` is the result of a search for the newest checkpoint. If this checkpoint is
             damaged, the run resumes from the next older checkpoint.

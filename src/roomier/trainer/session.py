@@ -99,7 +99,7 @@ def request_of(
 
 @contextmanager
 def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) -> Iterator[Run]:
-    """Open a run of ``request`` that is ready for its loop, and close the run at the end of the context.
+    """Open a run that is ready for its loop, and close the run at the end of the context.
 
     Args:
         adds_callbacks: True to add the callbacks from ``configure_callbacks`` and a memory forecast.

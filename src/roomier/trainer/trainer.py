@@ -397,7 +397,7 @@ class Trainer(LastCall):
 
         Args:
             filepath: the folder to create.
-            weights_only: True to save only the weights and the hyperparameters. A run cannot be resumed from them.
+            weights_only: True to save only the weights and the hyperparameters, which is not enough to resume a run.
             storage_options: must be None, because a checkpoint is a folder in the file system.
             asynchronous: during a fit, copy the state to host memory, and write the checkpoint while training
                 continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is

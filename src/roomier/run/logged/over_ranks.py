@@ -21,7 +21,7 @@ class RankEntry(NamedTuple):
     """One logged name on one rank.
 
     Attributes:
-        options: arguments with which the value is logged.
+        options: arguments of the call of ``log``.
         total, weight: reduction over the epoch so far; the mean is ``total / weight``. ``total`` is None if no value
             was added.
         step_value, step_weight: last value of a step and its weight. ``step_value`` is None if no step logged a value.
@@ -43,7 +43,7 @@ class OfAll:
     """One logged name, reduced across all ranks.
 
     Attributes:
-        options: arguments with which the value is logged.
+        options: arguments of the call of ``log``.
         total, weight: reduction over the epoch so far.
         step_value: reduced value of the last step, or None.
         updates: number of updates of the torchmetrics object on each rank.

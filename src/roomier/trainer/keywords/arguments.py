@@ -266,6 +266,6 @@ def is_checkpoint(callback: object) -> bool:
 
 
 def kind_of(callback: object) -> type:
-    """Return the type of callback that can replace ``callback``."""
+    """Return the type that a callback must have to replace ``callback``."""
     is_mirror = isinstance(callback, ModelCheckpoint) and type(callback).__qualname__ == ModelCheckpoint.__qualname__
     return ModelCheckpoint if is_mirror else type(callback)

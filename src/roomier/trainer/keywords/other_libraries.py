@@ -1,4 +1,4 @@
-"""Arguments of the Trainer that are objects or settings of other libraries."""
+"""Conversion of Trainer arguments that are objects or settings of other libraries."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Names and callbacks of Lightning's Trainer."""
+"""Support for the names and callbacks of Lightning's Trainer."""

@@ -53,7 +53,7 @@ class _MirroredCheckpoint(ModelCheckpoint):
     """ModelCheckpoint that copies its results to Lightning's object.
 
     The callback equals Lightning's object and has its class, so ``isinstance`` and ``in`` find the user's object in
-    ``trainer.callbacks``. Other attributes are read from the object.
+    ``trainer.callbacks``. Other attributes are read from Lightning's object.
     """
 
     def __init__(self, seen_as: Any, **arguments: Any) -> None:

@@ -44,6 +44,6 @@ def _read(read: Callable[..., Any], path: Any, map_location: Any = None, **optio
     if not isinstance(path, str | Path) or not (at_home(path) / RECORD_NAME).is_file():
         return read(path, map_location=map_location, **options)
     content = lightning_content(at_home(path), peek_run(at_home(path)))
-    if not isinstance(map_location, str | torch.device):  # functions and dicts apply only to files
+    if not isinstance(map_location, str | torch.device):  # a function or dict as map_location applies only to files
         return content
     return map_tensors(lambda tensor: tensor.to(map_location), content)
