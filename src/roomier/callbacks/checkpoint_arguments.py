@@ -1,4 +1,4 @@
-"""Checks of the arguments of ModelCheckpoint, and replacements for its former arguments."""
+"""Check the arguments of ModelCheckpoint, and suggest replacements for removed arguments."""
 
 from __future__ import annotations
 

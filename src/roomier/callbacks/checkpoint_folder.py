@@ -16,7 +16,7 @@ from roomier.core.errors import CheckpointError
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the visible entries in ``folder``, each of which may be a checkpoint."""
+    """Return the sorted names of the entries in ``folder``, without links and hidden entries."""
     if not folder.is_dir():
         return ()
     entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
@@ -67,7 +67,7 @@ def find_complete(name: str, folders: list[str]) -> str:
     """Return the path of the complete checkpoint ``name`` in the first folder that contains it; ``""`` if none does."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
-        if is_lightning_file(path):  # such a file belongs to the Lightning run from which this run resumes
+        if is_lightning_file(path):  # a single file, which peek does not support
             return path
         with suppress(CheckpointError):
             checkpoint.peek(path)

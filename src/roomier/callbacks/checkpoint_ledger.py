@@ -122,7 +122,7 @@ class Ledger:
 
 
 def ledger_form(*, monitored: bool) -> Form:
-    """Return the expected form of a ModelCheckpoint's state. With ``monitored``, every checkpoint has a score."""
+    """Return the schema of a ModelCheckpoint's state. If ``monitored`` is True, every checkpoint must have a score."""
     return fields(
         {
             "monitor": optional(text),

@@ -70,7 +70,8 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return all modules inside ``modules`` that have no children or that directly own parameters."""
+        """Return ``modules`` and their descendants, except modules that have children but directly own no
+        parameters."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
@@ -98,8 +99,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Set ``requires_grad`` to True for the parameters of ``modules``, and enable the update of BatchNorm's running
-        statistics."""
+        """Unfreeze the parameters of ``modules``. BatchNorm modules update their running statistics again."""
         for each in BaseFinetuning.flatten_modules(modules):
             if isinstance(each, BATCH_NORMS):
                 each.track_running_stats = True
@@ -200,8 +200,8 @@ class BaseFinetuning(Callback):
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Restore the parameter groups of the saved run and remove parameter groups that were added later.
 
-        Therefore, a run that returns to an earlier checkpoint unfreezes the parameters of the removed groups again.
-        Returns an empty dict, because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
+        Therefore, a run that returns to an earlier checkpoint can add the removed groups again. Returns an empty dict,
+        because this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
         """
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
         if not state or "trained" not in state or trainer is None:
@@ -218,7 +218,7 @@ class BaseFinetuning(Callback):
         for optimizer, saved in zip(trainer.optimizers, stored["optimizers"], strict=False):
             _drop_groups(optimizer, max(len(saved["param_groups"]), self._num_configured[optimizer]))
             for group in saved["param_groups"][len(optimizer.param_groups) :]:
-                if all(name in parameters for name in group["params"]):  # otherwise, a later check raises an error
+                if all(name in parameters for name in group["params"]):  # a later check reports unknown names
                     optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
         self._extend_schedulers(trainer)
         trainer.engine.trained_parameters_changed()

@@ -38,10 +38,10 @@ class MemoryForecast(TracksStep):
     the model is not compiled, the weights are equal to the weights of a run without this callback.
 
     Args:
-        at_step: number of the tracked step, at least 2. If None, the tracked step is the step of a
-            :class:`MemoryAnatomy` in the same Trainer. Without a MemoryAnatomy, step 2 is tracked. With deferred
-            updates, step 3 is tracked, because the first update runs in step 2. With an activation budget, step 4 is
-            tracked, because the budget runs measurements in the first steps.
+        at_step: step to track, counted from 1 at the start of the fit; at least 2. If None, the tracked step is the
+            step of a :class:`MemoryAnatomy` in the same Trainer. Without a MemoryAnatomy, step 2 is tracked. With
+            deferred updates, step 3 is tracked, because the first update runs in step 2. With an activation budget,
+            step 4 is tracked, because the budget runs measurements in the first steps.
 
     Attributes:
         record: forecast and measurement; None before the tracked step ends.
@@ -96,15 +96,15 @@ class MemoryForecast(TracksStep):
             notice(f"MemoryForecast: training ended before step {self._step or self._first_step}, the step to track")
 
     def _shared_step(self, trainer: TrainerView) -> int:
-        """Return the step that a MemoryAnatomy tracks, so that both callbacks use one tracker."""
+        """Return the next step of a MemoryAnatomy, so that both callbacks share a tracker, or the default step."""
         from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late import: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
         return next(steps, None) or self._first_step
 
     def _note_workload(self, trainer: TrainerView, batch: Any) -> None:
-        """Store the largest micro-batch of the tracked step. The last micro-batch of an epoch can have fewer
-        samples."""
+        """Store the shapes of ``batch`` if it is the largest micro-batch of the tracked step so far. The last
+        micro-batch of an epoch can have fewer samples."""
         if trainer.shapes is None:
             return
         found = replace(Workload.of(trainer.shapes, batch), copies=kept_by(trainer.callbacks, now=True))
@@ -158,8 +158,11 @@ def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any,
 
 
 def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast | None, str]:
-    """Return the forecast (the planned forecast, or a dry run of the current plan) and an empty text. If there is no
-    forecast, return None and the reason."""
+    """Return the planned forecast or, if there is none for the current plan, the result of a dry run.
+
+    Returns:
+        The forecast and an empty string; if the forecast fails, None and the reason.
+    """
     planned = None if trainer.choice is None else trainer.choice.chosen
     if planned is not None and planned.plan == trainer.plan:
         return planned, ""

@@ -26,9 +26,9 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
     the tracked step identifies the kind of each tensor.
 
     Args:
-        at_step: number of the tracked step, at least 2, because the optimizer has no states before step 2. If None,
-            step 2 is tracked. With an activation budget, step 4 is tracked, because blocks save as little as possible
-            for backward in the first three steps.
+        at_step: step to track, counted from 1 at the start of the fit. The minimum is 2, because the optimizer has no
+            states before step 2. If None, step 2 is tracked. With an activation budget, step 4 is tracked, because
+            blocks save as little as possible for backward in the first three steps.
         every_n_steps: number of steps after which another step is tracked; None tracks only one step.
 
     Attributes:

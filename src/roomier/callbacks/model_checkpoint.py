@@ -285,7 +285,7 @@ class ModelCheckpoint(Callback):
 
     def _is_due(self, trainer: TrainerView) -> bool:
         step = trainer.global_step
-        # The interval counts steps, so it must be checked in each step.
+        # The interval counts the calls of is_over, so this call must run in each step.
         is_over = self._interval is not None and self._interval.is_over(trainer.ranks)
         if step == self._due_step:
             return True
@@ -343,7 +343,8 @@ class ModelCheckpoint(Callback):
             raise
 
     def _committed(self, trainer: TrainerView, ledger: Ledger) -> None:
-        """Replace the ledger with ``ledger``, whose checkpoint is committed."""
+        """Use ``ledger`` and remove superseded checkpoints. Called after the save to ``ledger.newest_path`` is
+        committed."""
         self._ledger = ledger
         if self._uncommitted is ledger:
             self._uncommitted = None
@@ -445,7 +446,7 @@ class ModelCheckpoint(Callback):
             "superseded": [self._name(path) for path in ledger.superseded],
             "current_score": ledger.current_score,
             "step": ledger.step,
-            "due_step": self._due_step,  # required if a signal ends the run between a validation and its save point
+            "due_step": self._due_step,  # for a resume after a signal between a validation and its save point
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
         }
 

@@ -62,8 +62,8 @@ class Summary:
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
-    """Return one row for each submodule down to ``max_depth`` (0 for no submodules, -1 for all submodules), in the
-    order of registration."""
+    """Return the total, and one row for each submodule down to ``max_depth`` (0 for none, -1 for all), in the order of
+    registration."""
     rows = [
         _row(name, part)
         for name, part in model.named_modules()
@@ -127,8 +127,7 @@ class ModelSummary(Callback):
         trainer.engine.watch(AttentionWatch(_print_attention))
 
     def table(self, trainer: TrainerView, pl_module: Module) -> RenderableType:
-        """Return the table of the modules of ``pl_module``. The table of the optimizers is printed after the table of
-        the modules."""
+        """Return the table of the modules of ``pl_module``."""
         return summary_table(summarize(pl_module, self.max_depth))
 
 
@@ -150,7 +149,8 @@ def summary_table(summary: Summary) -> Table:
 
 
 def optimizer_table(optimizers: list[Optimizer]) -> Table:
-    """Return a table of the parameter groups of each optimizer, with their contents if a Plan created the optimizer."""
+    """Return a table with one row per parameter group of each optimizer. Groups that a Plan created are described by
+    their contents instead of a number."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     has_bits = any("state_bits" in group for _, group in groups)
     numbers = ("lr", "weight decay", *(["state bits"] if has_bits else []), "tensors", "params")

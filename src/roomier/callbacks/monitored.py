@@ -43,10 +43,11 @@ class Monitored:
         self._is_noticed = False
 
     def read(self, trainer: TrainerView) -> float | None:
-        """Return the latest value. If it is not logged before the first validation, print one notice and return None.
+        """Return the latest value of the metric. Before the first validation, return None if the metric was not logged,
+        and print one notice.
 
         Raises:
-            RoomierError: the metric was not logged.
+            RoomierError: the metric was not logged, although a validation has ended or the run has no validation.
         """
         metrics = trainer.callback_metrics
         if self.name in metrics:
@@ -90,7 +91,7 @@ def check_mode(callback_name: str, mode: str) -> str:
 
 
 def scalar(value: Tensor | float) -> float:
-    """Return a metric with one element as a Python float. This function waits for the device of the tensor."""
+    """Convert a metric with one element to a Python float. The host waits for the device of a tensor."""
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 

@@ -169,7 +169,7 @@ class ProgressBar(BatchCounts, Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        # All ranks have the same number of batches as the first rank, except in the last round.
+        # Every rank evaluates one batch in each round. The last round can be incomplete.
         self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation()
@@ -227,7 +227,7 @@ class ProgressBar(BatchCounts, Callback):
         self._schedule_redraw()
 
     def _schedule_redraw(self) -> None:
-        """Set the time of the next redraw that does not depend on a log step."""
+        """Set the time of the next redraw between log steps."""
         redraws = self._display is not None and self._display.redraws_between_log_steps
         self._next_draw_s = time.monotonic() + self.refresh_interval_s if redraws else math.inf
 

@@ -31,7 +31,7 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 @dataclass(frozen=True)
 class Measured:
-    """Shapes and numbers of operations in one forward pass with the ``example_input_array`` of the module.
+    """Shapes and floating-point operations of one forward pass with the ``example_input_array`` of the module.
 
     Attributes:
         in_sizes: shapes of the inputs in the last call of each module, keyed by module name.
@@ -45,16 +45,16 @@ class Measured:
 
 
 class RichModelSummary(ModelSummary):
-    """Callback that prints a framed table of modules, parameters, bytes and modes when ``fit`` starts.
+    """Callback that prints a framed table of modules, parameters, bytes and modes (train or eval) when ``fit`` starts.
 
-    If the module has an ``example_input_array``, the table also contains the sizes of inputs and outputs and the
-    operations of one forward pass with this input. The forward pass runs in evaluation mode without gradients and does
+    If the module has an ``example_input_array``, the table also contains the shapes of inputs and outputs and the FLOPs
+    of one forward pass with this input. The forward pass runs in evaluation mode without gradients and does
     not change the random states. The forward pass is skipped if the strategy shards parameters. This callback replaces
     :class:`ModelSummary`.
 
     Args:
         max_depth: depth down to which submodules are listed; 0 lists only the total, and -1 lists all submodules.
-        summarize_kwargs: options of the table: ``header_style`` (default ``"bold magenta"``).
+        summarize_kwargs: only ``header_style``, the style of the header (default ``"bold magenta"``), has an effect.
 
     Example:
         >>> trainer = roomier.Trainer(callbacks=[RichModelSummary(max_depth=2)])
@@ -79,7 +79,7 @@ def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]]
 
     Args:
         example: the input; a tuple contains the positional arguments, and a dict contains the keyword arguments.
-        run: function that runs a step in the precision of training.
+        run: function that calls its argument in the precision of training.
     """
     from torch.utils.flop_counter import FlopCounterMode  # slow to import
 

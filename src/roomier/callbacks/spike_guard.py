@@ -115,7 +115,7 @@ class SpikeGuard(Callback):
         self.num_bad_steps = 0
         self._good: dict[str, deque[float]] = {name: deque(maxlen=self.window) for name in self.monitor}
         self._num_judged = 0
-        self._bad_at: list[int] = []  # Indices of recent bad steps among the judged steps.
+        self._bad_at: list[int] = []  # Values of _num_judged at recent bad steps.
         self._skipped: set[Place] = set()  # Steps that the run skips after a rollback.
         self._latest_loss: Tensor | None = None
         self._pending: list[tuple[Place, int, Tensor, Tensor | None]] = []
@@ -226,14 +226,14 @@ class SpikeGuard(Callback):
             self._undo.end_epoch()
 
     def _judge_pending(self, trainer: TrainerView) -> None:
-        """Judge the pending steps. Every rank must call this method."""
+        """Check the pending steps and handle the first bad step. Every rank must call this method."""
         bad: list[str] = []
         for place, size, figures in self._read(trainer):
             problem = self._judge(trainer, figures)
             if problem is not None:
                 bad.append(self._describe(trainer, place, size, problem))
                 self._skipped.add(place)
-                break  # the steps after a bad step are not judged
+                break  # after a rollback, the later steps run again
         if not bad:
             return
         if self.action == "stop":
@@ -243,14 +243,14 @@ class SpikeGuard(Callback):
         raise GoBackError(bad[0])
 
     def _read(self, trainer: TrainerView) -> list[tuple[Place, int, dict[str, float]]]:
-        """Return the pending values of the global batch as numbers. The method waits for the device and for all
-        ranks."""
+        """Return the pending losses and norms as numbers for the global batch. This method waits for the device and for
+        all ranks."""
         pending, self._pending = self._pending, []
         if not pending:
             return []
         figures = [torch.stack([loss, loss if norm is None else norm.to(loss.device)]) for *_, loss, norm in pending]
         own = torch.stack(figures).cpu().double()  # On the CPU, because some devices do not support float64.
-        rows = trainer.ranks.sum(own).tolist()  # The loss is per rank, but the norm is over all ranks.
+        rows = trainer.ranks.sum(own).tolist()  # A rank has its part of the loss, but the norm is global.
         size_of_world = trainer.world_size
         return [
             (place, size, {"loss": loss, "grad_norm": norm / size_of_world})

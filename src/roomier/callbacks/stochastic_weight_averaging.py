@@ -201,7 +201,7 @@ class StochasticWeightAveraging(HoldsAverage):
             self._latest_epoch = epoch
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if self._scheduler is not None and not trainer.is_last_save_point:  # False if the run ended during the epoch
+        if self._scheduler is not None and not trainer.is_last_save_point:  # the run continues with the next epoch
             self._scheduler.step()
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -259,7 +259,7 @@ def update_batch_norms(trainer: TrainerView) -> None:
             for batch_idx, batch in enumerate(islice(batches, None if math.isinf(limit) else int(limit))):
                 _forward(trainer, batch, batch_idx)
         except DataError as error:
-            if not run.ranks.is_alone:  # the other ranks wait for this rank, in a forward pass or in the sum below
+            if not run.ranks.is_alone:  # without an error, the other ranks would wait for this rank forever
                 raise
             notice(f"StochasticWeightAveraging: the statistics of BatchNorm are incomplete: {error}")
     run.engine.settle()

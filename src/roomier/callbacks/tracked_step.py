@@ -1,4 +1,4 @@
-"""One training step that is tracked for all callbacks that request it."""
+"""Memory tracking of one training step, shared by all callbacks that request this step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
 
 
 def first_step_of(trainer: TrainerView) -> int:
-    """Return the first step of a run, counted from 1, whose memory is representative of later steps."""
+    """Return the first step, counted from 1, that a callback may track."""
     return FIRST_STEP_OF_A_BUDGET if trainer.plan.activation.policy == "budget" else FIRST_STEP
 
 
 def usual_step_of(trainer: TrainerView) -> int:
-    """Return the step that is tracked by default: the first step that creates no optimizer states."""
+    """Return the step that is tracked by default: the first step whose memory is representative of later steps."""
     offload = trainer.plan.offload
     is_offloaded = offload.optimizer_states != "none" or offload.parameters != "none"
     is_deferred = is_offloaded and update_mode(trainer.plan) == "deferred"
@@ -45,7 +45,7 @@ def usual_step_of(trainer: TrainerView) -> int:
 
 
 def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
-    """Return the TrackedStep for step number ``step`` of the run. All callers of one step receive the same object."""
+    """Return the TrackedStep for step number ``step`` of the run. All calls with the same number return one object."""
     steps = _shared.setdefault(trainer.engine, {})
     if step not in steps:
         steps[step] = TrackedStep(step)
@@ -53,7 +53,7 @@ def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
 
 
 class TrackedStep:
-    """Tracked step. The kind of each tensor is identified in the step before the tracked step.
+    """Step whose memory is tracked. The step before it is also observed, to identify the kind of each tensor.
 
     Each callback must call :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call
     for a batch, other calls have no effect. The tracker records only between the two hooks, so it excludes logging,
@@ -106,8 +106,7 @@ class TrackedStep:
         return self.tracker
 
     def pause(self) -> None:
-        """Stop the recording if a recording is active. After a skipped epoch or an error, :meth:`end_batch` is not
-        called."""
+        """Stop an active recording. After a skipped epoch or an error, :meth:`end_batch` is not called."""
         inside, self._inside = self._inside, None
         if inside is None or self._looking is None:
             return

@@ -134,7 +134,7 @@ class WeightAveraging(HoldsAverage):
         self._is_training = False
         if self.num_averaged:
             self._share_buffers(trainer)
-            self._swap(trainer)  # keeps the trained weights too, so later checkpoints contain both versions
+            self._swap(trainer)  # later checkpoints contain the average and the trained weights
         else:
             notice(f"{type(self).__name__}: should_update never returned True, so the model keeps its trained weights")
 
@@ -192,8 +192,8 @@ class WeightAveraging(HoldsAverage):
         return places
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Restore the average. The model already contains the weights at ``"module"``. If an average was saved, these
-        weights are the average."""
+        """Restore the average. The model already contains the weights at ``"module"``, which are the average if an
+        average was saved."""
         self._average = None
         if CURRENT not in checkpoint:
             if not self._stored:
@@ -223,8 +223,7 @@ class WeightAveraging(HoldsAverage):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """Return the tensors to average, keyed by name: the parameters, in the form that they have between steps, and
-        persistent buffers.
+        """Return the tensors to average, keyed by name: parameters and persistent buffers.
 
         Args:
             names: names from a checkpoint; None selects the tensors that are currently trained.
