@@ -36,9 +36,9 @@ def replacing(path: Path) -> Iterator[TextIO]:
 def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: int | None = None) -> None:
     """Write ``hparams.json``. Values that JSON cannot represent are written as their ``repr``.
 
-    A resumed run preserves the hyperparameter file of the first run, because the resumed run does not use all new
-    values. For example, the learning rate comes from the checkpoint. If the new values differ, they are written to
-    ``hparams-from-step=N.json``, and a notice is printed.
+    A resumed run does not replace the file of the first run, because it does not use all new values. For example, the
+    learning rate comes from the checkpoint. If the new values differ, they are written to ``hparams-from-step=N.json``,
+    and a notice is printed.
     """
     text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
@@ -126,4 +126,4 @@ class FileLogger(GuardedLogger):
 
     @abstractmethod
     def _prepare_file(self, resumed_step: int | None) -> None:
-        """Prepare the existing file of a run for appending: remove rows after ``resumed_step``."""
+        """Remove incomplete rows and rows after ``resumed_step`` from an existing file."""

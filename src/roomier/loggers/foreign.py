@@ -20,14 +20,14 @@ def is_logger(obj: object) -> bool:
 
 
 class ForeignLogger(Logger):
-    """Adapter that calls the Lightning logger ``inner`` in the same way as Lightning's Trainer. ``trainer.logger``
-    returns ``inner``.
+    """Adapter that calls a Lightning logger in the same way as Lightning's Trainer. ``trainer.logger`` returns
+    ``inner``.
 
     ``inner`` manages its own folders and versions. After a resume, ``inner`` contains the rows of repeated steps
     twice.
 
     Args:
-        inner: the logger.
+        inner: the Lightning logger.
     """
 
     def __init__(self, inner: Any) -> None:

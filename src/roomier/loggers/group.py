@@ -62,8 +62,8 @@ class LoggerGroup:
         Args:
             metrics: values by column.
             index: index of the batch, which is the step of the row.
-            step: number of completed optimizer steps. Loggers of roomier receive this number in the column
-                ``trainer/step``, because a resumed run removes later rows.
+            step: number of completed optimizer steps. Loggers of roomier receive this number as the metric
+                ``trainer/step``, because a resumed run removes the rows after its first step.
         """
 
         def log(logger: Logger) -> None:
@@ -94,7 +94,7 @@ class LoggerGroup:
 
 
 def choosing_their_folders(loggers: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the loggers written for Lightning. These loggers also log evaluations that have no run folder."""
+    """Return the loggers written for Lightning, which choose their own folders and so can log without a run folder."""
     return tuple(each for each in loggers if not isinstance(each, Logger))
 
 

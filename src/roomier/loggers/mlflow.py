@@ -63,7 +63,7 @@ class MLFlowLogger(ServiceLogger):
     ) -> None:
         refuse_log_model(log_model)
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"file:{Path(save_dir or './mlruns').absolute()}"
-        if uri.startswith("file:"):  # the user selected the file store, and this run must not use the network
+        if uri.startswith("file:"):  # allow the file store, and prevent network access
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:

@@ -1,4 +1,4 @@
-"""Ids and folders of a run's logs, stored in ``loggers.json`` in the run folder for a resumed run."""
+"""Ids and folders of a run's loggers, stored in ``loggers.json`` in the run folder and reused by a resumed run."""
 
 from __future__ import annotations
 

@@ -88,10 +88,11 @@ class WandbLogger(ServiceLogger):
     def watch(
         self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
     ) -> None:
-        """Call ``wandb.watch``, which logs histograms of gradients and waits for the device every ``log_freq`` steps.
+        """Call ``wandb.watch``, which by default logs histograms of gradients and waits for the device every
+        ``log_freq`` steps.
 
-        ``wandb.watch`` registers hooks on the current parameters, but ``zero1`` and higher strategies replace these
-        parameters.
+        ``wandb.watch`` registers hooks on the current parameters. If ``zero1`` or a higher strategy then
+        replaces the parameters, the hooks no longer run.
         """
         self._guard("watch", lambda: self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph))
 
