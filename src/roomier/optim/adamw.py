@@ -330,8 +330,8 @@ def update_blocks(
 def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
-    # A dry run compiles no code, and must not store its update in the cache of compiled_update. The compiled update
-    # creates no tensors, so a no-op replaces it. A machine without an accelerator can plan for CUDA, and does not need
+    # A dry run compiles no code and must not store its update in the cache of compiled_update. The compiled update
+    # creates no tensors, so a no-op replaces it. A machine without an accelerator can plan for CUDA and does not need
     # Triton for that.
     kind = torch_fake.fake_kind()
     is_elsewhere = kind == "cuda" and not torch.accelerator.is_available()

@@ -27,7 +27,7 @@ Methods", 1992, chapter 3). ``u`` depends only on step and column, so a resumed 
 identically. Numbers that a code represents exactly, such as zero and the maximum of a block, do not change.
 
 [Note: blocks]
-A block is part of one row (dimension 0), and has about 256 elements (8 bits) or 128 elements (4 bits). Parameters are
+A block is part of one row (dimension 0) and has about 256 elements (8 bits) or 128 elements (4 bits). Parameters are
 sharded by rows, so a block never spans two ranks.
 """
 

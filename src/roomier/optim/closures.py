@@ -32,7 +32,7 @@ def _assumes(statements: list[ast.stmt]) -> bool | None:
         if isinstance(each, ast.If) and _mentions(each.test):
             if _is_missing(each.test) and isinstance(each.body[-1], (ast.Raise, ast.Return)):
                 return isinstance(each.body[-1], ast.Raise)
-            continue  # a guarded use of the closure
+            continue  # the closure is called only if it was passed
         if isinstance(each, (ast.With, ast.For, ast.Try)):
             inner = _assumes(each.body)
             if inner is not None:

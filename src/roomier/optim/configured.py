@@ -133,7 +133,8 @@ def check_sharded_parameters(optimizers: Iterable[Optimizer]) -> None:
     """Reject an optimizer whose first step would fail on sharded parameters.
 
     Raises:
-        RoomierError: an optimizer does not support sharded parameters. The error contains its class name.
+        RoomierError: an optimizer does not support sharded parameters. The error contains the class name of the
+            optimizer.
     """
     for optimizer in optimizers:
         cut_groups = [group for group in optimizer.param_groups if any(map(is_sharded, group["params"]))]

@@ -104,11 +104,11 @@ class SignCode:
         return pieces.from_rows(self._encode(index, padded, rows, self._counts[index]))
 
     def encode_piece(self, index: int, piece: Tensor, row: Tensor, rank: int, *, takes_largest: bool = False) -> Tensor:
-        """Write the code of ``piece``, the flat shard of ``rank``, to ``row``, and return the values that the code
-        represents as a flat tensor.
+        """Write the code of ``piece``, the flat shard of ``rank``, to ``row``, and return, as a flat tensor, the values
+        that the code represents.
 
         Args:
-            takes_largest: if True, use the largest absolute value as scale, so that decoded values are encoded without
+            takes_largest: if True, use the largest absolute value as scale, so decoded values are encoded again without
                 error.
         """
         width = self._num_blocks[index] * BLOCK
@@ -149,7 +149,7 @@ class SignCode:
         return bits, rows[:, begin : begin + num_blocks * _SCALE_BYTES].view(torch.float32)
 
     def _elements_by_block(self, index: int) -> int | Tensor:
-        """Return the number of elements in each block, excluding padding and at least 1. The result is a tensor
+        """Return the number of elements in each block, excluding padding, but at least 1. The result is a tensor
         ``[num_ranks, blocks]``, or one number if all blocks are full."""
         pieces, num_blocks = self.pieces[index], self._num_blocks[index]
         if pieces.numel == self.num_ranks * num_blocks * BLOCK:

@@ -32,7 +32,7 @@ class Lever:
             is empty if the lever can be added.
         changes_output_layer: whether the lever replaces the output layer of a language model. If so, the model must
             have an output layer.
-        frees_gradients: whether backward uses and frees the gradients, so that no gradients exist after backward.
+        frees_gradients: whether backward uses and frees the gradients, so no gradients exist after backward.
     """
 
     keyword: str

@@ -87,10 +87,10 @@ class ParallelPlan(Part):
         devices: number of ranks on each machine.
         num_nodes: number of machines.
         shard_size: with ``"hsdp"``, number of ranks across which one replica of the model is sharded. None selects the
-            ranks of one machine.
+            number of ranks on one machine.
         reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
             communication volume.
-        gradient_compression: with ``"ddp"``, ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
+        gradient_compression: ``"none"``, or, with ``"ddp"``, ``"powersgd"`` (Vogels et al. 2019, with error feedback).
         compression_rank: with ``"powersgd"``, rank of the approximation: a gradient of shape ``(n, m)`` is sent as
             ``compression_rank * (n + m)`` numbers. None means 4.
         compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send uncompressed
@@ -190,8 +190,8 @@ class OptimizerPlan(Part):
         decay_steps: number of optimizer steps, including the warm-up, after which ``"linear"`` and ``"cosine"`` end.
             None selects the number of steps in the run.
         weight_rounding: storage of updated weights with ``"bf16-true"``. ``"split"`` stores the 16 bits that bfloat16
-            lacks in a second tensor, so updates are the same as with float32 weights. The other values are
-            ``"stochastic"`` and ``"nearest"`` (loses small updates). None means ``"split"``.
+            lacks in a second tensor, so updates are the same as with float32 weights. ``"stochastic"`` rounds up or
+            down at random. ``"nearest"`` loses small updates. None means ``"split"``.
         step_in_backward: ``"exact"`` and ``"stale_norm"`` update each parameter in backward as soon as its gradient is
             complete, and then free the gradient. If the gradient norm is clipped, ``"exact"`` computes the norm in an
             additional backward pass, and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates all
@@ -252,7 +252,7 @@ class OffloadPlan(Part):
             activations of selected blocks are moved.
         folder: folder for the files of the disk tier, on a local disk of each machine. None selects a folder for
             temporary files.
-        share: fraction in [0, 1] of each rank's optimizer states, in bytes, that is stored in the lower tier. The
+        share: fraction in [0, 1] of the bytes of each rank's optimizer states that is stored in the lower tier. The
             fraction is rounded to full units. The other states stay on the device.
         update: time at which blocks are updated. All modes produce bitwise identical results. ``"plain"`` updates the
             blocks one by one after backward. ``"deferred"`` updates each block immediately before its next forward

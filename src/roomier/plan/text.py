@@ -16,7 +16,7 @@ def part_to_dict(part: Part) -> dict[str, object]:
 
 
 def parts_from_dict(values: object) -> dict[str, Part]:
-    """Return the parts in ``values`` by section. Missing keys get their default values.
+    """Return the parts that ``values`` describes, by section. Missing keys get their default values.
 
     The Plan validates the values of the fields.
 

@@ -135,8 +135,8 @@ def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
 def _batch_without_terms(run: Run) -> str | None:
     """Describe the batch of the last step if its loss is a mean over zero terms; otherwise return None.
 
-    With several ranks or accumulated gradients, losses are weighted by their number of terms, so that such batches are
-    skipped.
+    With several ranks or accumulated gradients, losses are weighted by their number of terms, so a batch without terms
+    has no effect.
     """
     window = run.now.window
     if window is None or len(window.batches) > 1 or not run.ranks.is_alone or run.module.loss_reduction != "mean":

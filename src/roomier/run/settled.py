@@ -132,7 +132,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Settled:
-    """The facts of a run. These facts are known before the model is built, and do not change until the run ends.
+    """The facts of a run. These facts are known before the model is built and do not change until the run ends.
 
     Args:
         request: the call to which the facts belong.

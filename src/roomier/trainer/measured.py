@@ -21,8 +21,7 @@ def by_loader(
 
     Args:
         metrics: names and logged values.
-        loader_of: index of the loader of each metric; None for a metric over all loaders, which is added to the dict of
-            each loader.
+        loader_of: index of the loader for each metric; None for a metric over all loaders, which every dict contains.
         num_loaders: number of loaders.
     """
     if num_loaders == 1:

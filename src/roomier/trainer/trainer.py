@@ -81,8 +81,8 @@ class Trainer(LastCall):
         precision: number format of weights and matmuls, such as ``"bf16-mixed"`` (``PrecisionPlan``).
         matmul_precision: precision of float32 matmuls (``PrecisionPlan``).
         optimizer: name of the optimizer, or a dict with ``name`` and options: ``{"name": "adamw", "eps": 1e-6}``. None
-            uses ``configure_optimizers`` (``OptimizerPlan``). A model without this method also accepts an
-            optimizer of its parameters, or a function that receives the list of parameters.
+            uses ``configure_optimizers`` (``OptimizerPlan``). For a model without this method, the value can also be an
+            optimizer, or a function that creates the optimizer from the list of parameters.
         learning_rate: learning rate of the named optimizer (``OptimizerPlan``).
         lr_schedule: name of a schedule, or a dict with ``name`` and its settings, such as ``warmup_steps``
             (``OptimizerPlan``).
@@ -97,7 +97,7 @@ class Trainer(LastCall):
         compile: compile each block with ``torch.compile``. A dict sets ``backend`` and ``mode`` (``CompilePlan``).
         memory_budget: upper limit for a device's peak memory (``"22GiB"``). None uses all memory (``ChoicePlan``).
         accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: upper limit for gradients. None and 0 disable clipping (``BatchPlan``).
+        gradient_clip_val: upper limit of the gradient norm or of each element. None and 0 disable it (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
         auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
             module's attribute that contains the learning rate.

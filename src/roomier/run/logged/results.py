@@ -249,7 +249,7 @@ class Results:
     # Reading ----------------------------------------------------------------------------------------------------
 
     def settle(self, extra: Any = None) -> list[Any]:
-        """Reduce logged values over ranks. Every rank must call this method at the same time.
+        """Reduce logged values across all ranks. Every rank must call this method at the same time.
 
         See [Note: logged values of all ranks]. With one rank, this method does nothing.
 

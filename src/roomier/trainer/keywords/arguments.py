@@ -180,7 +180,7 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
 
     Raises:
         PlanError: the Plan is invalid.
-        RoomierError: both ``plan`` and an argument that it replaces are given.
+        RoomierError: both ``plan`` and an argument that the plan contains are given.
     """
     flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
     if flags["optimizer"] is not None and own_optimizer_of(flags["optimizer"]) is not None:
@@ -260,8 +260,8 @@ def ordered(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def is_checkpoint(callback: object) -> bool:
-    """Return True if ``callback`` saves checkpoints, that is, if it is a ModelCheckpoint or an instance of a
-    subclass of Lightning's Checkpoint."""
+    """Return True if ``callback`` saves checkpoints: if it is a ModelCheckpoint or derives from Lightning's
+    Checkpoint."""
     return isinstance(callback, ModelCheckpoint) or is_builtin(callback, "Checkpoint")
 
 
