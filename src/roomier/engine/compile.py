@@ -5,8 +5,8 @@ The compiled function replaces the ``forward`` method of a block and contains it
 The compiler can therefore process the forward pass together with the recomputation and decide which activations to
 save. Hooks are not compiled: ``fully_shard`` unshards the parameters before the compiled call and reshards them after
 the call. torch caches compiled code by the code object of the ``forward`` method and treats weights as inputs. Blocks
-of one class therefore share the compiled code. It consists of one graph for training and one graph for evaluation,
-regardless of the number of blocks.
+of one class therefore share the compiled code. The code consists of one graph for training and one graph for
+evaluation, regardless of the number of blocks.
 
 The guards of torch's cache do not check which attention kernel is allowed. The cache also stores at most eight variants
 of one code object, and additional variants run uncompiled. In a process that builds several models, compiled code of an

@@ -135,7 +135,7 @@ class EagerEngine:
         return on_device
 
     def _micro_batch(self, window: Window, index: int, on_device: Any) -> Tensor | None:
-        """Run forward and backward for one micro-batch. Its activations are freed when this method returns.
+        """Run forward and backward for one micro-batch. The activations are freed when this method returns.
 
         Returns:
             The weighted loss on which backward ran (0-dim, detached). None if there is no loss or no loss term.
@@ -328,8 +328,8 @@ class EagerEngine:
                 each.step(closure)
         for end_update in moments.end_update:
             end_update()
-        # GradScaler.update() clears the record of the optimizers that were unscaled. It is therefore called only after
-        # every optimizer that was unscaled for clipping has stepped.
+        # GradScaler.update() clears the record of the optimizers that were unscaled. The engine therefore calls it only
+        # after every optimizer that was unscaled for clipping has stepped.
         if scaler.is_on and not self._unscaled:
             scaler.update()
         if not self.hooks.keeps_gradients:

@@ -25,7 +25,7 @@ def zero_gradients(loss: Tensor) -> Iterator[Tensor]:
     try:
         yield torch.nan_to_num(loss) * 0.0
     finally:
-        for hook in hooks:  # the nodes that accumulate into parameters outlive the graph
+        for hook in hooks:  # the nodes that accumulate gradients in parameters outlive the graph
             hook.remove()
 
 

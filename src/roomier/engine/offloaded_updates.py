@@ -2,7 +2,7 @@
 the device, updated by the optimizer itself, and sent back.
 
 [Note: three exact modes]
-All modes compute bit-identical updates. They differ in when the units are updated:
+All modes compute bit-identical updates. The modes differ in when units are updated:
 
 - *plain*: units are updated after backward, one after the other.
 - *deferred*: units outside the blocks are updated after backward. The unit of a block is updated immediately before the
@@ -106,7 +106,7 @@ class OffloadedUpdates(Updates):
         batch_plan: settings for clipping.
 
     Attributes:
-        mode: current mode. It changes to ``"plain"`` if code outside a block reads the block's parameters.
+        mode: current mode; changes to ``"plain"`` if code outside a block reads the block's parameters.
         clips: whether this object clips the gradients instead of the engine. True if parameters are in a tier.
     """
 

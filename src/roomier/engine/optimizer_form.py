@@ -1,8 +1,8 @@
 """Checks the stored settings and states of an optimizer before they are loaded.
 
 For the optimizers of torch and roomier, a temporary optimizer of the same class takes one step with the stored
-settings, on a parameter on the meta device. This step accepts or rejects the settings and shows which states the class
-requires. For other optimizers, only the structure of the values is checked.
+settings. The step updates a parameter on the meta device. This step accepts or rejects the settings and shows which
+states the class requires. For other optimizers, only the structure of the values is checked.
 """
 
 from __future__ import annotations

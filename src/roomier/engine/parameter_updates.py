@@ -56,7 +56,8 @@ class ParametersOnDevice:
     def present(self, number: int, own: Mapping[Tensor, object], changes: Sequence[Change]) -> Iterator[list[Tensor]]:
         """Return a context in which the parameters of a unit, and their gradients, are on the device.
 
-        Entering the context returns the parameters whose gradients were in the tier. Their gradients are freed at exit.
+        Entering the context returns the parameters whose gradients were in the tier. On exit, the gradients of these
+        parameters are freed.
 
         Args:
             number: number of the unit.

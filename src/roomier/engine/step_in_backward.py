@@ -8,11 +8,11 @@ its calls in a parameter group would count the update of each block as a step. T
 optimizer and raises an error.
 
 [Note: weights that change during backward]
-A weight is written while backward runs. Its gradient is complete after all operations that used the weight have run
-their backward passes, so no later operation reads the weight. The exception is an operation that used the detached
-weight. For this operation, autograd detects the write and raises an error. With activation recomputation, a block is
-recomputed before the first of its operations with saved tensors runs its backward pass. The weights of the block are
-updated after all their gradients are complete.
+A weight is written while backward runs. The gradient of the weight is complete after all operations that used the
+weight have run their backward passes, so no later operation reads the weight. The exception is an operation that used
+the detached weight. For this operation, autograd detects the write and raises an error. With activation recomputation,
+a block is recomputed before the first of its operations with saved tensors runs its backward pass. The weights of the
+block are updated after all their gradients are complete.
 
 [Note: clipping by norm]
 The clipping factor depends on all gradients. ``"exact"`` runs two backward passes for one forward pass. The first
@@ -53,8 +53,8 @@ class StepInBackward(Updates):
         blocks: the blocks of ``network``. The parameters of a block are updated together.
         way: ``"exact"`` or ``"stale_norm"``; see [Note: clipping by norm].
         batch_plan: settings for clipping.
-        join_norms: function that returns the norm over all ranks. Its argument is the norm of this rank's shard of each
-            gradient, by parameter.
+        join_norms: function that receives the norm of this rank's shard of each gradient, by parameter, and returns the
+            norm over all ranks.
         late: parameters whose gradients are complete only after backward.
         separate: parameters of blocks that are updated separately from their block.
 
@@ -138,7 +138,7 @@ class StepInBackward(Updates):
         """Compute the gradients and the updates of one step.
 
         Args:
-            run: function that runs backward. It accepts the ``retain_graph`` argument.
+            run: function that runs backward and accepts the ``retain_graph`` argument.
 
         Raises:
             TrainingError: this is the second backward pass of the step, or a parameter already has a gradient.

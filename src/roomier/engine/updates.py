@@ -49,7 +49,7 @@ class Updates:
         """Compute the gradients of a step.
 
         Args:
-            run: function that runs backward. It accepts the ``retain_graph`` argument.
+            run: function that runs backward and accepts the ``retain_graph`` argument.
         """
         run()
 

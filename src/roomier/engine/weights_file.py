@@ -25,14 +25,15 @@ _NUM_NAMES_SHOWN = 3
 
 
 def prepare_nothing(tensor: Tensor) -> None:
-    """Do nothing. This is the default preparation of a tensor that is written."""
+    """Do nothing. Default of ``prepare`` in :meth:`WeightsToRead.read_into`."""
 
 
 class WeightsToRead(Protocol):
     """Source of the initial values of a model."""
 
     def check(self, network: nn.Module) -> set[str]:
-        """Return the names of the tensors of ``network`` that will be read. These are all tensors except adapters."""
+        """Return the names of the tensors of ``network`` that will be read: all tensors, except adapters without stored
+        values."""
         ...
 
     def read_into(self, network: nn.Module, prepare: Callable[[Tensor], object] = prepare_nothing) -> None:
@@ -69,7 +70,7 @@ class WeightsFile:
     def check(self, network: nn.Module) -> set[str]:
         """Compare names and shapes with ``network``. Adapters may be missing from the file.
 
-        If all names in the file match ``network`` after the name of one child module, such as ``model.``, is prepended,
+        If all names in the file match ``network`` with the name of one child module as a prefix, such as ``model.``,
         the values are read into this child. If the names in the file do not match, and ``network`` is or contains a
         Hugging Face model, the tensors are converted by the rules that ``from_pretrained`` uses for this model.
 
