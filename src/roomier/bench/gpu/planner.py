@@ -6,8 +6,8 @@ The keys of a row are:
 - ``allocated_bytes``: peak of the bytes that the allocator assigned to tensors. If the device has no allocator
   statistics, the tensors of all operations are counted instead (``counts_operations``);
 - ``reserved_bytes``: peak of the bytes that the allocator took from the device; None without allocator statistics;
-- ``forecast_allocated_bytes``, ``forecast_reserved_bytes``: forecasts of these two values. Both include the workspaces
-  of the device's libraries;
+- ``forecast_allocated_bytes``, ``forecast_reserved_bytes``: forecasts of these two values. Both forecasts include the
+  workspaces of the device's libraries;
 - ``allocated_error``, ``reserved_error``: forecast / measured - 1;
 - ``by_kind``, ``forecast_by_kind``: size of the tensors of each kind at the peak, in bytes.
 """
