@@ -141,8 +141,8 @@ class TransformerLM(nn.Module):
 
 
 def sinusoids(context: int, width: int) -> Tensor:
-    """Return position encodings, ``[context, width]`` (Vaswani et al. 2017, section 3.5), divided by the square root of
-    the width, so that they have the scale of the token embedding."""
+    """Return position encodings, ``[context, width]`` (Vaswani et al. 2017, section 3.5). The encodings are divided by
+    the square root of the width, so that they have the scale of the token embedding."""
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(context)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1) / math.sqrt(width)
