@@ -74,7 +74,7 @@ class LossScaler:
 
 
 class NoScale:
-    """Loss scaler for all precisions except 16-mixed. It changes no losses, gradients or steps.
+    """Loss scaler for all precisions except 16-mixed. The methods do not change losses, gradients or steps.
 
     Attributes:
         is_on: whether losses are scaled.
