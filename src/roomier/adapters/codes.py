@@ -30,7 +30,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
     Returns:
         The codes are int8 with one code per number, or uint8 with two codes per byte (the first code in the high bits).
         The last block is padded. The scales are float32 bit patterns stored as int32, so that converting the dtype of a
-        module does not change them.
+        module does not change the scales.
     """
     flat = values.detach().reshape(-1).float()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)

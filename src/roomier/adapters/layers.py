@@ -46,9 +46,9 @@ class Adapted(nn.Module):
     """Mixin that adds ``scale * B A dropout(x)`` to the output of a layer (Hu et al. 2021, section 4.1).
 
     Attributes:
-        lora_A: first matrix of the adapter. Its shape is ``(rank, in)`` for ``nn.Linear``, and ``(in, rank)`` if the
+        lora_A: first matrix of the adapter, with shape ``(rank, in)`` for ``nn.Linear``, and ``(in, rank)`` if the
             weight of the layer has shape ``(in, out)``.
-        lora_B: second matrix of the adapter, with shape ``(out, rank)`` or ``(rank, out)``.
+        lora_B: second matrix of the adapter, with shape ``(out, rank)`` or ``(rank, out)``, respectively.
         lora_scale: alpha / rank.
         lora_dropout: dropout probability of the input of the adapter.
         is_in_out: True if the weight of the layer has shape ``(in, out)``.
