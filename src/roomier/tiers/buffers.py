@@ -1,4 +1,4 @@
-"""Host memory of the tiers. It is aligned for direct I/O, and it is pinned if an accelerator copies from or to it.
+"""Host memory of the tiers. The memory is aligned for direct I/O, and pinned if an accelerator copies from or to it.
 
 [Note: sizes of pinned allocations]
 torch rounds each pinned allocation up to a power of two. One allocation for all records could therefore have almost
