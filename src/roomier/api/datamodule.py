@@ -117,11 +117,11 @@ class DataModule(HasHyperParameters):
         return None
 
     def test_dataloader(self) -> Any:
-        """Return the test data, as in :meth:`val_dataloader`."""
+        """Return the test data in the same form as :meth:`val_dataloader`."""
         return None
 
     def predict_dataloader(self) -> Any:
-        """Return the data for ``predict``, as in :meth:`val_dataloader`."""
+        """Return the data for ``predict`` in the same form as :meth:`val_dataloader`."""
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

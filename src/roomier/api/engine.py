@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Step = Callable[[Any, int], Any]
-"""Computes the loss of one micro-batch.
+"""Function that computes the loss of one micro-batch.
 
 The arguments of a step are the batch on the device and the index of the micro-batch in its window (the micro-batches of
 one optimizer step). The step returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch.
@@ -170,7 +170,7 @@ class Engine(Protocol):
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        """Clip the gradients, by default as the Plan specifies. Return the norm before clipping (``"norm"`` only)."""
+        """Clip the gradients, by default as the Plan specifies. With ``"norm"``, return the norm before clipping."""
         ...
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:

@@ -91,7 +91,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction for a batch. By default, return ``self(batch)``.
 
-        The arguments are as in :meth:`validation_step`.
+        The arguments are the same as in :meth:`validation_step`.
         """
         return self(args[0])
 
@@ -459,7 +459,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 def checkpoint_loaders() -> Any:
     """Return ``roomier.checkpoint.module``, whose functions create a module or a DataModule from a checkpoint."""
     # An exception to the layers: the methods have Lightning's name, and the folder checkpoint implements them.
-    from roomier.checkpoint import module  # late import: a higher layer
+    from roomier.checkpoint import module  # late import: a module of a higher layer
 
     return module
 

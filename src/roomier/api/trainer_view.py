@@ -318,7 +318,7 @@ class TrainerView(Protocol):
 
     @property
     def predict_loop(self) -> Any:
-        """The prediction loop, with Lightning's attribute names."""
+        """View of the prediction loop, with the attribute names of Lightning's loop."""
 
     # Metrics
 
@@ -408,11 +408,11 @@ class TrainerView(Protocol):
 
     @property
     def fit_loop(self) -> Any:
-        """View of a fit, with the names of Lightning's loop."""
+        """View of a fit, with the attribute names of Lightning's loop."""
 
     @property
     def precision_plugin(self) -> Any:
-        """View of the precision, with the names of Lightning's plugin."""
+        """View of the precision, with the attribute names of Lightning's plugin."""
 
     @property
     def accelerator(self) -> Any:

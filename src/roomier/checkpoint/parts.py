@@ -62,10 +62,10 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
-    """Return True if ``tensor`` is a DTensor, on any number of ranks."""
+    """Return True if ``tensor`` is a DTensor, even on a single rank."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # late, because this import is slow and most processes do not need it
+    from torch.distributed.tensor import DTensor  # late import: it is slow, and most processes do not need it
 
     return isinstance(tensor, DTensor)
 

@@ -128,7 +128,8 @@ class TensorReader:
         folder: checkpoint folder.
         files: all files that contain one of the tensors; the files can differ between ranks.
         pieces: boxes of each tensor.
-        empty: tensors without values, with the names under which they are stored. A sharded tensor receives its shard.
+        empty: tensors without values, with the names under which they are stored. Only this rank's shard of a sharded
+            tensor is filled.
         filled: tensors with values, which must not change if a file is damaged.
     """
 

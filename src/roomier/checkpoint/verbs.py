@@ -105,8 +105,8 @@ def load(
     Before a tensor of ``into`` changes, the function verifies the record and the size of every file. It also verifies
     the names, shapes and dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
-    The number of ranks and the sharding of tensors can differ between saving and loading. A DTensor in ``into``
-    receives its shard, and only this shard is read. Any other tensor receives the full tensor.
+    The number of ranks and the sharding of tensors can differ between saving and loading. For a DTensor in ``into``,
+    only the shard of this rank is read. Any other tensor is read completely.
 
     Args:
         path: checkpoint folder.

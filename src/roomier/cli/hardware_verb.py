@@ -30,7 +30,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         RoomierError: an option is invalid, or a measurement failed.
     """
     options = _parser(verb).parse_args(list(arguments))
-    from roomier.hardware import cache  # late import: --help does not load torch
+    from roomier.hardware import cache  # late import: --help must not load torch
 
     if options.forget:
         existed = cache.forget()

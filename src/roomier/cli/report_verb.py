@@ -30,7 +30,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     """
     options = _parser(verb).parse_args(list(arguments))
     folder = find_run(options.run)
-    from roomier.planner.measured.record import read_record  # late import: --help does not load torch
+    from roomier.planner.measured.record import read_record  # late import: --help must not load torch
 
     record = read_record(folder)
     rates = rates_of(folder)

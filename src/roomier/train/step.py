@@ -173,7 +173,7 @@ def transfer_to(
         device: target device of ``transfer_batch_to_device``.
         module: module whose hooks are used unless ``datamodule`` overrides them.
         datamodule: the DataModule of the call, or None.
-        dataloader_idx: index of the loader, which the hooks receive.
+        dataloader_idx: index of the loader, passed to the hooks.
     """
     in_data = [] if datamodule is None else [name for name in TRANSFER_HOOKS if overrides(datamodule, name, DataModule)]
     in_module = [name for name in TRANSFER_HOOKS if overrides(module, name, Module)]

@@ -25,9 +25,9 @@ T = TypeVar("T")
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
     """Return a generator that yields the output of ``predict_step`` for each batch of ``run.batches.evaluated``.
 
-    The first value of the generator is None. The first request opens ``session``. The generator calls the same hooks as
-    ``predict``. User code runs between two values. The generator therefore resets the gradient mode and the logging
-    stage before it yields a value.
+    The first value of the generator is None. The first request enters the context ``session``. The generator calls the
+    same hooks as ``predict``. User code runs between the yielded values. The generator therefore resets the gradient
+    mode and the logging stage before it yields a value.
     """
     with session as run:
         run.engine.settle()

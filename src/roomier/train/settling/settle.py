@@ -37,7 +37,7 @@ from roomier.train.settling.job import with_global_batch
 from roomier.train.settling.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 
-if TYPE_CHECKING:  # the import loads torch's sharding, which is unnecessary on one rank with an explicit strategy
+if TYPE_CHECKING:  # the import loads torch's sharding, which one rank with an explicit strategy does not need
     from roomier.planner.choice import Choice
 
 _ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; the number does not affect memory
@@ -132,8 +132,8 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
 
 def _choose(settled: Settled) -> Choice:
     """Choose a plan. Only rank 0 calls this function. The other ranks wait."""
-    from roomier.planner.choosing.choose import choose  # late import: loads torch's sharding modules
-    from roomier.planner.choosing.nearest import no_plan_fits  # late import: loads torch's sharding modules
+    from roomier.planner.choosing.choose import choose  # late import: the module loads torch's sharding
+    from roomier.planner.choosing.nearest import no_plan_fits  # late import: the module loads torch's sharding
 
     request, plan, module = settled.request, settled.plan, settled.request.module
     parallel = plan.parallel
@@ -219,7 +219,7 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
 def _report(choice: Choice, asked: Plan) -> None:
     from rich.console import Console
 
-    from roomier.planner.report.tables import choice_table  # late import: loads torch's sharding modules
+    from roomier.planner.report.tables import choice_table  # late import: the module loads torch's sharding
 
     chosen = choice.chosen
     assert chosen is not None
