@@ -66,7 +66,7 @@ class HookTable:
             setattr(self, name, (*hooks, *late_hooks))
 
     def complete_updates_before(self, complete: Callable[[], None]) -> None:
-        """Call ``complete`` before each hook of a training step that can read parameters."""
+        """Make the hooks of a training step call ``complete`` first, except hooks that do not read parameters."""
 
         def completed(name: str, hook: Hook) -> Hook:
             function = hook.func if isinstance(hook, partial) else hook

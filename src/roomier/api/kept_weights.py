@@ -38,15 +38,15 @@ class KeepsWeights(Protocol):
     kept_weights: KeptWeights
 
     def held_weights(self) -> Iterable[Tensor]:
-        """Return the tensors of the copy that exist now: the shards of this rank."""
+        """Return this rank's shards of the copy; no tensors before the copy is created."""
         ...
 
 
 def kept_by(callbacks: Iterable[object], *, now: bool = False) -> tuple[KeptWeights, ...]:
-    """Return the copies that ``callbacks`` hold.
+    """Return descriptions of the copies that ``callbacks`` store.
 
     Args:
-        now: if True, return only copies that already exist.
+        now: if True, include only copies that already exist.
     """
     found = (each for each in callbacks if isinstance(each, KeepsWeights))
     return tuple(each.kept_weights for each in found if not now or any(True for _ in each.held_weights()))

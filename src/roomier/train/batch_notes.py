@@ -13,10 +13,10 @@ from roomier.run.progress import Window
 
 
 def note_batches(error: Exception, window: Window, world: World) -> None:
-    """Add a note to ``error``, which occurred in a training step. The note names the batches of the step, and the rank
-    if several ranks exist.
+    """Add a note to ``error``, which occurred in a training step, if several ranks exist or ``num_loss_terms`` failed.
+    The note names the batches of the step and, with several ranks, the rank.
 
-    If the first batch contains text, the note also reports the text, as :func:`note_text` does.
+    If the first batch contains text and no tensor, :func:`note_text` adds another note.
     """
     if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
         first, last = window.first_batch, window.first_batch + len(window.batches) - 1

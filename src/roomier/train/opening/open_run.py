@@ -141,7 +141,7 @@ def _batches_of_evaluation(settled: Settled) -> Batches:
 
 
 def batches_of_fit(settled: Settled, module: Module) -> Batches:
-    """Return the data of a fit."""
+    """Return the training and validation data of a fit."""
     options, data = settled.request.options, settled.data
     num_training = data.num_training_batches
     sources, limits = data.evaluation("val")
@@ -198,7 +198,7 @@ def _restored(run: Run, restore_one: Callable[[Run, Path], None]) -> Path | None
 
 
 def start_fit(run: Run) -> None:
-    """Print the plan, call ``on_fit_start`` and run the sanity check, before the first step."""
+    """Print the plan and notices, call ``on_fit_start`` and run the sanity check."""
     if run.ranks.is_zero and run.options.enable_plan_table is not False:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
     report_evaluation_mode(run.module)

@@ -4,9 +4,9 @@
 Lightning saves a checkpoint from within hooks, so the checkpoint may be written at a point where roomier has no save
 point. After the last batch of an epoch, Lightning has already stepped the schedulers that step by epoch, but has not
 ended the epoch. If the checkpoint was saved at this point, the run continues with the next epoch. Within an epoch, the
-file contains the number of completed batches, but no position in the data. The run skips these batches, so that it
-reads the same data as an uninterrupted run. (When Lightning resumes a run, the loader starts from the beginning, unless
-the loader has a state.) The file contains neither random states nor metrics of the current epoch.
+file contains the number of completed batches, but no position in the data. The run skips these batches, so it reads the
+same data as an uninterrupted run. (When Lightning resumes a run, the loader starts from the beginning, unless the
+loader has a state.) The file contains neither random states nor metrics of the current epoch.
 
 Every rank maps the file to memory and reads only its shards of the tensors.
 """

@@ -45,9 +45,10 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     """Return the checkpoint that ``ckpt_path`` names.
 
     Args:
-        ckpt_path: a checkpoint folder; ``"last"`` for the newest complete checkpoint under ``root``; ``"best"`` for the
-            best checkpoint of the ModelCheckpoint; or None. If no checkpoint exists for ``"last"``, print a notice and
-            return None. With ``"last"``, the temporary files of terminated saves are removed.
+        ckpt_path: a checkpoint folder; ``"last"`` for the newest complete checkpoint folder under ``root``, or the
+            newest ``.ckpt`` file if no folder exists; ``"best"`` for the best checkpoint of the ModelCheckpoint; or
+            None. If no checkpoint exists for ``"last"``, print a notice and return None. With ``"last"``, the temporary
+            files of terminated saves are removed.
         root: the folder that contains the run folders.
         best_path: path of the best checkpoint; None or empty if no best checkpoint exists.
 
@@ -212,7 +213,7 @@ def _is_spec(value: Any) -> bool:
 
 
 def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Check that the names and shapes of the model match the stored weights, unless its module accepts differences.
+    """Check that the names and shapes of the model match the stored weights, unless the module accepts differences.
 
     Raises:
         CheckpointError: the checkpoint does not match the model.

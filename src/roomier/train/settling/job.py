@@ -114,7 +114,8 @@ def _next_job(root: Path, ranks: Ranks) -> Job | None:
 def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: int, earlier: GlobalBatch) -> Plan:
     """Return ``plan`` for ``num_ranks`` ranks, with the global batch ``earlier`` that the job used before its restart.
 
-    The size of the micro-batches in ``data`` is adjusted to the plan.
+    The size of the micro-batches in ``data`` is adjusted to the plan. With manual optimization, ``plan`` is returned
+    unchanged.
 
     Raises:
         RoomierError: the global batch cannot be divided among the ranks.

@@ -17,8 +17,8 @@ from roomier.run.settled import Request
 
 @dataclasses.dataclass(frozen=True)
 class CutTo:
-    """Function that makes micro-batches smaller and accumulates more of them, so that the number of samples per step
-    stays the same.
+    """Function that reduces the size of micro-batches and increases their number per step. The number of samples per
+    step stays the same.
 
     Args:
         size: maximum number of samples in a micro-batch on each rank. A micro-batch has the largest number of samples
