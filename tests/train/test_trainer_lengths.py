@@ -253,6 +253,7 @@ def test_fraction_of_an_unknown_length_is_rejected(make_trainer, keywords, field
         ({"val_check_interval": 11}, r"training batches per epoch \(10\)"),
         ({"limit_train_batches": 0.01}, "is less than one batch, because the loader has only 10 batches"),
         ({"val_check_interval": 0.01}, "is less than one batch, because the loader has only 10 batches"),
+        ({"limit_val_batches": 0.5}, "is less than one batch, because the loader has only 1 batch[.]"),
     ],
 )
 def test_interval_or_limit_outside_the_loader_is_rejected(make_trainer, keywords, problem):

@@ -227,7 +227,7 @@ class LoopOptions:
             raise RoomierError(
                 field,
                 fraction,
-                f"is less than one batch, because the loader has only {num_batches:.0f} batches",
+                f"is less than one batch, because the loader has only {num_batches:.0f} batch{'es' * (num_batches > 1)}",
                 f"Use at least {1 / num_batches:.3g}, or a number of batches",
             )
         return count
