@@ -24,8 +24,8 @@ FIRST_STEP = 2
 FIRST_STEP_AFTER_A_DEFERRED_UPDATE = 3
 """The forward pass of the second step applies the first deferred update, which creates the optimizer states."""
 FIRST_STEP_OF_A_BUDGET = 4
-"""An activation budget measures the second step, and blocks save the chosen activations from the third step on. The kinds
-of the tensors are identified in the third step.
+"""An activation budget measures the second step, and blocks save the chosen activations from the third step on. The
+kinds of the tensors are identified in the third step.
 """
 
 _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()

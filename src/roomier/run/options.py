@@ -224,10 +224,11 @@ class LoopOptions:
             )
         count = int(num_batches * fraction)
         if count == 0:
+            batches = "1 batch" if num_batches == 1 else f"{num_batches:.0f} batches"
             raise RoomierError(
                 field,
                 fraction,
-                f"is less than one batch, because the loader has only {num_batches:.0f} batch{'es' * (num_batches > 1)}",
+                f"is less than one batch, because the loader has only {batches}",
                 f"Use at least {1 / num_batches:.3g}, or a number of batches",
             )
         return count
