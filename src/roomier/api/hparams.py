@@ -83,7 +83,7 @@ class HasHyperParameters:
                 arguments.
             ignore: names to exclude, even if a base class stored them.
             frame: frame of the ``__init__`` whose arguments are stored. Default: the frame of the caller.
-            logger: True to send the hyperparameters to the loggers.
+            logger: if True, send the hyperparameters to the loggers.
 
         Raises:
             RoomierError: a name is not an argument of ``__init__``, an element of ``args`` is neither a name nor a

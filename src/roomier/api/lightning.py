@@ -202,7 +202,7 @@ def with_methods_of_module(module: nn.Module, trainer: TrainerView) -> Iterator[
 
 
 def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn.Module]:
-    """Attach the LightningModules in ``module`` permanently, as :func:`with_methods_of_module` does temporarily.
+    """Attach the LightningModules in ``module`` to ``trainer`` like :func:`with_methods_of_module`, but permanently.
 
     Use this function for a copy that is discarded later. Without a ``trainer``, the LightningModules behave like a
     roomier.Module without a Trainer.

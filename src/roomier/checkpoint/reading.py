@@ -33,7 +33,7 @@ _OFFSETS_FORM = mapping_of(fields({"saved_offsets": list_of(count)}))
 
 @dataclass(frozen=True)
 class Piece:
-    """Box of a tensor, and its location in a file.
+    """Box (a rectangular region) of a tensor, and its location in a file.
 
     Attributes:
         file: name of the file.

@@ -2,10 +2,10 @@
 
 [Note: all ranks or none]
 Rank 0 creates a folder next to the target and broadcasts its path. Every rank writes its files into the folder and
-flushes them. The names and checksums are gathered. Rank 0 writes the record and renames the folder. After each of these
-steps, all ranks report to each other whether the step succeeded. If the step failed on any rank, rank 0 removes the
-folder, and all ranks raise the same error. If a rank dies, the other ranks detect the broken connection and do not
-rename the folder.
+flushes them. All ranks gather the names and checksums of the files. Rank 0 writes the record and renames the folder.
+After each of these steps, all ranks report to each other whether the step succeeded. If the step failed on any rank,
+rank 0 removes the folder, and all ranks raise the same error. If a rank dies, the other ranks detect the broken
+connection and do not rename the folder.
 """
 
 import importlib.metadata

@@ -176,7 +176,7 @@ def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
     local = tensor.to_local() if is_sharded(tensor) else tensor
     if not local.numel():
         return None
-    # The state prevents the memory from being freed, so a data pointer identifies a tensor.
+    # The state keeps all its tensors in memory, so a data pointer identifies a tensor.
     place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), tuple(tensor.shape))
     return (*place, local.dtype, local.is_conj(), local.is_neg())
 

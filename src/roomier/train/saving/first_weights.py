@@ -62,11 +62,11 @@ class PlainCheckpoint:
             read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
         except CheckpointError as error:
             raise CheckpointError("weights", str(self.path), error.problem, error.action) from error
-        network.load_state_dict(read, strict=False)  # loads the extra states; the tensors already contain the weights
+        network.load_state_dict(read, strict=False)  # calls set_extra_state; the tensors already contain the weights
 
 
 def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:
-    """Return the source of the initial weights. The source is empty if ``weights`` is None or not read.
+    """Return the source of the initial weights; an empty source if there are no weights to read.
 
     Args:
         weights: path of a safetensors file, a folder of safetensors files, a checkpoint or a Lightning ``.ckpt`` file;

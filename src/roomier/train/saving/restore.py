@@ -133,7 +133,7 @@ def restore_weights(run: Run, path: Path) -> None:
         places = _places(run, weights, stored["module"])
         state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
         found = loaded_weights(run, path, state, weights)
-    run.engine.module.load_state_dict(found)  # loads the extra states; the tensors already contain the weights
+    run.engine.module.load_state_dict(found)  # calls set_extra_state; the tensors already contain the weights
 
 
 def restore(run: Run, path: Path) -> None:
