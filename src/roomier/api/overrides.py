@@ -13,7 +13,7 @@ COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "Lightni
 
 
 def lightning_base(kind: type, counterpart: type) -> type | None:
-    """Return the Lightning class from which ``kind`` is derived (or ``kind`` itself); None if no such class exists.
+    """Return the Lightning class among ``kind`` and its base classes; None if there is none.
 
     Args:
         counterpart: the corresponding class of roomier: Module, DataModule or Callback.

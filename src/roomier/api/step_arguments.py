@@ -1,4 +1,4 @@
-"""Arguments of the step methods of a module."""
+"""Number of arguments that the step methods of a module accept."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Values of parameter groups after a resume, such as learning rate, weight decay and betas.
 
-If the Plan names the optimizer, values that have changed in the Plan are used. Otherwise the saved values are used.
+If the Plan names the optimizer, values that differ from the Plan of the checkpoint are taken from the current Plan. All
+other values are taken from the checkpoint.
 """
 
 from __future__ import annotations
