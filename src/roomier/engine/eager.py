@@ -328,8 +328,8 @@ class EagerEngine:
                 each.step(closure)
         for end_update in moments.end_update:
             end_update()
-        # GradScaler.update() clears the record of the optimizers that were unscaled. The engine therefore calls it only
-        # after every optimizer that was unscaled for clipping has stepped.
+        # GradScaler.update() clears the record of the optimizers that were unscaled. Therefore, it is called only after
+        # every optimizer that was unscaled for clipping has stepped.
         if scaler.is_on and not self._unscaled:
             scaler.update()
         if not self.hooks.keeps_gradients:

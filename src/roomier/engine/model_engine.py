@@ -69,8 +69,8 @@ class ModelEngine(PreparedEngine):
         # Autocast returns 16-bit outputs, from which the loop would compute a 16-bit loss. If the loss is computed in
         # chunks, the output is a placeholder for logits that are never materialized, so it is not converted.
         self._widens = facts.precision.autocast_dtype is not None and levers.output_layer is None
-        # The script computes the loss after the forward pass, so the contexts that watch the loss report after the
-        # first backward pass.
+        # The script computes the loss after the forward pass, so contexts that watch the loss do not report before the
+        # end of the first backward pass.
         watches = levers.forward_context.watches
         self._loss_watches: list[Any] = [each for each in watches if getattr(each, "is_of_loss", False)]
         watches[:] = [each for each in watches if each not in self._loss_watches]

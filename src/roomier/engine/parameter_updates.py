@@ -1,4 +1,4 @@
-"""Access to parameters and gradients in a tier for the updates of an engine."""
+"""Gives the updates of an engine access to parameters and gradients in a tier."""
 
 from __future__ import annotations
 
