@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train with each mode, and measure the disk."""
+    """Measure the step times and the disk or, with ``--memory``, the peak memory of ranks."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         facts = {**circumstances(), "settings": _settings(options)}
         if options.memory:

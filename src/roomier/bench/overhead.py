@@ -166,7 +166,7 @@ def import_times(num_processes: int, import_line: str = "from roomier import Tra
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return a table with one line for each value, with a column for Lightning if it is installed."""
+    """Return a table with one line for each value, and a column for Lightning if it is installed."""
     lightning, adapted = result.get("lightning"), result.get("lightning_module")
     low, high = result["overhead_quartiles_us"]
     rows = [

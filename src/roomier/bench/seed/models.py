@@ -62,7 +62,7 @@ class SeedModel:
     """A model from an article.
 
     Attributes:
-        sizes: training run for each name in :data:`SIZES`.
+        sizes: mapping from the names in :data:`SIZES` to the model and its data.
         text: sizes that the article states, and assumptions.
         epoch_samples: number of samples per epoch in the article.
     """
