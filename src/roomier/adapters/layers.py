@@ -48,7 +48,8 @@ class Adapted(nn.Module):
     Attributes:
         lora_A: first matrix of the adapter, with shape ``(rank, in)`` for ``nn.Linear``, and ``(in, rank)`` if the
             weight of the layer has shape ``(in, out)``.
-        lora_B: second matrix of the adapter, with shape ``(out, rank)`` or ``(rank, out)``, respectively.
+        lora_B: second matrix of the adapter, with shape ``(out, rank)`` for ``nn.Linear``, and ``(rank, out)`` if the
+            weight of the layer has shape ``(in, out)``.
         lora_scale: alpha / rank.
         lora_dropout: dropout probability of the input of the adapter.
         is_in_out: True if the weight of the layer has shape ``(in, out)``.
