@@ -65,7 +65,7 @@ class DiskTier:
         pinned: True to pin the buffers, for copies to and from an accelerator.
         num_ahead: maximum number of expected records that are in buffers before they are taken; by default
             ``num_buffers``. A smaller number leaves buffers free for :meth:`blank`. With 0, :meth:`expect` returns the
-            memory of free buffers to the operating system, because the caller is not about to use them.
+            memory of free buffers to the operating system, because no record is read ahead into them.
         shares_large: True to use one buffer for all large records; see :func:`roomier.tiers.buffers.buffer_sizes`. If
             True, the caller must hold at most one large record at a time. If False, each buffer has the size of the
             largest record.
