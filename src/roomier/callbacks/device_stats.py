@@ -19,9 +19,9 @@ class DeviceStatsMonitor(Callback):
     """Callback that logs the statistics of the device's allocator and the load of the host.
 
     The metric names are the same as in Lightning: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current``
-    (a size in bytes, with torch's name), ``.../cpu_percent``, ``.../cpu_vm_percent`` and
-    ``.../cpu_swap_percent``. At log steps, the metrics are logged before and after the step. They are also logged after
-    each evaluation. The values are from the first rank.
+    (a size in bytes, with torch's name), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. The
+    callback logs these metrics before and after each log step, and after each validation and test run. The values are
+    from the first rank.
     The callback reads the statistics without synchronizing with the device.
 
     Args:

@@ -343,8 +343,7 @@ class ModelCheckpoint(Callback):
             raise
 
     def _committed(self, trainer: TrainerView, ledger: Ledger) -> None:
-        """Use ``ledger`` and remove superseded checkpoints. Called after the save to ``ledger.newest_path`` is
-        committed."""
+        """Use ``ledger``, whose newest checkpoint was committed, and remove superseded checkpoints."""
         self._ledger = ledger
         if self._uncommitted is ledger:
             self._uncommitted = None
