@@ -67,7 +67,7 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
 
 class LossWatch:
-    """Context manager for the first training step. If no loss was computed in chunks, it prints a notice at its end.
+    """Context manager around the first training step. Prints a notice if no loss was computed in chunks.
 
     Args:
         layer: the result of :func:`apply_chunked_loss`.
@@ -90,7 +90,7 @@ class LossWatch:
             self.report()
 
     def report(self) -> None:
-        """If no loss was computed in chunks, print a notice that no memory is saved."""
+        """Print a notice if no loss was computed in chunks."""
         if not self._use.is_chunked:
             notice(
                 "chunked loss: no memory is saved, because the first training step passed no logits of the shape "

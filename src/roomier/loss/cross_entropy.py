@@ -4,8 +4,8 @@
 The gradient of the logits of a token depends on other tokens only through a common factor. This factor comes from the
 mean or the loss scale. Therefore, the forward pass computes the logits and losses of each chunk and adds the
 contribution of the chunk to the gradients of the layer's input, weight and bias. The backward pass multiplies these
-gradients by the common factor. Logits are computed once. The saved gradients are as large as the input and the
-parameters.
+gradients by the common factor, so the logits are computed once. The saved gradients are as large as the input and the
+parameters. With ``reduction="none"``, each loss has its own factor, and the backward pass computes the logits again.
 
 The suffixes of tensor names use the letters of :mod:`roomier.models.gpt` and two additional letters:
 
@@ -27,7 +27,7 @@ from roomier.core.errors import TrainingError
 
 CHUNK_BYTES = 64 * 2**20
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # the product of these constants is half of the largest float16 value
+_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # the product of these constants is about half of the largest float16 value
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _in_chunks(
 
     Args:
         needs: flags that select the gradients to compute: input, weight and bias.
-        factors_N: factor of each loss in the sum; None selects the factor 1 for every loss.
+        factors_N: factor of each loss in the sum; None means 1 for every loss.
     """
     dtype = how.dtypes[0]
     weight = weight_VD.to(dtype)
@@ -172,8 +172,8 @@ def _in_chunks(
             continue
         if factors_N is not None:
             slope_CV.mul_(factors_N[rows, None])
-        # The loss scale is unknown in the forward pass. Slopes are in [-1, 1], and many slopes are close to 0, so they
-        # are scaled in float16.
+        # The loss scale is unknown in the forward pass. The slopes (gradients of the logits) are in [-1, 1]. Many of
+        # them are close to 0, so they are scaled in float16.
         scale = _fp16_scale(hidden_CD) if dtype is torch.float16 and factors_N is None else None
         if grad_bias is not None:
             grad_bias += slope_CV.sum(0)
@@ -222,7 +222,7 @@ def _loss_and_slope(
 
 
 def _fp16_scale(hidden_CD: Tensor) -> Tensor:
-    """Return the largest factor by which the slopes can be scaled without an overflow of a float16 sum over the chunk.
+    """Return a factor by which the slopes can be scaled without an overflow of a float16 sum over the chunk.
 
     Returns:
         float32, 0-dim, on the device.

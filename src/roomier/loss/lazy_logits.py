@@ -34,7 +34,7 @@ class Use:
 
     Attributes:
         reported: names of the operations that were reported because they read the logits of many tokens.
-        is_chunked: whether a cross-entropy computed logits in chunks.
+        is_chunked: True if a cross-entropy computed these logits in chunks.
     """
 
     reported: set[str] = field(default_factory=set)
@@ -95,8 +95,8 @@ class Output:
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def report(self, operation: str, hidden: Tensor) -> None:
-        """Print a notice if ``operation`` reads more logits than a chunk contains. The notice is printed only in
-        training, and once for each operation."""
+        """Print a notice if ``operation`` reads more rows of logits than a chunk contains. The notice is printed once
+        per operation, and only if gradients are enabled."""
         num_rows = hidden.shape[:-1].numel()
         is_small = num_rows <= LossOfLinear((self.dtype,), self.chunk_tokens).chunk_size(len(self.weight))
         if is_small or operation in self.use.reported or not self.is_grad_enabled:
@@ -117,8 +117,8 @@ class Rows:
         hidden: the inputs of these rows, in the shape of the rows.
         dtypes: dtype of the layer's result, followed by the dtypes to which the result is converted, in order.
         replays: the operations that compute these rows from the full logits, in order.
-        is_selection: whether rows were skipped or repeated.
-        is_detached: whether the rows are detached from the graph.
+        is_selection: True if rows may have been skipped or repeated.
+        is_detached: True if the rows are detached from the graph.
     """
 
     output: Output
@@ -330,7 +330,7 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
         if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
             num_taken += each.dim()
         elif isinstance(each, (bool, list)):
-            return False  # such an index is rare, and its effect depends on its values
+            return False  # compute the full logits, because the effect of this rare index depends on its values
         elif each is not None and each is not Ellipsis:
             num_taken += 1
     ends_whole = isinstance(index[-1], slice) and index[-1] == slice(None) if index else True
