@@ -27,7 +27,7 @@ NumBytes = dict[str, int]
 
 
 def by_row(num_bytes: Mapping[Kind, int]) -> NumBytes:
-    """Convert bytes by kind to bytes by row."""
+    """Convert bytes by kind to bytes by row of the table."""
     return {row: sum(num_bytes.get(kind, 0) for kind in kinds) for row, kinds in ROWS.items()}
 
 
@@ -37,7 +37,7 @@ class StepPeak:
 
     Attributes:
         step: number of the step, counted from 1.
-        phase: phase of the step at the peak: ``"forward"``, ``"backward"``, ``"update"``.
+        phase: phase of the step at the peak, such as ``"forward"``, ``"backward"`` or ``"update"``.
         whole: bytes by row, at the moment when the sum of all tensors is largest.
         states: bytes by row, at the moment when the sum of weights, gradients and optimizer states is largest.
         allocator_bytes: maximum number of bytes that the device's allocator allocated; None if the allocator does not
@@ -69,8 +69,8 @@ class RankAnatomy:
         rank: number of the rank.
         now: current bytes of weights, gradients and optimizer states. Memory of other tensors is measured only in a
             tracked step.
-        rule: predicted bytes of these rows at the moment when their sum is largest; None if the sizes of the optimizer
-            states are unknown.
+        rule: predicted bytes by row at the peak of the model states; None if the sizes of the optimizer states are
+            unknown.
         peak: peak of a tracked step; None if no step was tracked.
         allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the device's allocator; None if the allocator does
             not report them.
@@ -113,7 +113,7 @@ class Anatomy:
 
     @property
     def worst(self) -> RankAnatomy:
-        """Memory of the rank with the highest memory use."""
+        """The rank with the highest memory use."""
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def bytes_per_parameter(self) -> dict[str, float]:
@@ -124,8 +124,8 @@ class Anatomy:
         return {row: num_bytes[row] / self.num_parameters for row in STATE_ROWS}
 
     def rule_per_parameter(self) -> dict[str, float] | None:
-        """Return the predicted bytes per parameter by row. For example, the values for fp32 AdamW on one rank are 4, 4
-        and 8."""
+        """Return the predicted bytes per parameter by row. For example, with AdamW in fp32 on one rank, a parameter
+        requires 4 bytes for its weight, 4 for its gradient and 8 for its optimizer states."""
         rule = self.worst.rule
         return None if rule is None else {row: rule[row] / self.num_parameters for row in STATE_ROWS}
 

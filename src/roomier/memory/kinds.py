@@ -30,11 +30,11 @@ class Kind(StrEnum):
 
 
 MODEL_STATES = (Kind.PARAMETER, Kind.GATHERED, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
-"""Kinds that the strategies shard across ranks. The sizes of model states do not depend on the batch."""
+"""Kinds of the model states, whose sizes depend on the strategy but not on the batch."""
 
 BytesByKind = Mapping[Kind, int]
 
 
 def total_bytes(num_bytes: BytesByKind, kinds: Iterable[Kind] = tuple(Kind)) -> int:
-    """Return the sum over ``kinds``. A kind that is missing counts as 0."""
+    """Return the total number of bytes of ``kinds``. A missing kind counts as 0."""
     return sum(num_bytes.get(kind, 0) for kind in kinds)

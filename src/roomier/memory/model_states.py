@@ -1,4 +1,4 @@
-"""Predicts the sizes of model states during a step. Each strategy has formulas that require only shapes.
+"""Predicts the sizes of model states during a step from the strategy and the shapes of the weights.
 
 [Note: bytes per parameter and rank]
 A parameter occupies ``w`` bytes (4 in float32). The unsharded copy of a parameter for the computation occupies ``c``
@@ -54,7 +54,7 @@ class Moment:
     num_bytes: dict[Kind, int]
 
     def total(self, kinds: Iterable[Kind] = MODEL_STATES) -> int:
-        """Return the sum over ``kinds``, in bytes."""
+        """Return the total number of bytes of ``kinds``."""
         return total_bytes(self.num_bytes, kinds)
 
 
@@ -80,7 +80,7 @@ class ModelStates:
 
 
 def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0) -> ModelStates:
-    """Return the model states of one rank during a step.
+    """Return the predicted sizes of the model states of one rank during a step.
 
     Args:
         units: result of :func:`roomier.memory.weights.units_with_weights`, with the root first and the other units in
@@ -98,7 +98,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
 def kept_bytes(
     units: Sequence[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0
 ) -> dict[Kind, int]:
-    """Return the bytes by kind on one rank between steps, without gradients. See :func:`model_states` for the
+    """Return the predicted bytes by kind on one rank between steps, without gradients. See :func:`model_states` for the
     arguments."""
     trained = (weight for unit in units for weight in unit.weights if weight.is_trained)
     return {

@@ -1,4 +1,4 @@
-"""Predicts the model states of a Plan, for a network whose engine has not been built yet or for an engine."""
+"""Predicts the sizes of the model states under a Plan, before or after the engine is built."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from roomier.precision.policy import precision_of
 
 
 def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, rank: int = 0) -> ModelStates:
-    """Predict the model states of ``network`` under ``plan``. The network may be on the ``meta`` device.
+    """Predict the sizes of the model states of ``network`` under ``plan``. The network may be on the ``meta`` device.
 
     Args:
-        plan: a plan that names the optimizer.
+        plan: Plan with the name of an optimizer.
         device: device of the run; None means the CPU.
-        rank: rank whose memory is returned. Rank 0 requires at least as much memory as any other rank.
+        rank: rank whose memory is predicted. Rank 0 requires at least as much memory as any other rank.
 
     Raises:
         PlanError: the plan does not name an optimizer.
@@ -58,7 +58,8 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
 
 
 def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
-    """Predict the model states of ``engine``, which was created from ``plan``. All units must be resharded."""
+    """Predict the sizes of the model states of ``engine``, which was created from ``plan``. All units must be
+    resharded."""
     return _model_states(engine.module, engine.blocks, plan, engine.device, rank, engine.optimizers)
 
 
@@ -116,7 +117,7 @@ def state_bytes_of(plan: Plan, updated_by: Mapping[str, tuple[Optimizer, Mapping
     """Return a function that computes the size of a weight's optimizer states in bytes.
 
     Args:
-        updated_by: optimizer and parameter group of each weight, by the name of the weight.
+        updated_by: optimizer and parameter group of each weight, keyed by the name of the weight.
     """
     known: dict[Hashable, int] = {}  # equal blocks have weights with equal shapes
 

@@ -59,7 +59,7 @@ class MemoryReport:
 
     @property
     def worst(self) -> RankReport:
-        """Memory of the rank with the highest memory use."""
+        """The rank with the highest memory use."""
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,12 +95,11 @@ class MemoryReport:
 
 
 def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker | None = None) -> MemoryReport:
-    """Return the current memory of each rank between two steps, and the predicted memory. Every rank must call this
-    function.
+    """Return the current and the predicted memory of each rank. Every rank must call this function between two steps.
 
     Args:
         plan: plan from which ``engine`` was created.
-        tracker: tracker that measured a step, for the measured peaks; None if no step was measured.
+        tracker: tracker that measured a step and provides the measured peaks; None if no step was measured.
     """
     engine.settle()
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:

@@ -39,7 +39,7 @@ from roomier.device.capability import capabilities_of
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.tiers.buffers import memory_of_a_tier
 
-_COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations that send their tensors
+_COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of communication operations
 _PACKS_GRADIENTS = ("fsdp::chunk_cat", "aten::_chunk_cat")
 # Kinds of a storage in increasing priority. A later kind in this list replaces an earlier kind.
 _STRENGTH = {
@@ -73,7 +73,7 @@ class Snapshot:
     place: str = ""
 
     def total(self, kinds: Iterable[Kind] = tuple(Kind)) -> int:
-        """Return the sum over ``kinds``, in bytes."""
+        """Return the total number of bytes of ``kinds``."""
         return total_bytes(self.num_bytes, kinds)
 
 
@@ -95,7 +95,8 @@ class _Change:
 
 
 class MemoryTracker:
-    """Measures the total size of the tensors that exist while the tracker is active. See [Note: how bytes are counted].
+    """Context manager that measures the sizes of the tensors that exist while it is active, by kind. See
+    [Note: how bytes are counted].
 
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
 
@@ -212,7 +213,7 @@ class MemoryTracker:
         self.phase = phase
 
     def peak(self, kinds: Iterable[Kind] = tuple(Kind)) -> Snapshot:
-        """Return the moment at which the sum of ``kinds`` is largest."""
+        """Return the snapshot with the largest total of ``kinds``."""
         kinds = tuple(kinds)
         best: Snapshot | None = None
         for moment in self.moments():
@@ -222,13 +223,13 @@ class MemoryTracker:
         return best
 
     def now(self) -> Snapshot:
-        """Return the last moment."""
+        """Return the last snapshot."""
         *_, last = self.moments()
         return last
 
     def moments(self) -> Iterator[Snapshot]:
-        """Yield a snapshot of the start of recording and a snapshot after each change. The snapshots share one dict, so
-        a caller must copy the dict to preserve its values."""
+        """Yield a snapshot of the start of the timeline, and one after each change. The snapshots share the dict
+        ``num_bytes``, so a caller must copy this dict to preserve its values."""
         num_bytes = dict.fromkeys(Kind, 0)
         for change in self._at_start:
             num_bytes[change.storage.kind] += change.num_bytes
@@ -238,17 +239,17 @@ class MemoryTracker:
             yield Snapshot(change.phase, num_bytes, change.place)
 
     def bytes_at_start(self) -> int:
-        """Return the total size in bytes of the storages that existed at the start."""
+        """Return the total size in bytes of the storages that existed at the start of the timeline."""
         return sum(change.num_bytes for change in self._at_start)
 
     def changes_since(self, index: int) -> list[int]:
-        """Return the changes in the number of bytes in use since the start, except the first ``index`` changes."""
+        """Return all changes of the number of bytes in use, except the first ``index`` changes."""
         self._note_sizes()
         return [change.num_bytes for change in self._changes[index:]]
 
     def saved_bytes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that each module allocated in its forward pass and that its backward pass
-        needs."""
+        """Return, for each module, the sizes of the tensors that it allocated in its forward pass and that were saved
+        for backward."""
         found: dict[str, list[int]] = {}
         for each in self._changes:
             if each.phase == "forward" and each.num_bytes > 0 and each.storage.kind is Kind.ACTIVATION:
@@ -387,7 +388,7 @@ class MemoryTracker:
 
 @contextmanager
 def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTracker]:
-    """Track the steps of ``engine`` in the ``with`` block.
+    """Return a context that tracks the memory of ``engine``.
 
     ``forward_backward`` enters the phases ``"forward"`` and ``"backward"``. Around ``engine.step()``, the caller may
     enter ``"update"``.
@@ -409,7 +410,7 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
 
 
 def _address_of(storage: torch.UntypedStorage) -> int:
-    """Return the address of ``storage``, or 0 for tensors that wait for a collective and have no memory yet."""
+    """Return the address of ``storage``, or 0 if it has no memory yet, because its tensor waits for a collective."""
     try:
         return storage.data_ptr()
     except RuntimeError:

@@ -55,12 +55,12 @@ class Layout:
         num_shards: number of ranks across which one replica is sharded; 1 means no sharding.
         shard: index of this rank's shard. Shard 0 is at least as large as any other shard.
         num_micro_batches: number of micro-batches per optimizer step.
-        wire_dtype: dtype in which gradients are sent; None uses the dtype of the gradients.
+        wire_dtype: dtype in which gradients are sent; None selects the dtype of the computation or of the reduction.
         on_gloo: True if the ranks exchange their shards point to point.
         is_sequential: True if transfers complete before the computation continues.
         steps_in_backward: True if gradients are used and freed during backward.
         reads_in_backward: True if gradients are read during backward, but not freed, as in a speculative update.
-        num_backwards: number of backward passes per micro-batch; with 2, the first backward pass computes the norm.
+        num_backwards: number of backward passes per micro-batch. If it is 2, the first pass computes the gradient norm.
         holds_all_batches: True if all batches of a step are on the device, as on the CPU. On other devices, batches are
             moved to the device one by one.
     """
@@ -219,7 +219,7 @@ class Walk:
     Args:
         units: units in the order of the forward pass.
         layout: the settings of the Plan that determine the sizes.
-        sizes: sizes of the tensors of each unit; None computes them.
+        sizes: sizes of the tensors of each unit; None computes these sizes from ``units`` and ``layout``.
 
     Attributes:
         now: current bytes by kind.
@@ -272,7 +272,7 @@ class Walk:
                 self._send(each, phase)
 
     def gathered_ahead(self, unit: int) -> Sequence[int]:
-        """Return the units that are prefetched during the forward pass of ``unit``."""
+        """Return the indices of the units that are prefetched during the forward pass of ``unit``."""
         return [unit + 1] if self.layout.on_gloo and unit + 1 < len(self.units) else []
 
     def end_forward(self, unit: int) -> None:
@@ -285,7 +285,7 @@ class Walk:
         self._free_buffer()
 
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
-        """Compute the gradients of ``unit``. ``is_first`` marks the first micro-batch of a step."""
+        """Simulate the computation of the gradients of ``unit``. ``is_first`` marks the first micro-batch of a step."""
         self.take_over_gradients(unit, is_first=is_first)
         self.note("backward", unit, "computes")
 
@@ -297,7 +297,7 @@ class Walk:
         self.now[_GRADIENT] += self.sizes[unit].kept_gradient if is_first else 0
 
     def adds_in_place(self, unit: int) -> bool:
-        """Return True if later micro-batches of a step accumulate the unsharded gradients in place."""
+        """Return True if later micro-batches of a step add to the unsharded gradients in place."""
         each = self.units[unit]
         return self.layout.accumulates_unsharded and each.sum_dtype == each.gathered_dtype
 
@@ -316,7 +316,7 @@ class Walk:
             self.now[_GRADIENT] -= size.gradient
             whole_bytes = size.summed
         self._free(unit)
-        if size.gradient:  # at least one weight is trained
+        if size.gradient:  # at least one weight of the unit is trained
             self._reduce(unit, whole_bytes, is_new=is_first or layout.accumulates_unsharded)
 
     def end_backward_of_all(self) -> None:
@@ -392,9 +392,9 @@ class Walk:
 
 
 def in_order_of_gathering(units: Sequence[Unit]) -> list[int]:
-    """Return the indices of ``units`` in the order in which a backward pass all-gathers them.
+    """Return the indices of the units that a backward pass all-gathers, in the order of the all-gathers.
 
-    The order is the reverse of the forward order, except that a block comes before its norms.
+    This order is the reverse of the forward order, except that a block comes before its norms.
     """
     blocks: list[list[int]] = []
     for number, unit in enumerate(units):

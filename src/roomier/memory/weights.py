@@ -20,7 +20,7 @@ from roomier.plan.parts import AdapterPlan
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """Shape of a parameter without the parameter's name, so that equal blocks have equal weights.
+    """Parameter without its name and values, so that the parameters of equal blocks compare equal.
 
     Attributes:
         shape: unsharded shape.
@@ -107,7 +107,7 @@ def units_with_weights(
         for modules, dtype in parts_of(unit, compute_dtype):
             of_modules = dict.fromkeys(each for module in modules for each in module.parameters())
             parameters = [each for each in of_modules if each in rest and each not in in_root]
-            if not parameters:  # the block contains only norms
+            if not parameters:  # a block can have only norms
                 continue
             weights = tuple(_weight(each, rest.pop(each), weight_dtype) for each in parameters)
             parts.append(
@@ -123,7 +123,7 @@ def units_with_weights(
             )
         if len(parts) == 1:
             parts = [replace(parts[0], is_inner=False)]
-        units += reversed(parts)  # the step enters the block before its norms
+        units += reversed(parts)  # the forward pass enters a block before its norms
     if rest:
         weights = tuple(_weight(parameter, name, weight_dtype) for parameter, name in rest.items())
         units.insert(0, Unit("", weights, weights[0].dtype, _sum_dtype(weights), is_root=True))
@@ -145,9 +145,9 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
 def with_adapters(
     network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """Return a copy of ``network`` that has the adapters of ``plan`` but no parameter values, and the copied blocks.
+    """Return a copy of ``network`` with the adapters of ``plan`` and without parameter values, and its blocks.
 
-    If ``network`` already has adapters or the plan has no adapters, the arguments themselves are returned.
+    If ``network`` already has adapters or the plan has no adapters, return ``network`` and ``blocks`` unchanged.
     """
     if plan.lora_rank is None or any(is_adapter(name) for name, _ in network.named_parameters()):
         return network, blocks
