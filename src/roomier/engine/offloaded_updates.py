@@ -283,7 +283,8 @@ class OffloadedUpdates(Updates):
             self._gathers.wait_for(self._stream)
 
     def _tries_speculation(self) -> bool:
-        """Return whether this step updates units speculatively. If speculation is paused, also count the step."""
+        """Return whether this step updates units speculatively. If speculation is paused, also reduce the number of
+        remaining steps of the pause."""
         if self.mode != "speculative":
             return False
         if self._num_rejected >= _NUM_REJECTED:
