@@ -53,8 +53,8 @@ def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``pairs``; ``under_budget``, the share of pairs whose peak is below the budget; ``worst_ratio`` and
-        ``median_ratio``, the ratios of the step time of the chosen plan to the step time of the best plan, None if a
-        pair has no ratio; ``num_within_bar``, the number of ratios up to :data:`BAR`.
+        ``median_ratio`` of the step times (chosen plan / best plan), None if a pair has no ratio; ``num_within_bar``,
+        the number of ratios up to :data:`BAR`.
     """
     ratios = [each["ratio"] for each in pairs]
     known = [ratio for ratio in ratios if ratio is not None]

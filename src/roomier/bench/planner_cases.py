@@ -90,8 +90,8 @@ def all_cases() -> list[Case]:
 def some_cases(per_pair: int = 2) -> list[Case]:
     """Return cases for every combination of model, strategy and number of ranks.
 
-    Each of these combinations has ``per_pair`` different combinations of options, so that every pair of options occurs
-    in at least one case.
+    Each of these combinations has ``per_pair`` cases with different options, so that every pair of options occurs in at
+    least one case.
     """
     return [
         _case(model, setup, i + j + 5 * turn, accumulate=1 + (i + j + turn) % 2)

@@ -59,7 +59,7 @@ class Published:
         flags: arguments of :func:`plan_from_flags`.
         published_mib: the value in MiB; None if the article states only whether the model fits.
         meter: ``"allocated"`` or ``"occupied"``.
-        why: the reason why the value differs from the forecast.
+        why: the reason for the difference between the value and the forecast.
         host_memory: memory of the host; empty to use the memory of a typical node with this device.
     """
 

@@ -1,8 +1,8 @@
 """One rank of ``roomier bench strategies``, which runs as ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
 
 Memory and time are measured separately, because the memory tracker slows down the steps. On the CPU, both measurements
-use the same objects. If the objects of all strategies do not fit into memory at the same time, they are recreated for
-each turn.
+use the same models and optimizers. If the models of all strategies do not fit into memory at the same time, they are
+recreated for each turn.
 """
 
 from __future__ import annotations
