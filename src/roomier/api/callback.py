@@ -235,7 +235,7 @@ class ChecksState(Protocol):
 class PlacesTensors(Protocol):
     """A callback that saves tensors as large as the model in ``on_save_checkpoint``.
 
-    The callback provides the tensors into which the saved tensors are loaded, so that each rank reads only its shards.
+    The callback provides the tensors into which the saved tensors are loaded, so each rank reads only its shards.
     """
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 Step = Callable[[Any, int], Any]
 """Function that computes the loss of one micro-batch.
 
-The arguments of a step are the batch on the device and the index of the micro-batch in its window (the micro-batches of
-one optimizer step). The step returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch.
+The arguments are the micro-batch on the device and its index in the window (the micro-batches of one optimizer step).
+The step returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch.
 """
 
 

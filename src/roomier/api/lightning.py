@@ -177,7 +177,7 @@ def _without_cli(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _public_names() -> tuple[str, ...]:
-    """Return the names of the methods of Module that the author of a module may override."""
+    """Return the names of Module's methods that users may override."""
     lent = {*LENT, "trainer", "forward", "load_from_checkpoint", "freeze", "unfreeze"}
     found = {name for cls in Module.__mro__ if cls.__module__.startswith("roomier.") for name in vars(cls)}
     return tuple(sorted(name for name in found - lent if not name.startswith("_") and callable(getattr(Module, name))))

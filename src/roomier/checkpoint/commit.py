@@ -9,7 +9,7 @@ renamed to the path of a folder that is not empty. Therefore, if the target exis
 2. between the two renames     ``.old-``: the old checkpoint  (``.tmp-``: the new checkpoint, unused)
 3. after the second rename     target: the new checkpoint    (``.old-``: superseded)
 
-In each state, a complete checkpoint exists. Its name is the name of the target or, in state 2, an ``.old-`` name.
+In each state, a complete checkpoint exists, under the name of the target or, in state 2, under an ``.old-`` name.
 :func:`surviving_path` and :func:`roomier.checkpoint.find.list_complete` find the checkpoint under both names. The next
 save into the same parent folder clears the folders of dead processes. In state 2, this save restores the name of the
 old checkpoint. It deletes all other leftovers of dead processes. Deletion starts with the record, because a folder

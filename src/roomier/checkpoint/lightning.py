@@ -1,5 +1,5 @@
-"""Reader for Lightning's checkpoints, each of which is a single file ``x.ckpt``. Reading such a file never executes
-code from the file.
+"""Reader for Lightning's checkpoints, which are single ``.ckpt`` files. Reading such a file never executes code from
+the file.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class TensorFile:
         metadata: entries of ``__metadata__``.
 
     Attributes:
-        names: names of the tensors in the order of the file. Tensors of the widest dtype come first, so that all
-            tensors are aligned.
+        names: names of the tensors in the order of the file. Tensors of the widest dtype come first, so all tensors are
+            aligned.
         size_bytes: size of the complete file.
         crc32: CRC-32 of the bytes that were written.
     """

@@ -74,7 +74,7 @@ def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
 
     Args:
         path: checkpoint folder.
-        check_files: if True, also check that every file exists and has its full size, and thus contains its tensors.
+        check_files: if True, also check that every file exists and has its full size.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.
@@ -102,8 +102,8 @@ def load(
 ) -> dict[str, Any]:
     """Return the state of the checkpoint ``path`` and fill the tensors of ``into`` in place.
 
-    Before a tensor of ``into`` changes, the function verifies the record and the size of every file. It also verifies
-    the names, shapes and dtypes of the tensors in ``into``, and the checksum of each file that is read.
+    Before a tensor of ``into`` changes, the function verifies the record and the size of every file. The function also
+    verifies the names, shapes and dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
     The number of ranks and the sharding of tensors can differ between saving and loading. For a DTensor in ``into``,
     only the shard of this rank is read. Any other tensor is read completely.

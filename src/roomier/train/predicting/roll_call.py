@@ -1,4 +1,4 @@
-"""Agreement of all ranks before each round of a stream of predictions.
+"""Synchronization of all ranks before each round of a prediction stream.
 
 [Note: roll call]
 Ranks predict together, because they all-gather sharded weights in forward and outputs after the forward pass. However,

@@ -278,7 +278,7 @@ def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
 
 
 def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Callback, str, Any]]:
-    """Return each callback of the run for which a state is stored, the key of the state, and the state to load.
+    """Return a tuple for each callback with a stored state: the callback, the key of the state, and the state to load.
 
     Raises:
         FormError: the state of a ModelCheckpoint is malformed.
