@@ -204,7 +204,7 @@ _OWN_OPTIMIZER = "Use optimizer='adamw', or return another optimizer from config
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or 'adafactor'"
 _IN_BACKWARD = "with step_in_backward=True, which frees each gradient in backward"
 _PAGED = "with offload={'optimizer_states': 'cpu'}, which stores the states in host memory"
-_SCHEDULE_FREE = "Use optimizer='adamw' with lr_schedule='cosine', or return it from configure_optimizers"
+_SCHEDULE_FREE = "Use optimizer='adamw' with lr_schedule='cosine', or return this optimizer from configure_optimizers"
 _LOW_RANK = "Use lora={'rank': 8}, which trains low-rank weights, or optimizer='adamw8bit'"
 _OWN_SCHEDULE = "Use lr_schedule='cosine', or return another scheduler from configure_optimizers"
 _NOT_REGISTERED = "is not an accelerator of this installation of torch"
