@@ -8,7 +8,7 @@ The 16 low bits of each weight are stored separately, as a signed integer tensor
 rounded to nearest, with ties *away* from zero. The bits of the weight are ``(bits + 0x8000) >> 16``, and the remainder
 is in ``[-0x8000, 0x7fff]``. Weight and remainder together restore every float32 number exactly. If ties were rounded to
 even, as in a cast, a remainder of half a step would represent two numbers. Every NaN is restored as the default NaN,
-and a number that rounds beyond the largest bfloat16 number is infinite only in the weight.
+and a number that rounds beyond the largest bfloat16 number is infinite in the weight but is restored exactly.
 
 [Note: stochastic]
 16 random bits are added to the float32 number before the lower half is truncated. The probability of rounding up is the

@@ -115,7 +115,8 @@ def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
     elif optimizer.name not in KEEPS_MASTERS and rounding != "nearest":
         problem = f"loses small updates of bfloat16 weights with optimizer {optimizer.name!r}"
         action = (
-            "Use optimizer='adamw', which keeps small updates, or allow their loss with optimizer.weight_rounding='nearest'"
+            "Use optimizer='adamw', which keeps small updates, or allow their loss with "
+            "optimizer.weight_rounding='nearest'"
         )
         field, value = ("optimizer.weight_rounding", rounding) if rounding else ("precision.mode", mode)
         yield PlanError(field, value, problem, action)

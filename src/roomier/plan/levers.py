@@ -69,7 +69,7 @@ class Lever:
         return bool(self.value(plan) != self.off)
 
     def as_keyword(self, plan: "Plan") -> Any:
-        """Return the value of the keyword that results in the settings of ``plan``. The plan must use the lever."""
+        """Return the keyword's value for the settings in ``plan``. The plan must use the lever."""
         number = _read(plan, self.number) if self.number else None
         if number is not None:
             return number

@@ -73,7 +73,7 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
 
 
 def written_today(name: str, value: Any) -> tuple[dict[str, Any], list[str]] | None:
-    """Return the arguments that replace the former argument ``name``, with remarks; None if ``name`` is not former."""
+    """Return the arguments that replace the former argument ``name``, with remarks; None for any other argument."""
     return _todays({name: value}) if _is_former(name, value) else None
 
 
