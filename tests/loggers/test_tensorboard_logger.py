@@ -78,7 +78,7 @@ def test_writer_is_available_from_the_start_of_a_run(tmp_path: Path, capsys: pyt
     logger = TensorBoardLogger()
     logger.experiment.add_scalar("loss", 1.0, 1)
     logger.experiment.add_text("note", "x")
-    reason = "opens its file in a fit that writes files: calls of its experiment are ignored, such as add_scalar()"
+    reason = "has no file before a fit that writes files: calls of its experiment are ignored, such as add_scalar()"
     assert capsys.readouterr().err.count(reason) == 1
     logger.start(tmp_path)
     assert Path(logger.experiment.log_dir) == tmp_path

@@ -81,7 +81,7 @@ class MemoryForecast(TracksStep):
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._is_over:
             return
-        if self._step is None:  # on_train_start of every callback has already run
+        if self._step is None:  # first batch; on_train_start of every callback has run
             self._step = self._first_step if self.at_step is not None else self._shared_step(trainer)
         if trainer.global_step < self._step - 2:
             return
@@ -112,7 +112,7 @@ class MemoryForecast(TracksStep):
             self._workload = found
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.planner.measured.record import Record  # late import: loads torch's sharding
+        from roomier.planner.measured.record import Record  # late import: loading torch's sharding code is slow
 
         self._is_over = True
         measured = _measured_of_all(trainer, tracker)
@@ -147,7 +147,7 @@ class MemoryForecast(TracksStep):
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
     """Return the measurement of each rank. Only the measurement with the highest peak contains the full timeline."""
-    from roomier.planner.measured.record import Measured  # late import: loads torch's sharding
+    from roomier.planner.measured.record import Measured  # late import: loading torch's sharding code is slow
 
     rank = trainer.ranks.world.rank
     own = Measured.of(rank, tracker)
@@ -168,7 +168,7 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
         return planned, ""
     if workload is None:
         return None, "the shapes of the model could not be recorded before the model was built"
-    from roomier.planner.dry_runs.confirm import confirm  # late import: loads torch's sharding
+    from roomier.planner.dry_runs.confirm import confirm  # late import: loading torch's sharding code is slow
 
     plan = trainer.plan
     state = rng_state()

@@ -77,7 +77,7 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
             notice(f"MemoryAnatomy: training ended before step {self._next_step}, the step to track")
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.memory.measure import anatomy_of, peak_of  # late import: loads torch's sharding
+        from roomier.memory.measure import anatomy_of, peak_of  # late import: loading torch's sharding code is slow
 
         self.peak = peak_of(tracker, trainer.global_step)
         self._next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps

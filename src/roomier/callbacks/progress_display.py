@@ -1,4 +1,4 @@
-"""Classes that display progress: as a bar that is redrawn in a terminal, or as lines in any other output."""
+"""Classes that display progress, as a bar in a terminal or as lines of text in any other output."""
 
 from __future__ import annotations
 

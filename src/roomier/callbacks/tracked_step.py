@@ -75,16 +75,16 @@ class TrackedStep:
         self._inside: ExitStack | None = None
 
     def is_due(self, trainer: TrainerView) -> bool:
-        """Return True if the batch that starts belongs to the tracked step or to the preceding step."""
+        """Return True if the current batch belongs to the tracked step or to the preceding step."""
         return self.tracker is None and trainer.global_step >= self.step - 2
 
     def begin_batch(self, trainer: TrainerView) -> None:
-        """Start recording if the batch that starts belongs to the tracked step or to the preceding step."""
+        """Start recording if the current batch belongs to the tracked step or to the preceding step."""
         if self._inside is not None or not self.is_due(trainer):
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # late import: loads torch's sharding
+            from roomier.memory.tracker import MemoryTracker  # late import: loading torch's sharding code is slow
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))

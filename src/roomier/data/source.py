@@ -87,7 +87,7 @@ class Source:
         name: the argument ``name``.
 
     Raises:
-        DataError: ``loader`` is not a loader, or is known to be empty.
+        DataError: ``loader`` does not yield batches, or its length is 0.
 
     Example:
         >>> source = Source(loader, name="train_dataloaders", seed=0)
@@ -407,7 +407,7 @@ def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, st
 
 
 def _evaluated(loader: Any, name: str, world: World, pin_memory: bool) -> Any:
-    """Return ``loader`` in the form in which a single rank would read it in an evaluation."""
+    """Return ``loader`` as a single rank would read it in an evaluation."""
     if isinstance(loader, CombinedLoader):
         whole = loader.mapped(lambda each: _evaluated(each, name, world, pin_memory))
         divide = {share_of(each, world).divided_by is not None for each in whole.flattened}

@@ -94,7 +94,7 @@ class Turns:
     """Turns of this rank with the batches of one loader. Every rank must iterate over all of its turns.
 
     Args:
-        loader: loader in the form in which a single rank would read it.
+        loader: loader as a single rank would read it.
         name: name of the argument that the user passed, for errors and notices.
         ranks: ranks that take turns.
         seed: seed for the random numbers of the loader. The seed is identical on all ranks.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Maximum number of seconds for which a worker runs after a SIGTERM during a run, for example after its training process
-# was killed. This time must be longer than a step and a save.
+# Seconds after which a worker exits if it received SIGTERM during a run, even if the training process was killed. This
+# time must be longer than a step and a save.
 _GRACE_S = 300
 
 

@@ -89,7 +89,7 @@ class TensorBoardLogger(GuardedLogger):
             if self._folder is None and self._place is not None:
                 self._folder = self._place.find(None)
             if self._folder is None:
-                return cast("SummaryWriter", Nothing("logger 'tensorboard' opens its file in a fit that writes files"))
+                return cast("SummaryWriter", Nothing("logger 'tensorboard' has no file before a fit that writes files"))
             self._open(self._folder)
         assert self._writer is not None
         return self._writer

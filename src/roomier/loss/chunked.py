@@ -15,7 +15,7 @@ from roomier.loss.output_layer import find_output_layer
 
 
 class LazyForward(WrappedForward):
-    """Replacement for the ``forward`` method of an output layer that returns lazy logits; see [Note: lazy logits].
+    """Replacement for the ``forward`` method of an output layer. It returns lazy logits; see [Note: lazy logits].
 
     Args:
         layer: output layer whose ``forward`` method is replaced.

@@ -25,6 +25,6 @@ def anatomy(trainer: TrainerView) -> Anatomy:
         >>> trainer.fit(model, loader)
         >>> print(roomier.memory.anatomy(trainer))
     """
-    from roomier.memory.measure import anatomy_of  # late import: loads torch's sharding modules
+    from roomier.memory.measure import anatomy_of  # late import: loading torch's sharding code is slow
 
     return anatomy_of(trainer)

@@ -60,7 +60,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Model states during any step except the first, which creates the optimizer states.
+    """Predicted sizes of the model states during a step in which the optimizer states already exist.
 
     Attributes:
         moments: moments in order; the last moment is between two steps.

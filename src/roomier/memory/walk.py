@@ -56,7 +56,7 @@ class Layout:
         shard: index of this rank's shard. Shard 0 is at least as large as any other shard.
         num_micro_batches: number of micro-batches per optimizer step.
         wire_dtype: dtype in which gradients are sent; None selects the dtype of the computation or of the reduction.
-        on_gloo: True if the ranks exchange their shards point to point.
+        on_gloo: True if the ranks use the gloo backend, which exchanges shards point to point.
         is_sequential: True if transfers complete before the computation continues.
         steps_in_backward: True if gradients are used and freed during backward.
         reads_in_backward: True if gradients are read during backward, but not freed, as in a speculative update.
