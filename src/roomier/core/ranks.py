@@ -49,8 +49,8 @@ class Ranks:
         return self.world.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over all ranks, as a new tensor. The shape, dtype and device type of ``values``
-        must be equal on all ranks."""
+        """Return the sum of ``values`` over all ranks. The shape, dtype and device type of ``values`` must be equal on
+        all ranks."""
         if self.is_alone:
             return values
         total = values.clone()

@@ -35,7 +35,7 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
         The absolute path of the folder.
 
     Raises:
-        RoomierError: ``network`` has no adapters or is sharded, or ``output`` already exists.
+        RoomierError: ``network`` has no adapters or is sharded, or ``output`` is a file or a nonempty folder.
     """
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:

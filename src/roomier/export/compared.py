@@ -14,8 +14,8 @@ from roomier.core.torch_private import iter_leaves
 from roomier.export.examples import Example
 
 MAX_DIFFERENCE = 1e-4
-"""Largest accepted difference between the outputs of both models, relative to the largest absolute value of the output,
-or to 1 if this value is less than 1. Outputs differ slightly, because kernels sum in different orders."""
+"""Largest accepted difference between the outputs of both models, relative to the largest absolute value of the output
+or to 1, whichever is greater. Outputs differ slightly, because kernels sum in different orders."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Compared:
 
     Attributes:
         max_difference: largest difference between the outputs of both models, relative to the largest absolute value of
-            the output, or to 1 if this value is less than 1.
+            the output or to 1, whichever is greater.
         num_calls: number of compared inputs.
         batch_sizes: batch size of each input.
     """
@@ -53,7 +53,8 @@ def check_same(
     Args:
         exported: function that calls the exported model and returns its output tensors in order.
         fixed_shapes: True if the batch size must not change.
-        max_difference: largest accepted difference of any output, relative to the largest absolute value of the output.
+        max_difference: largest accepted difference of any output, relative to the largest absolute value of the output
+            or to 1, whichever is greater.
         to: name of the format, for messages.
         hints: messages of the exporter, which are added to the error.
 

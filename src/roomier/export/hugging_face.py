@@ -58,7 +58,7 @@ def export_hugging_face(
 
     Raises:
         RoomierError: the checkpoint contains no Hugging Face model, transformers is not installed, an argument is
-            invalid, or ``output`` already exists.
+            invalid, or ``output`` is a file or a nonempty folder.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     if adapters not in ("merged", "alone"):

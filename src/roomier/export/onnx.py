@@ -37,14 +37,15 @@ def export_onnx(
 ) -> Any:
     """Write ``model`` to the ONNX file ``output``, atomically.
 
-    Weights of more than 1.5 GiB are written to ``<output>.data``. The batch size is dynamic. onnxruntime runs the
-    exported model on the CPU with the example, with different values and with a different batch size. The outputs must
-    not differ from the outputs of the model by more than ``max_difference``.
+    Weights of more than 1.5 GiB are written to ``<output>.data``. The batch size is dynamic by default. onnxruntime
+    runs the exported model on the CPU with the example, with different values and, if the batch size is dynamic, with a
+    different batch size. The outputs must not differ from the outputs of the model by more than ``max_difference``.
 
     Args:
         output: new file, or a buffer. If None, the export is only checked.
         sample: arguments of ``forward``; see :func:`roomier.export.examples.example_of`.
-        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
+        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output
+            or to 1, whichever is greater.
         may_exist: if True, replace an existing file.
         options: arguments of ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all sizes), ``input_names``,
             ``opset_version``, ...

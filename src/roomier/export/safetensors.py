@@ -77,7 +77,7 @@ def export_safetensors(
             there is one. ``""`` writes all tensors.
 
     Raises:
-        RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` already exists.
+        RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` is a file or a nonempty folder.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     target = new_folder(output, dtype)

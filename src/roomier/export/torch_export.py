@@ -42,7 +42,8 @@ def export_torch(
         output: new file.
         sample: arguments of ``forward``; see :func:`roomier.export.examples.example_of`.
         dynamic_shapes: argument of ``torch.export.export``; None makes the batch size dynamic, ``{}`` fixes all sizes.
-        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
+        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output
+            or to 1, whichever is greater.
 
     Raises:
         RoomierError: the model cannot be exported as one graph for all inputs, the outputs differ, or ``output``

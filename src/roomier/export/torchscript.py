@@ -41,7 +41,8 @@ def export_torchscript(
             input and compares the outputs with the outputs of the model for other values and another batch size.
         example_inputs: arguments of ``forward``, which are optional with ``"script"``. If they are given, ``"script"``
             also compares the outputs.
-        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output.
+        max_difference: largest accepted difference of an output, relative to the largest absolute value of the output
+            or to 1, whichever is greater.
         may_exist: if True, replace an existing file.
         options: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 

@@ -16,7 +16,7 @@ from roomier.core import torch_private
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients of ``parameters`` by their norm over all shards, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    This requires one collective.
+    If a gradient is sharded, this function runs one collective.
 
     Args:
         parameters: sharded and unsharded parameters.

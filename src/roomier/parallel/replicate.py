@@ -109,7 +109,8 @@ class Replicas(Unsharded):
         """This method is a no-op, because DDP requires no action after an update."""
 
     def trained_parameters_changed(self) -> None:
-        """Reconstruct DDP if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters.
+        """Discard DDP if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters. The next
+        step averages gradients directly, and the following step constructs DDP again.
 
         Raises:
             RoomierError: gradient compression is enabled, and its stored errors belong to the previous set of

@@ -233,7 +233,7 @@ class Accelerator(Storage):
     # Steps --------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Divide ``loss`` by the number of accumulated micro-batches, and compute the gradients."""
+        """Divide ``loss`` by :attr:`gradient_accumulation_steps`, and compute the gradients."""
         loss = loss / self._accumulation.num_steps
         if self._engines:
             self._engines[0].backward(loss, **kwargs)
@@ -244,9 +244,10 @@ class Accelerator(Storage):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Return a context for the forward pass, backward pass and update of one micro-batch.
 
-        Gradients accumulate until the last micro-batch of an optimizer step, or until the last batch of the loader.
-        Before that micro-batch, ``optimizer.step``, ``optimizer.zero_grad`` and ``scheduler.step`` have no effect. If
-        ``step_scheduler_with_optimizer`` is False, ``scheduler.step`` always has an effect.
+        Gradients accumulate until the last micro-batch of an optimizer step. By default, the last batch of the loader
+        also ends the accumulation. Before the last micro-batch, ``optimizer.step``, ``optimizer.zero_grad`` and
+        ``scheduler.step`` have no effect. If ``step_scheduler_with_optimizer`` is False, ``scheduler.step`` always has
+        an effect.
         """
         self._accumulation.advance()
         with ExitStack() as stack:
@@ -289,7 +290,7 @@ class Accelerator(Storage):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last step of an optimizer was skipped because its gradients were not finite."""
+        """True if the last step of any optimizer was skipped because its gradients were not finite."""
         return any(each.step_was_skipped for each in self._optimizers)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -309,7 +310,8 @@ class Accelerator(Storage):
 
         Raises:
             TrainingError: scaled or sharded gradients are still being accumulated. The error is also raised if
-                ``parameters`` were read before the model was sharded.
+                ``parameters`` were read before the model was sharded, or if gradients are sharded and ``norm_type`` is
+                not 2.
         """
         own = self._begin_clip("clip_grad_norm_", parameters)
         if not self._engines:

@@ -29,7 +29,8 @@ class PreparedOptimizer(OptimizerProxy):
         self._num_skipped: Tensor | None = None  # number of skipped steps before the last step
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, unless gradients accumulate or are not finite."""
+        """Update the parameters, unless gradients accumulate. With loss scaling, gradients that are not finite also
+        prevent the update."""
         if not self._accumulation.is_syncing:
             return
         if self._engine.scaler.is_on:
