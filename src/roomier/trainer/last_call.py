@@ -339,7 +339,7 @@ class LastCall(Settings):
 
     @property
     def accelerator(self) -> Any:
-        """Object that describes the device type. If Lightning is imported, this is an instance of Lightning's class."""
+        """Object that describes the device type. If Lightning is imported, the object has Lightning's class."""
         return accelerator_of(self)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:

@@ -62,7 +62,7 @@ class Settings:
     Attributes:
         plan: the plan of the last run; before the first run, the requested plan.
         requested_plan: the requested plan.
-        ranks: the ranks of the last call. The value is one rank until a call joins the other ranks.
+        ranks: the ranks of the last call. Until a call joins the other ranks, the value represents one rank.
         micro_batch: number of samples in a micro-batch on each rank, determined by the tuner. None leaves the batches
             of the loader unchanged.
         num_micro_batches: number of micro-batches per step that the tuner determined in the run that this run resumes.

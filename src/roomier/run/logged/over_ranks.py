@@ -112,7 +112,7 @@ def _combined(fx: str, values: Sequence[float]) -> float | None:
     if not values:
         return None
     if fx in _EXTREMES:
-        # Unlike min() and max(), return NaN if any value is NaN. The result does not depend on the number of ranks.
+        # Unlike min() and max(), return NaN if any value is NaN, so the result does not depend on the number of ranks.
         return math.nan if any(map(math.isnan, values)) else _EXTREMES[fx](values)
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
