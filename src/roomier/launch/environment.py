@@ -16,7 +16,8 @@ from roomier.core.world import World
 from roomier.launch.hostlist import first_host, tasks_per_node
 
 STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
-"""Environment variable of ranks that roomier started: id of the process that started the ranks of this machine."""
+"""Name of an environment variable that roomier sets for the ranks that it starts. Its value is the id of the process
+that started the ranks of this machine."""
 
 RANK_VARIABLES = (
     "RANK",
@@ -28,7 +29,7 @@ RANK_VARIABLES = (
     "MASTER_PORT",
     STARTED_BY_ROOMIER,
 )
-"""Environment variables of a rank that roomier started."""
+"""Names of the environment variables that roomier sets for a rank that it starts."""
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Smallest step id that SLURM uses for batch scripts and interactive shells.
 _DEFAULT_PORT = 29500  # The default of torch.
@@ -40,9 +41,9 @@ class Launch:
 
     Attributes:
         launcher: name of the launcher, for messages.
-        world: position of this process in the job.
-        address: address of rank 0; None if the launcher does not set it.
-        port: port of rank 0; None if the launcher does not set it.
+        world: rank of this process and number of ranks, in the job and on this node.
+        address: host name or IP address of rank 0; None if the launcher does not set it.
+        port: port on which rank 0 accepts connections; None if the launcher does not set it.
     """
 
     launcher: str

@@ -2,9 +2,9 @@
 output.
 
 If one rank exits, all other ranks fail in their current collective. The tracebacks of these ranks ("connection closed
-by peer") do not show the cause and are often printed last. Therefore, a rank waits for a moment before it prints an
-error that only reports a lost peer. The error is printed only if no other rank reports a failure and the launcher does
-not end this rank.
+by peer") do not show the cause and are often printed last. Therefore, a rank waits for up to ``PATIENCE_S`` seconds
+before it prints an error that only reports a lost peer. The error is printed only if no other rank reports a failure
+and the launcher does not end this rank.
 """
 
 from __future__ import annotations

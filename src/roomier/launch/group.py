@@ -24,7 +24,7 @@ from roomier.launch.network import choose_interface
 from roomier.launch.start import start_ranks
 
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
-"""Environment variable: maximum number of seconds for which the ranks wait for each other at the start (default:
+"""Name of an environment variable: maximum time in seconds that ranks wait for each other at the start (default:
 600)."""
 
 # This limit must be longer than operations that only rank 0 runs, such as a download or a write of a large file.

@@ -83,7 +83,7 @@ class Judge:
         Args:
             now_s: time of a monotonic clock. If more than two ticks have passed since the last call, only two ticks are
                 counted. In this case, this process was suspended, and other processes may also have been suspended.
-            records: last record of each rank.
+            records: last record of each rank, keyed by rank.
         """
         if self._last_look_s is not None:
             self._clock_s += min(now_s - self._last_look_s, 2 * self.limits.tick_s)

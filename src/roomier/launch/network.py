@@ -20,7 +20,7 @@ def choose_interface(world: World, address: str, environ: MutableMapping[str, st
     unreachable.
 
     Args:
-        address: address of rank 0.
+        address: host name or IP address of rank 0.
     """
     if world.local_size == world.size:
         keep_on_loopback(environ)

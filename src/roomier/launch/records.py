@@ -53,12 +53,12 @@ class Record:
     """State that a rank publishes at each tick of its heartbeat.
 
     Attributes:
-        beat: number of the tick.
+        beat: number of the tick, which increases with each record.
         position: position of the rank in its run.
         calls: number of operations that the rank has begun in each process group.
-        host: name of the machine.
-        pid: id of the process.
-        born: start time of the process, in seconds since the epoch.
+        host: name of the machine on which the rank runs.
+        pid: process id of the rank.
+        born: start time of the rank's process, in seconds since the Unix epoch.
         has_left: True if this is the last record of the rank.
     """
 
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def place(self) -> tuple[int, int, Mapping[str, int]]:
-        """Value that changes when the rank makes progress."""
+        """Step, micro-batch and number of operations. This value changes when the rank makes progress."""
         return self.position.step, self.position.batch, self.calls
 
     def to_json(self) -> str:
@@ -91,7 +91,7 @@ class Late:
     """A late rank.
 
     Attributes:
-        rank: number of the rank.
+        rank: number of the late rank.
         record: last record of the rank.
         waited_s: seconds for which other ranks have waited for the rank.
         left_s: seconds until the run ends; None if there is no limit.
@@ -114,7 +114,7 @@ class Verdict:
 
     Attributes:
         number: sequence number of the verdict.
-        ends: True if the run ends; False if all ranks print their positions.
+        ends: True if the run ends; False if all ranks only print their positions.
         end_s: ``hang_timeout`` in seconds.
         late: ranks for which other ranks have waited too long.
     """

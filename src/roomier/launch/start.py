@@ -24,8 +24,8 @@ from roomier.launch.meet import serve
 from roomier.launch.watch import Children, watch_parent
 
 MAX_DEVICES = "ROOMIER_MAX_DEVICES"
-"""Environment variable: maximum number of ranks that roomier starts on this machine (default: 4 per core, at least
-16)."""
+"""Name of an environment variable: maximum number of ranks that roomier starts on this machine (default: 4 per core,
+but at least 16)."""
 
 _STORE_TIMEOUT_S = 60.0  # timeout of one request
 _NUM_THREADS_AT_IMPORT = torch.get_num_threads()

@@ -23,7 +23,7 @@ class Children:
     """Ranks that this process started. If a rank fails, all ranks and this process end within seconds.
 
     Args:
-        processes: the process of each rank.
+        processes: processes of the started ranks, keyed by rank.
 
     Attributes:
         have_met: True if the process group of all ranks exists. Before the process group exists, the exit of a rank is
