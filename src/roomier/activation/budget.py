@@ -200,9 +200,8 @@ class BudgetedRecompute(Recompute):
         if not self._has_warned:
             self._has_warned = True
             notice(
-                f"rank {self._ranks.world.rank} received a batch with tensors of {sizes} elements, which are larger "
-                f"than the sizes {self._sizes} with which the activation budget was measured. The budget may be "
-                "exceeded",
+                f"rank {self._ranks.world.rank} received a batch with tensors of {sizes} elements, but the activation "
+                f"budget was measured with at most {self._sizes} elements. The budget may be exceeded",
                 every_rank=True,
             )
 

@@ -112,7 +112,7 @@ class Surroundings:
 def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any, Any]:
     """Return the ``arguments`` of a Hugging Face block, with an empty cache of keys and values replaced by None.
 
-    A cache is not used in training, and a second forward pass would append to the cache again.
+    Training does not use a cache, and a second forward pass would append to the cache again.
 
     Raises:
         RoomierError: a cache is not empty, and ``is_repeated`` is True.

@@ -10,7 +10,7 @@ class RoomierError(ValueError):
     """Invalid input. The text of the error is ``field=received: problem. action``.
 
     Args:
-        field: name of the value, as the user writes this name.
+        field: name of the argument or setting, as the user writes it.
         received: value that was passed. The text of the error contains ``repr(received)``, shortened if it is long.
         problem: violated constraint, which follows ``field=received: `` in the text.
         action: next action of the user, as an imperative sentence.

@@ -80,7 +80,7 @@ def number(value: Any, place: str) -> None:
 
 
 def integer(at_least: int = 0, at_most: int = MAX_COUNT) -> Form:
-    """Accept an integer in the closed interval."""
+    """Accept an integer from ``at_least`` to ``at_most``, inclusive."""
 
     def form(value: Any, place: str) -> None:
         if type(value) is not int or not at_least <= value <= at_most:

@@ -352,7 +352,7 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
     The effect is the same as with ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13.
 
     Raises:
-        PlanError: the version of torch does not support this option.
+        PlanError: the installed version of torch does not support this.
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         if not hasattr(group, "reduce_scatter_unused_params"):

@@ -202,7 +202,7 @@ def _use(keyword: str, meaning: object) -> Callable[[Answers, str, Any], None]:
 
 
 def _of_loop(answers: Answers, name: str, value: Any) -> None:
-    """Accept a keyword that ``Accelerator`` reads directly, so that no answer is required."""
+    """Accept a keyword that ``Accelerator`` reads directly. No answer is required."""
 
 
 _CONVERTED: dict[str, Callable[[Answers, str, Any], None]] = {

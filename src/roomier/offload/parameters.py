@@ -34,7 +34,7 @@ class OffloadedParameters(Residency):
         regions: result of :func:`roomier.offload.regions.regions_of`.
         tier: tier with the records of :func:`roomier.offload.residency.record_sizes`.
         device: device on which the model runs.
-        values: initial values of parameters on the meta device; see :class:`Residency`.
+        values: function that returns the initial value of a parameter on the meta device; see :class:`Residency`.
 
     The attributes are described in :class:`Residency`.
 
@@ -73,7 +73,7 @@ class OffloadedParameters(Residency):
 
     @contextmanager
     def running(self, regions: Regions) -> Iterator[None]:
-        """Keep ``regions`` on the device inside the context, in which a forward pass reads them."""
+        """Keep ``regions`` on the device while a forward pass inside the context reads them."""
         self._running.append(regions)
         try:
             self.use(regions)
@@ -86,8 +86,8 @@ class OffloadedParameters(Residency):
                 self._running.pop()
 
     def saved(self, regions: Regions) -> saved_tensors_hooks:
-        """Return a context for saved tensors. When autograd reads a tensor that was saved in this context, ``regions``
-        are brought to the device."""
+        """Return a context for saved tensors. When autograd reads a saved tensor that uses the memory of ``regions``,
+        these regions are brought to the device."""
         pack, unpack = torch_offload.saving_hooks() or (_Saved, _Saved.checked)
 
         def save(tensor: Tensor) -> Any:

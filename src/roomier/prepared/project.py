@@ -20,7 +20,7 @@ class Project:
     """Class with the fields of ``accelerate.utils.ProjectConfiguration``. Accelerate's class can be used instead.
 
     Attributes:
-        project_dir: folder of the project; None if there is none.
+        project_dir: folder of the project, or None.
         logging_dir: folder for logs; if None, ``project_dir``.
         automatic_checkpoint_naming: if True, save checkpoints as ``project_dir/checkpoints/checkpoint_<iteration>``.
         total_limit: maximum number of checkpoints with automatic names; None for no limit.

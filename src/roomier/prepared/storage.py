@@ -53,13 +53,13 @@ class Storage(Processes):
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of the project; None if there is none."""
+        """Folder of the project; None if it is not set."""
         folder = self.project_configuration.project_dir
         return None if folder is None else str(folder)
 
     @property
     def logging_dir(self) -> str | None:
-        """Folder of logs; None if there is none."""
+        """Folder for logs; None if it is not set."""
         folder = self.project_configuration.logging_dir
         return None if folder is None else str(folder)
 
