@@ -84,7 +84,7 @@ def test_a_larger_batch_on_one_rank_is_reported_and_keeps_the_choice(
 ) -> None:
     for before, after in on_ranks(NUM_RANKS, grow_on_rank):
         assert before == after
-    printed = [line for line in capsys.readouterr().out.splitlines() if "larger than" in line]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "was measured with" in line]
     assert len(printed) == 1
     assert "(132,)" in printed[0]
     assert "(264,)" in printed[0]
