@@ -445,7 +445,7 @@ class ModelCheckpoint(Callback):
             "superseded": [self._name(path) for path in ledger.superseded],
             "current_score": ledger.current_score,
             "step": ledger.step,
-            "due_step": self._due_step,  # for a resume after a signal between a validation and its save point
+            "due_step": self._due_step,  # needed if a signal ends the run between a validation and its save point
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
         }
 

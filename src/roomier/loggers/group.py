@@ -63,7 +63,7 @@ class LoggerGroup:
             metrics: values by column.
             index: index of the batch, which is the step of the row.
             step: number of completed optimizer steps. Loggers of roomier receive this number as the metric
-                ``trainer/step``, because a resumed run removes the rows after its first step.
+                ``trainer/step``, so that a resumed run can find and remove later rows.
         """
 
         def log(logger: Logger) -> None:
