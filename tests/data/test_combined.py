@@ -302,7 +302,7 @@ def test_samplers_with_a_shared_generator_are_rejected():
         DataLoader(Numbers(4), sampler=RandomSampler(Numbers(4), replacement=True, generator=generator))
         for _ in range(2)
     ]
-    with pytest.raises(DataError, match=r"train_dataloaders\[0\]=.*from which another loader also draws"):
+    with pytest.raises(DataError, match=r"train_dataloaders\[0\]=.*from the same random generator as another loader"):
         Source(CombinedLoader(pair), name="train_dataloaders", seed=0)
 
 

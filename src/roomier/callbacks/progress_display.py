@@ -38,7 +38,7 @@ class Standing:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def texts(self, done: str) -> list[str]:
-        """Return the non-empty parts of a line, including ``done``."""
+        """Return the non-empty texts of a line. ``done`` is the text for the completed batches."""
         rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
         metrics = " ".join(f"{printable(name)} {value:.4g}" for name, value in self.metrics.items())
@@ -46,7 +46,7 @@ class Standing:
 
 
 def rate_text(rate: float) -> str:
-    """Format a rate with at least three digits and without exponent: ``1380``, ``99.5``, ``0.0125``."""
+    """Format a rate with at least three digits and without an exponent: ``1380``, ``99.5``, ``0.0125``."""
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 

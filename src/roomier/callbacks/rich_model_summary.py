@@ -134,7 +134,7 @@ def shapes_of(value: Any) -> str:
 
 
 def rich_table(summary: Summary, model: nn.Module, measured: Measured | None, header_style: str) -> Group:
-    """Return the table of the modules, with the totals below the modules."""
+    """Return the table of the modules, followed by the totals."""
     table = Table(header_style=header_style)
     table.add_column("", style="dim", justify="right")
     for name in ("Name", "Type"):

@@ -124,7 +124,7 @@ def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
         others = [one for other in loader.flattened[:number] for one in generators_of(other)]
         others += [one for other in loader.flattened[number + 1 :] for one in generators_of(other)]
         if any(_is_in(one, others) for one in drawn[number]):
-            problem = "draws from a generator from which another loader also draws"
+            problem = "draws from the same random generator as another loader"
             raise DataError(
                 feed.name, loader, problem, "Pass a separate torch.Generator to each loader and to its sampler"
             )

@@ -1,4 +1,4 @@
-"""Schema of a saved position in the training data, as returned by :meth:`roomier.data.source.Source.state_dict`."""
+"""Schema of the positions in the training data that :meth:`roomier.data.source.Source.state_dict` returns."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _check_feed(kind: str, value: dict[str, Any], place: str, *, has_begun: bool
 
 
 def check_generators(value: Any, place: str) -> None:
-    """Check the states of generators in a loaded position, at any depth.
+    """Check all generator states in a loaded position, including nested states.
 
     Raises:
         FormError: a CPU generator rejects its state.

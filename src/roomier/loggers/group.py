@@ -94,7 +94,7 @@ class LoggerGroup:
 
 
 def choosing_their_folders(loggers: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the loggers written for Lightning, which choose their own folders and so can log without a run folder."""
+    """Return the loggers written for Lightning. They choose their own folders, so they can log without a run folder."""
     return tuple(each for each in loggers if not isinstance(each, Logger))
 
 

@@ -13,8 +13,8 @@ bytes (2 for the weights of matrix products under autocast, otherwise ``w``). Ad
     zero2        w/N         c, for the step   c, one unit; w/N after each unit      2w/N
     zero3, hsdp  w/N         c, two units      c, one unit; w/N after each unit      2w/N
 
-Gradients are freed after the update. Between steps, gradients exist only in the buckets of DDP, or if a hook reads them
-later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
+Gradients are freed after the update. Between steps, no gradients exist, except in the buckets of DDP or if a hook reads
+them later. For a frozen weight, only the parameter and its unsharded copy exist. A quantized weight is a buffer.
 
 The peak is smaller than the sum of a row of the table, because a backward pass frees the unsharded parameters unit by
 unit while gradients are computed. Therefore, the peak is computed by simulating the units of a step. Dimension 0 of a

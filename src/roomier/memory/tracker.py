@@ -390,8 +390,8 @@ class MemoryTracker:
 def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTracker]:
     """Return a context that tracks the memory of ``engine``.
 
-    ``forward_backward`` enters the phases ``"forward"`` and ``"backward"``. Around ``engine.step()``, the caller may
-    enter ``"update"``.
+    ``forward_backward`` enters the phases ``"forward"`` and ``"backward"``. Before ``engine.step()``, the caller may
+    enter the phase ``"update"``.
 
     Args:
         kept: tensors outside the module that live as long as the module.

@@ -102,7 +102,7 @@ class UnitBytes:
         gathered: the padded unsharded unit, in the dtype of the computation.
         cast: this rank's shard in the dtype of the computation, if this dtype differs from the stored dtype.
         gradient: gradients of the unsharded weights, as backward computes them.
-        kept_gradient: gradients of unsharded scalars, from a backward pass to the update.
+        kept_gradient: gradients of unsharded scalars, which exist from a backward pass until the update.
         summed: gradients of the unsharded weights in the dtype of the reduction.
         last_share: fraction of the gradients that belongs to the last weight. ``fully_shard`` retains the gradient of
             this weight until the reduction ends.
