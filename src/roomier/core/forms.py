@@ -128,7 +128,7 @@ def optional(form: Form) -> Form:
 
 
 def list_of(form: Form, length: int | None = None) -> Form:
-    """Accept a list or tuple whose items match ``form``, of any length if ``length`` is None."""
+    """Accept a list or tuple of ``length`` items (None: any number) that match ``form``."""
 
     def check(value: Any, place: str) -> None:
         if type(value) not in (list, tuple) or length not in (None, len(value)):

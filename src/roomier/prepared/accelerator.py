@@ -118,7 +118,8 @@ class Accelerator(Storage):
     # Preparation --------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Return the prepared ``args`` in the same order. For a single argument, the result is not a tuple.
+        """Return the prepared ``args`` in the same order. For a single argument, the result is the prepared object
+        instead of a tuple.
 
         Models, optimizers, DataLoaders and schedulers are prepared. Other objects are returned unchanged. Pass a model
         together with its optimizers, because sharding replaces the parameters.

@@ -40,7 +40,7 @@ class Trackers:
         return self._group.loggers
 
     def start(self, project: str, config: Mapping[str, Any] | None) -> None:
-        """Start the loggers, whose folder is the subfolder ``project``, and log ``config`` as hyperparameters."""
+        """Start the loggers with the subfolder ``project`` as their folder, and log ``config`` as hyperparameters."""
         self._group = LoggerGroup(self._loggers)
         if self._loggers:
             folder = (self._folder or Path()) / project

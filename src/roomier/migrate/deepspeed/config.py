@@ -40,8 +40,8 @@ def answers_to_config(
         source: name of the configuration in messages, such as ``"ds_config.json"``.
         num_ranks: number of ranks of the run.
         given: arguments of the Trainer, which replace ``"auto"`` values.
-        fills_clipping: True to accept a configuration without ``gradient_clipping``, which ``gradient_clip_val`` of the
-            Trainer then replaces, as in Lightning.
+        fills_clipping: True if ``gradient_clip_val`` of the Trainer sets a missing ``gradient_clipping``, as in
+            Lightning.
     """
     answers = Answers(source)
     config = without_auto(config, answers, given)
