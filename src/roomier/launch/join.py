@@ -1,4 +1,5 @@
-"""Functions that join the process group of a run. A process joins when its first run begins and leaves when the process ends."""
+"""Functions that join the process group of a run. A process joins when its first run begins and leaves when the process
+ends."""
 
 from __future__ import annotations
 
