@@ -118,7 +118,7 @@ def _combined(
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
-    """Reject a generator from which two loaders draw alternately, because a resume cannot restore its state."""
+    """Reject a generator from which two loaders draw alternately, because a resume cannot repeat these draws."""
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):
         others = [one for other in loader.flattened[:number] for one in generators_of(other)]

@@ -40,7 +40,7 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
     For a list of batches, the returned batch is the largest of the first 1000 batches. For other loaders, the returned
     batch is the first batch, or a batch with the same number of samples. For a CombinedLoader, one batch is selected in
     this way from each of its loaders. In mode ``"sequential"``, the largest of these batches is returned. In other
-    modes, all of them are returned together.
+    modes, all these batches are returned together.
 
     Args:
         loader: loader of a run.

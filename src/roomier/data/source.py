@@ -1,4 +1,4 @@
-"""Source: the batches of one loader, epoch by epoch, with a position that a checkpoint can contain."""
+"""Source, which yields the batches of one loader in each epoch and provides a position for checkpoints."""
 
 import math
 from collections.abc import Generator, Iterator, Sequence
