@@ -405,7 +405,7 @@ class StatefulFeed(BatchFeed):
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)
         with self._alike():
-            if self._unread is not None:  # if __iter__ is a generator, only a first next() applies the loaded state
+            if self._unread is not None:  # if __iter__ is a generator, its first next() call applies the loaded state
                 next(self._unread, None)
                 self._unread = None
             iterator = iter(self._loader)

@@ -30,7 +30,7 @@ from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuil
 from roomier.data.same import is_same
 from roomier.device.rng import rng_state, set_rng_state
 
-_NUM_LISTED = 1000  # Maximum number of batches whose sizes are compared, in a list of batches.
+_NUM_LISTED = 1000  # Maximum number of batches of a list whose sizes are compared.
 _DEPTH = 3  # Maximum nesting depth of datasets.
 
 

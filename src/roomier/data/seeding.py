@@ -96,7 +96,7 @@ class SampleSeededDataset(_SeededDataset):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        # Do not call __getitems__ of the dataset. A Subset has this method even if its underlying dataset does not.
+        # Do not call __getitems__ of the dataset, because a Subset can have this method although its dataset does not.
         return [self[index] for index in indices]
 
 

@@ -32,9 +32,9 @@ class TensorBoardLogger(GuardedLogger):
         kwargs: arguments of ``SummaryWriter``, such as ``flush_secs``.
 
     Attributes:
-        experiment: the ``SummaryWriter``, for example for images and histograms. The writer is available after a fit has
-            started, or earlier if ``save_dir`` is set. On ranks other than the first rank, the methods of the writer
-            have no effect.
+        experiment: the ``SummaryWriter``, for example for images and histograms. The writer is available after a fit
+            has started, or earlier if ``save_dir`` is set. On ranks other than the first rank, the methods of the
+            writer have no effect.
 
     Raises:
         RoomierError: the ``tensorboard`` package is not installed, or ``log_graph`` is set.
