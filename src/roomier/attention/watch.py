@@ -18,7 +18,7 @@ _OPERATORS = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-    "aten::_scaled_dot_product_attention_math_for_mps": "math",
+    "aten::_scaled_dot_product_attention_math_for_mps": "mps",
     "aten::_scaled_dot_product_fused_attention_overrideable": "the device's own",
     "flex_attention": "flex",
 }

@@ -76,7 +76,7 @@ def request_of(
 ) -> Request:
     """Return a Request that describes a call of ``trainer``."""
     fitted = trainer.fitted
-    is_sharded = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
+    is_cut = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
         stage=stage,
         module=as_module(model) if trainer.own_optimizer is None else trainer.module_of(model),
@@ -93,7 +93,7 @@ def request_of(
         trainer=trainer,
         state=trainer.state,
         fitted=None if fitted is None else Fitted(fitted.module, fitted.progress, fitted.folder, trainer.choice),
-        cut=CutTo(trainer.micro_batch, trainer.num_micro_batches) if is_sharded else None,
+        cut=CutTo(trainer.micro_batch, trainer.num_micro_batches) if is_cut else None,
     )
 
 
