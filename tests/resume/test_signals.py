@@ -118,7 +118,7 @@ def test_the_resumed_run_is_equal_to_the_undisturbed_run(
     assert left.value.code == 128 + moment.number
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     told = capfd.readouterr().err
-    assert f"{moment.number.name}: finishing this step before the run ends" in told
+    assert f"{moment.number.name}: the run ends after this step" in told
     assert f"stopped by {moment.number.name} at step {moment.saved_step}, saved at" in told
     assert "Resume with trainer.fit(..., ckpt_path='last')" in told
     assert runs.last_state("stopped")["progress"]["global_step"] == moment.saved_step

@@ -63,9 +63,7 @@ class GracefulStop:
         if self._is_alone:
             self.received = self.noted
         with suppress(RuntimeError):  # printing fails if the signal interrupted another print
-            notice(
-                f"{self.noted.name}: finishing this step before the run ends (send the signal again to exit immediately)"
-            )
+            notice(f"{self.noted.name}: the run ends after this step (send the signal again to exit immediately)")
 
 
 class _Watch:
