@@ -27,8 +27,8 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
 
     Args:
         at_step: step to track, counted from 1 at the start of the fit. The minimum is 2, because the optimizer has no
-            states before step 2. If None, step 2 is tracked. With an activation budget, step 4 is tracked. In this
-            case, blocks save the chosen activations from step 3 on, in which the kinds of the tensors are identified.
+            states before step 2. If None, step 2 is tracked. With an activation budget, step 4 is tracked, because the
+            kinds of the tensors are identified in step 3, which is the first step with the chosen activations.
         every_n_steps: number of steps after which another step is tracked; None tracks only one step.
 
     Attributes:

@@ -51,8 +51,8 @@ Place = tuple[int, int]
 class SpikeGuard(Callback):
     """Callback that checks the loss and the gradient norm (before clipping) of each step.
 
-    A step is bad if one of its values is NaN or infinite, or is more than ``factor`` times the median of the previous
-    steps. The values are computed over the global batch of all ranks, so all ranks make the same decision.
+    A step is bad if one of its values is NaN or infinite, or is more than ``factor`` times the median of previous
+    good steps. The values are computed over the global batch of all ranks, so all ranks make the same decision.
 
     A notice reports each bad step with the indices of its samples. If roomier does not determine the order of the data,
     the notice contains the indices of the micro-batches instead. With a loss scale (``16-mixed``), the loss scaler

@@ -133,7 +133,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
             yield indices[self._bounds[number] : self._bounds[number + 1]].tolist()
 
     def _places(self, generator: torch.Generator) -> Tensor:
-        """Return the positions of the samples in the order by length, shuffled within each bucket.
+        """Return indices into the samples sorted by length, shuffled within each bucket.
 
         The longest sample remains in the first batch.
         """

@@ -58,7 +58,7 @@ def training_feed(
         place: position of ``loader`` among several loaders that are read together; None for a single loader.
 
     Raises:
-        DataError: ``loader`` yields no batches, or is a collection of loaders without a CombinedLoader.
+        DataError: ``loader`` does not yield batches, or is a collection of loaders without a CombinedLoader.
     """
     if isinstance(loader, CombinedLoader):
         return _combined(loader, name, seed, ranks, shuffle_allowed, pin_memory)
@@ -199,7 +199,7 @@ def check_is_one_loader(loader: Any, name: str) -> None:
     """Check that ``loader`` is a single loader or a list of batches.
 
     Raises:
-        DataError: ``loader`` is a collection of loaders, or yields no batches.
+        DataError: ``loader`` is a collection of loaders, or does not yield batches.
     """
     if is_loader_collection(loader):
         raise DataError(

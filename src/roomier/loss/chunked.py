@@ -1,4 +1,4 @@
-"""Chunked loss, which never stores all logits in memory and requires no change to the model."""
+"""Chunked loss, which computes the logits in chunks and requires no change to the model."""
 
 from __future__ import annotations
 

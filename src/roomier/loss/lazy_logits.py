@@ -114,7 +114,7 @@ class Rows:
 
     Attributes:
         output: the call of the layer.
-        hidden: the inputs of these rows, in the shape of the rows.
+        hidden: input of the layer for these rows, in the shape of the rows.
         dtypes: dtype of the layer's result, followed by the dtypes to which the result is converted, in order.
         replays: the operations that compute these rows from the full logits, in order.
         is_selection: True if rows may have been skipped or repeated.
