@@ -64,7 +64,7 @@ def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -
     """Return ``plan`` with the adapters and the quantization that ``network`` retains from an earlier run.
 
     The result is the same before and after the adapters of ``plan`` are added. The settings of retained adapters are
-    required to load a checkpoint. A run also prints them in its table of settings.
+    required to load a checkpoint, and the table of settings that a run prints contains them.
 
     Raises:
         PlanError: the settings of the adapters are not supported with the other settings of ``plan``.

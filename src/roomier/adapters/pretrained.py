@@ -1,4 +1,4 @@
-"""Makes Hugging Face's ``save_pretrained`` reject models with adapters, whose files could not be loaded correctly.
+"""Makes ``save_pretrained`` reject models with adapters, because ``from_pretrained`` would load the files incorrectly.
 
 ``from_pretrained`` ignores names that the model does not have, such as ``lora_A``, and initializes missing weights,
 such as quantized weights, with random values. The result would be a model without the trained parameters, and no error

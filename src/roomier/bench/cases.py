@@ -22,9 +22,9 @@ class CaseModule(Protocol):
         """Run the benchmark.
 
         Returns:
-            The data of one JSON object. A list under the key ``"lines"`` is printed instead, with one object per line.
-            The function writes no text to standard output. If the list ``"failed"`` in the data is not empty, the
-            command ends with exit code 1.
+            The data of one JSON object. If the data contains a list ``"lines"``, its items are printed instead, one
+            object per line. If the list ``"failed"`` in the data is not empty, the command ends with exit code 1. The
+            function must not write to standard output.
         """
 
     def table(self, result: Mapping[str, Any]) -> RenderableType:

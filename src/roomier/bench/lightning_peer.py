@@ -97,7 +97,7 @@ def _runners(pytorch: ModuleType) -> tuple[Callable[..., None], Callable[..., No
 
 
 class _AsGiven:
-    """Iterable over the given batches, the fastest kind of loader that Lightning accepts."""
+    """Iterable over the given batches. An iterable is the fastest kind of loader that Lightning accepts."""
 
     def __init__(self, batches: list[toy.Batch]) -> None:
         self._batches = batches

@@ -5,9 +5,9 @@ The result is one JSON object: the settings, and the following keys.
 
 - ``resident_s``: median time of a step without offload.
 - ``modes``: for each update mode: ``step_s``, the median time of a step; ``bytes_read`` and ``bytes_written`` per step;
-  ``raw_io_s``, the time of the same transfers without the tier; ``overlap_ratio``, which is ``step_s`` divided by the
-  larger of ``resident_s`` and ``raw_io_s``; ``formula_ratio``, which is ``step_s`` divided by the planner's formula for
-  the measured durations.
+  ``raw_io_s``, the time of the same transfers without the tier, in one reading and one writing thread, while the
+  machine runs no computation; ``overlap_ratio``, which is ``step_s`` divided by the larger of ``resident_s`` and
+  ``raw_io_s``; ``formula_ratio``, which is ``step_s`` divided by the planner's formula for the measured durations.
 - ``disk_read_ratio``, ``disk_write_ratio`` and ``disk_both_ratio``: speed of the tier's reads and writes relative to
   the same transfers without the tier, while the machine runs no computation; ``under_load``: the same ratios while each
   core multiplies matrices.
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the step times and the disk or, with ``--memory``, the peak memory of ranks."""
+    """Measure step times and the speed of the disk. With ``--memory``, measure the peak memory of ranks instead."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         facts = {**circumstances(), "settings": _settings(options)}
         if options.memory:

@@ -125,8 +125,8 @@ def timed(run: Callable[..., Any], batches: list[toy.Batch], **settings: Any) ->
 def figures_of(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the overhead of the loop ``who`` compared with the bare loop, and the time of one ``self.log``.
 
-    The time of ``self.log`` is a small difference of large times, so it is measured as processor time, which is less
-    noisy than wall time.
+    The time of ``self.log`` is a small difference between two large times, so it is measured as processor time, which
+    is less noisy than wall time.
     """
     return {
         "trainer_us": median(wall[who]),

@@ -1,6 +1,6 @@
 """``roomier bench planner``: forecast and measured peak memory of a step.
 
-A dry run computes the forecast, without allocating memory and without other ranks.
+A dry run computes the forecast without allocating memory and without other ranks.
 :class:`roomier.memory.tracker.MemoryTracker` measures the same step with real tensors on CPU ranks (one process each,
 gloo). The measured value is the largest peak of all ranks.
 
@@ -16,7 +16,7 @@ of a row are:
 
 By default, each model runs with each strategy on each number of ranks, and every pair of options occurs in at least one
 row. ``--all`` runs every legal combination, which takes hours. ``--quick`` runs each model twice. ``--budgets`` runs
-each model with three activation budgets, except models without blocks. GPUs are not measured.
+each model that has blocks with three activation budgets. GPUs are not measured.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def mixtral() -> Workload:
 
 
 def t5() -> Workload:
-    """Return a T5. The first layers of its encoder and its decoder compute the position bias of all layers."""
+    """Return a T5. In its encoder and in its decoder, the first layer computes the position bias of all layers."""
     batch = {"input_ids": _tokens(), "labels": _tokens(LENGTH // 2).contiguous()}
     sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": DEPTH, "num_heads": 4}
     return _hugging_face(

@@ -176,8 +176,8 @@ def _both(states: str, parameters: str) -> dict[str, Any]:
 
 
 def _offloaded() -> Iterator[Published]:
-    """Yield the model sizes that offloading makes possible on one GPU, according to ZeRO-Offload, DeepSpeed and
-    LoHan."""
+    """Yield rows for the model sizes that offloading makes possible on one GPU, according to ZeRO-Offload, DeepSpeed
+    and LoHan."""
     base = {"optimizer": "adamw", "gradient_clip_val": 1.0, "activation_checkpointing": "full"}
     v100, server = "v100-32gb:1", "1.5TiB"
     half = {**base, "precision": "bf16-mixed", **_both("cpu", "cpu")}

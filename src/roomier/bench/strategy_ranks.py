@@ -162,8 +162,8 @@ class Strategy:
         return predict(network, self._plan, rank=rank)
 
     def measure_memory(self) -> dict[str, Any]:
-        """Return the memory of a step: values of the rank with the largest model states, and the largest peak of all
-        ranks."""
+        """Return the memory of a step in bytes. The values are from the rank with the largest model states, except
+        ``peak_bytes``, which is the maximum over the ranks."""
         is_cpu = self._device.type == "cpu"
         # an allocator also counts the strategies that stay in memory
         with self._running(keeps=self._keeps and is_cpu) as loop:

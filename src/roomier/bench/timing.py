@@ -66,7 +66,7 @@ class Stamps:
         """Return the cost of a step: the median for each position in a log interval, averaged over the positions.
 
         Work that occurs every ``period`` steps is counted with its frequency. Interruptions by other processes do not
-        affect the result if they affect fewer than half of the steps at each position.
+        affect the result if they occur in fewer than half of the steps at each position.
 
         Args:
             num_warmup: number of steps at the start that are not counted.

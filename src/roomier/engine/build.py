@@ -66,7 +66,7 @@ def build(
         parameters = filled_parameters(plan, facts, taken, weights)  # the device never holds all parameters
         taken = weights = None
     if taken is None:
-        if not torch_fake.makes_fake_tensors():  # fake tensors are already on the device
+        if not torch_fake.makes_fake_tensors():  # fake tensors are on the device, and ``to`` cannot swap them
             module.to(device)  # before the optimizer, which creates its states on the device of the parameters
     elif not shards_parameters(plan, ranks):
         taken.restore(network, network, device)  # DDP reads the parameters of the network that it wraps

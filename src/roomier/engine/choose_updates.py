@@ -1,4 +1,4 @@
-"""Creates the object that controls when the optimizers of an engine step."""
+"""Creates the object that determines when the optimizers step."""
 
 from __future__ import annotations
 

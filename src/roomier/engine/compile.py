@@ -137,7 +137,7 @@ def _report_uncompiled() -> None:
 
 class CompileClock:
     """Context for the first forward pass. On exit without an error, it prints the number of compiled graphs and the
-    time."""
+    compile time since its construction."""
 
     def __init__(self) -> None:
         self._before_s = torch_private.compile_s()

@@ -126,7 +126,7 @@ class EagerEngine:
             abandon()
 
     def _start_micro_batch(self, index: int, batch: Any) -> Any:
-        """Move micro-batch ``index`` of the window to the device, and call the hooks between two micro-batches."""
+        """End the previous micro-batch, if any. Move micro-batch ``index`` to the device and call ``batch_start``."""
         hooks = self.hooks
         if index:
             hooks.batch_end(index - 1)
@@ -226,7 +226,7 @@ class EagerEngine:
 
     @property
     def trace(self) -> int:
-        """Hash of the executed units, equal on all ranks; see :class:`roomier.engine.parallel.Parallel`."""
+        """Hash of the executed units. It must be equal on all ranks; see :class:`roomier.engine.parallel.Parallel`."""
         return self._parallel.trace
 
     def settle(self) -> None:

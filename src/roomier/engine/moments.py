@@ -49,7 +49,7 @@ def moments_of(parallel: Parallel, levers: Levers, updates: Updates) -> Moments:
     recompute = levers.recompute
     divides, recomputes, chunks = parallel.runner is not None, bool(recompute.blocks), levers.output_layer is not None
     return Moments(
-        # Recomputation is last, because an error in a begin_step method would not abandon its measurement.
+        # Recomputation is last, because its measurement is not abandoned if a later begin_step method raises an error.
         begin_step=(updates.begin_step,) * updates.acts + (recompute.begin_step,) * recomputes,
         begin_micro_batch=(parallel.begin_micro_batch,) * divides + (updates.begin_micro_batch,) * updates.acts,
         begin_backward=(parallel.begin_backward,) * divides,

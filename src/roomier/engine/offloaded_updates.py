@@ -106,7 +106,7 @@ class OffloadedUpdates(Updates):
         batch_plan: settings for clipping.
 
     Attributes:
-        mode: current mode; changes to ``"plain"`` if code outside a block reads the block's parameters.
+        mode: current mode; ``"deferred"`` becomes ``"plain"`` if code outside a block reads the block's parameters.
         clips: whether this object clips the gradients instead of the engine. True if parameters are in a tier.
     """
 
@@ -159,8 +159,7 @@ class OffloadedUpdates(Updates):
         self._is_last = is_last
 
     def backward(self, run: Callable[..., None]) -> None:
-        """Compute gradients. In speculative mode, the last backward pass of a step starts reading the states from the
-        tier."""
+        """Compute gradients. The last backward pass of a step starts reading the optimizer states from the tier."""
         self._complete_all()  # updates of blocks whose forward pass did not run
         if self._is_last and self._tries_speculation():
             self._waiting = {
@@ -434,8 +433,7 @@ class OffloadedUpdates(Updates):
         self._join()
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return how many bytes of optimizer states were read from the disk, and how many were written to it, so
-        far."""
+        """Return the number of bytes of optimizer states read from the disk so far, and the number written to it."""
         return self._states.moved_bytes()
 
     def close(self) -> None:

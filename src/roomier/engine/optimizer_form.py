@@ -69,7 +69,7 @@ def _states_needed(
         FormError: a step succeeds with the settings of ``group``, but fails with the settings of ``stored``.
     """
     make = type(optimizer)
-    # the states of such optimizers can change during training
+    # optimizers whose states can change during training
     if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):
         return None
     try:

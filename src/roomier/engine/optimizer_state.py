@@ -98,9 +98,9 @@ def state_places(
     """Return ``saved`` with an empty tensor in place of each tensor that will be read.
 
     States that have the shape of their parameter are sharded like the parameter, so that no rank allocates more than
-    its shards. :class:`HasRowStates` describes other sharded states. All other states are replicated, on the device of
-    the parameter. States without dimensions, such as step counts, are on the CPU. The engine moves these states to the
-    device that the optimizer requires.
+    its shards. :class:`HasRowStates` and :class:`PlacesStates` describe other sharded states. All other states are
+    replicated, on the device of the parameter. States without dimensions, such as step counts, are on the CPU. The
+    engine moves these states to the device that the optimizer requires.
 
     Args:
         saved: the state with specifications in place of tensors.

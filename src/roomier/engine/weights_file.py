@@ -25,7 +25,7 @@ _NUM_NAMES_SHOWN = 3
 
 
 def prepare_nothing(tensor: Tensor) -> None:
-    """Do nothing. Default of ``prepare`` in :meth:`WeightsToRead.read_into`."""
+    """Do nothing. This function is the default of ``prepare`` in :meth:`WeightsToRead.read_into`."""
 
 
 class WeightsToRead(Protocol):

@@ -162,8 +162,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize the model as in GPT-2. Weights are sampled from a normal distribution with standard deviation
-        0.02, and biases are 0.
+        """Initialize the model as in GPT-2. The weights of linear layers and embeddings are sampled from a normal
+        distribution with standard deviation 0.02, and biases are 0.
 
         The standard deviation of the last layer of each residual branch is divided by ``sqrt(2 * num_layers)``, so the
         scale of the residual stream does not depend on the depth.

@@ -99,7 +99,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the files of crashed runs (files that no process has locked), and print a notice for each of them that is
+    """Remove the files of crashed runs, which no process has locked. Print a notice for each of these files that is
     not empty."""
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
         try:

@@ -3,7 +3,7 @@
 [Note: one reader and one writer]
 One thread reads and one thread writes. More threads would lower the total bandwidth of a disk, because large direct
 transfers already use the full bandwidth. The writer completes its jobs in order. If an earlier job writes the same
-bytes, a read waits for this job.
+bytes, a read waits until this write is complete.
 """
 
 from __future__ import annotations

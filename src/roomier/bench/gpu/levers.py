@@ -1,8 +1,8 @@
 """Part ``levers``: the rows of ``roomier bench levers``, at the sizes of Hugging Face's guide (BERT-large, 512 tokens).
 
 All rows run in one process, because importing the libraries takes longer than a row. The rows of roomier run first. A
-row has the keys of ``roomier bench levers``, and the keys ``model``, ``seq_len``, ``steps`` and ``published`` (the
-guide's samples per second and MB on a V100).
+row has the keys of ``roomier bench levers`` except ``peak_rss_bytes``, and the keys ``model``, ``seq_len``, ``steps``
+and ``published`` (the guide's samples per second and MB on a V100).
 """
 
 from __future__ import annotations

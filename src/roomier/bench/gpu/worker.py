@@ -33,8 +33,8 @@ def measure_part(
 ) -> None:
     """Measure the rows of a part that ``results`` does not contain. Append each row, and a final line for the part.
 
-    A row that fails is recorded with its error. A row is started only if the remaining time is at least the duration of
-    the longest row so far.
+    A row that fails is recorded with its error. A row is started only if the time that remains until 90 % of the time
+    limit is at least the duration of the longest row so far.
 
     Args:
         name: name under which the results file lists the part.

@@ -216,7 +216,7 @@ def _speeds(prefix: str, step_s: float | None, global_batch: int, settings: Mapp
 
 
 def _run(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Train each configuration in ``names``, in one group of processes. Return the values, keyed by name."""
+    """Run each configuration in ``names``, in one group of processes. Return the values, keyed by name."""
     notice(f"bench seed: {settings['model']}, {settings['size']}: {'; '.join(names)}")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "result.jsonl"

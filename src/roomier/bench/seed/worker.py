@@ -84,7 +84,7 @@ def training_of(settings: Mapping[str, Any]) -> Training:
 
 
 def train(settings: Mapping[str, Any], name: str, folder: str) -> dict[str, Any]:
-    """Train the configuration ``name`` and return the measured values."""
+    """Run the configuration ``name`` and return the measured values."""
     [configuration] = [each for each in configurations_of(settings["model"]) if each.name == name]
     training = training_of(settings)
     micro_batch = configuration.micro_batch(settings["batch_size"] or training.micro_batch)
@@ -134,7 +134,7 @@ def train(settings: Mapping[str, Any], name: str, folder: str) -> dict[str, Any]
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Train each configuration in ``settings``. Rank 0 writes the values to the file ``settings["result"]``."""
+    """Run each configuration in ``settings``. Rank 0 writes the values to the file ``settings["result"]``."""
     warnings.filterwarnings("ignore")
     for name in settings["configurations"]:
         with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
