@@ -155,6 +155,22 @@ def test_tracked_step_of_a_budget_uses_the_chosen_blocks(fit: Callable[..., Trai
     assert peaks[0] == peaks[1]
 
 
+def test_tracked_step_of_deferred_updates_is_after_the_first_update(
+    fit: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    steps = []
+
+    class Notes(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+            steps.append(tracked.next_step)
+
+    for update in ("plain", "deferred"):
+        tracked = MemoryAnatomy()
+        fit(tracked, Notes(), offload={"optimizer_states": "disk", "update": update, "folder": str(tmp_path)})
+        assert tracked.anatomy is not None
+    assert steps == [2, 3]
+
+
 @pytest.mark.parametrize("step", [2, 3])
 def test_step_in_which_a_budget_measures_is_rejected(fit: Callable[..., Trainer], step: int) -> None:
     with pytest.raises(RoomierError, match=f"at_step={step}: must be at least 4"):

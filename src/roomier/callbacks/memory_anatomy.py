@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step
+from roomier.callbacks.tracked_step import TracksStep, first_step_of, tracked_step, usual_step_of
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.memory.anatomy_table import Anatomy, KeepsPeak
@@ -27,8 +27,9 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
 
     Args:
         at_step: step to track, counted from 1 at the start of the fit. The minimum is 2, because the optimizer has no
-            states before step 2. If None, step 2 is tracked. With an activation budget, step 4 is tracked, because the
-            kinds of the tensors are identified in step 3, which is the first step with the chosen activations.
+            states before step 2. If None, step 2 is tracked. With deferred updates, step 3 is tracked, because the
+            first update creates the states in step 2. With an activation budget, step 4 is tracked, because the kinds
+            of the tensors are identified in step 3, which is the first step with the chosen activations.
         every_n_steps: number of steps after which another step is tracked; None tracks only one step.
 
     Attributes:
@@ -58,7 +59,7 @@ class MemoryAnatomy(KeepsPeak, TracksStep):
         if self.at_step is not None and self.at_step < first:
             problem = "must be at least 4, because an activation budget runs measurements before step 4"
             raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
-        self._next_step = trainer.global_step + (self.at_step or first)
+        self._next_step = trainer.global_step + (self.at_step or usual_step_of(trainer))
 
     @property
     def next_step(self) -> int | None:
