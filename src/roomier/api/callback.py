@@ -36,8 +36,8 @@ class Callback:
     """:meth:`roomier.Module.log_dict` of the module. Set during a run, unless the class defines ``log_dict`` itself."""
 
     monitors: ClassVar[bool] = False
-    """True if the callback monitors a logged metric. The hooks of such a callback run after the hooks that log the
-    metric."""
+    """True if the callback monitors a logged metric. ``on_train_epoch_end`` of such a callback runs after the module's
+    hook, which may log the metric."""
 
     reads_parameters = True
     """Whether the hooks that a class defines read parameters, gradients or optimizer states. If a class sets this

@@ -123,7 +123,7 @@ class Engine(Protocol):
     def step_with_closure(
         self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
     ) -> Tensor | None:
-        """Compute gradients like :meth:`forward_backward`, but the gradients of the last micro-batch in a closure.
+        """Compute gradients like :meth:`forward_backward`, but those of the last micro-batch in a closure.
 
         Args:
             update: called after all micro-batches except the last have run. The argument of ``update`` is a closure
@@ -212,7 +212,7 @@ class Engine(Protocol):
     def places(
         self, stored: Sequence[Mapping[str, Any]], *, is_spec: Callable[[Any], bool], unneeded: Any
     ) -> list[dict[str, Any]]:
-        """Return a copy of ``stored`` in which memory for :meth:`load` replaces each tensor that this rank reads.
+        """Return ``stored`` with an empty tensor for :meth:`load` in place of each tensor that this rank reads.
 
         Args:
             stored: the states of each optimizer in a checkpoint.

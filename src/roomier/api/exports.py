@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Exports:
     """Export methods of :class:`roomier.Module`."""
 
-    # TorchScript compiles all properties of a class except the listed ones, which an exported model does not need.
+    # TorchScript compiles all properties of a class except those listed here, which an exported model does not need.
     __jit_unused_properties__: ClassVar[list[str]] = [
         *("trainer", "is_attached", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers"),
         *("on_gpu", "device", "dtype", "hparams", "logged_hparams", "hparams_initial", "fabric"),
@@ -61,8 +61,8 @@ class Exports:
             kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:
-            RoomierError: the module cannot be compiled, or the outputs of the trace and of the module differ for other
-                inputs.
+            RoomierError: the module cannot be converted, or the outputs of the converted module and of this module
+                differ.
         """
         from roomier.export.torchscript import export_torchscript  # late import: a module of a higher layer
 

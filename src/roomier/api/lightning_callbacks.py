@@ -18,7 +18,7 @@ def builtin_class(obj: object) -> type | None:
 
 
 def is_builtin(obj: object, name: str) -> bool:
-    """Return True if ``obj`` is an instance of Lightning's class ``name``, a callback or a base class of callbacks."""
+    """Return True if ``obj`` is an instance of Lightning's class ``name`` (a callback or a base class of callbacks)."""
     return any(cls.__name__ == name and cls.__module__.startswith(_FOLDERS) for cls in type(obj).__mro__)
 
 
@@ -31,8 +31,7 @@ def added_names(obj: object, builtin: type) -> list[str]:
 
 
 def watches_metric(callback: object) -> bool:
-    """Return True if ``callback`` monitors a logged metric. The hooks of such callbacks at the end of an epoch run
-    last."""
+    """Return True if ``callback`` monitors a logged metric. ``on_train_epoch_end`` of such callbacks runs last."""
     if isinstance(callback, Callback):
         return callback.monitors
     return is_builtin(callback, "EarlyStopping") or is_builtin(callback, "Checkpoint")

@@ -21,8 +21,8 @@ def own_optimizer_of(value: Any) -> Any:
 
 
 class OwnOptimizer:
-    """Optimizer that the user passed for the model ``network``. The strategy and the precision can replace the
-    parameters of the model, so :meth:`configure` gives the final parameters to the optimizer.
+    """Optimizer that the user passed for the model ``network``, or function that creates it. The strategy and the
+    precision can replace the parameters of the model, so :meth:`configure` passes the final parameters to it.
 
     Args:
         network: the model as the user passed it.

@@ -51,7 +51,7 @@ class TrainerView(Protocol):
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the current training batch is the last batch of its epoch. False for loaders without a length."""
+        """True if the current training batch is the last of its epoch. False if the number of batches is unknown."""
 
     @property
     def is_last_save_point(self) -> bool:
@@ -249,8 +249,8 @@ class TrainerView(Protocol):
 
     @property
     def shapes(self) -> Any:
-        """A copy of the module of the last fit without values, created before the strategy changed the module. None if
-        the copy is not needed or cannot be created."""
+        """A copy without values of the module of the last fit, created before the module was built. None if the copy is
+        not needed or cannot be created."""
 
     @property
     def choice(self) -> Any:

@@ -6,7 +6,7 @@ Only :func:`read_record` parses a record. This function checks types, ranges, si
 only.
 
 [Note: commit numbers]
-The clock of a machine can be set back, so the time of a save cannot order checkpoints. A new checkpoint has a commit
+The clock of a machine can be set back, so checkpoints are not ordered by save time. A new checkpoint has a commit
 number that is larger than the number of every checkpoint with which it can be compared
 (:func:`roomier.checkpoint.find.find_last`). Checkpoints that two processes commit at the same moment, and copies of a
 folder, have equal numbers. Checkpoints with equal numbers are ordered by step. Format 2 has no commit numbers, so its
@@ -96,7 +96,7 @@ class Record:
         commit_number: number that orders checkpoints; see [Note: commit numbers].
         roomier_version: version of roomier that wrote the checkpoint.
         torch_version: version of torch that wrote the checkpoint.
-        saved_at_ns: time shortly before the commit by the clock of the machine, in nanoseconds since the Unix epoch.
+        saved_at_ns: time shortly before the commit in nanoseconds since the Unix epoch, by the clock of the machine.
         files: names, sizes and checksums of the tensor files, with the tensors that they contain.
         tree: the state without its tensors, as returned by :func:`roomier.checkpoint.tree.split`.
     """

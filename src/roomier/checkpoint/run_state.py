@@ -134,7 +134,7 @@ def check_run_state(path: Path, state: Mapping[str, Any]) -> None:
         for name, form in FORMS.items():
             if name in state:
                 form(state[name], name)
-    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # the adapter determines the layers
+    read_plan(path, {"adapter": state.get("plan", {}).get("adapter", {})})  # checks the adapter, which changes layers
 
 
 def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:

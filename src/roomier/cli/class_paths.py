@@ -1,5 +1,5 @@
-"""Import the classes that the command line or YAML files name before jsonargparse imports them. The error messages are
-then simpler.
+"""Import the classes named on the command line or in YAML files before jsonargparse imports them. This makes error
+messages simpler.
 
 If a module raises an exception at import, the exception is raised unchanged, with its traceback.
 """

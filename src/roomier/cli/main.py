@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after ``roomier``; by default the arguments of this process.
 
     Returns:
-        The exit code of the verb: 0, or 1 if ``plan`` finds no plan that fits or a part of ``bench`` fails. 2 for an
-        invalid request, after one message on standard error.
+        The exit code of the verb: 0, or 1 if ``plan`` finds no plan that fits or a part of ``bench`` fails. 2 after a
+        RoomierError, which is printed to standard error.
 
     Raises:
         SystemExit: a signal terminated a run after its state was saved. In this case, the exit code is 128 plus the

@@ -193,7 +193,7 @@ def machine_of_options(config: Namespace, given: Collection[str] = ()) -> Machin
 
 def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
     """Return the number of nodes. If no option sets the number, return None. The machine file then determines the
-    number (default 1)."""
+    number; without a file, the number is 1."""
     own, asked = config.trainer.num_nodes, config.nodes
     is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
     if asked is not None and "num_nodes" in given and own != asked:

@@ -13,10 +13,10 @@ from roomier.run.progress import Window
 
 
 def note_batches(error: Exception, window: Window, world: World) -> None:
-    """Add a note to ``error``, which occurred in a training step, if several ranks exist or ``num_loss_terms`` failed.
-    The note names the batches of the step and, with several ranks, the rank.
+    """Add a note to the ``error`` of a training step if there are several ranks or ``num_loss_terms`` failed. The note
+    names the batches of the step and, with several ranks, the rank.
 
-    If the first batch contains text and no tensor, :func:`note_text` adds another note.
+    :func:`note_text` can add another note about the first batch.
     """
     if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
         first, last = window.first_batch, window.first_batch + len(window.batches) - 1
@@ -27,7 +27,7 @@ def note_batches(error: Exception, window: Window, world: World) -> None:
 
 
 def note_text(error: Exception, batch: Any, name: str) -> None:
-    """Add a note to ``error`` if ``batch`` contains text and no tensor.
+    """Add a note to ``error`` if ``batch`` contains text and no tensor, unless ``error`` is a RoomierError.
 
     Args:
         name: name of the user's argument that contains the loader, for the message.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ManualOptimizer(OptimizerProxy):
-    """Proxy of ``optimizer`` with a different method ``step``. All other attributes are read from ``optimizer``.
+    """Proxy of ``optimizer`` with a different ``step`` method. All other attributes are read from ``optimizer``.
 
     Args:
         optimizer: optimizer to wrap.

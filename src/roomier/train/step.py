@@ -21,7 +21,7 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# These hooks run after on_train_batch_end. They can read gradients, because Lightning frees them in the next window.
+# These hooks run after on_train_batch_end. They may read gradients, which Lightning frees only in the next window.
 _HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of the epoch, as in Lightning
 
@@ -93,7 +93,7 @@ class TrainingStep:
         self._loss = loss
 
     def end(self, index: int = -1) -> None:
-        """Call ``on_train_batch_end``: after the optimizer step for the last micro-batch of a window."""
+        """Call ``on_train_batch_end``. For the last micro-batch of a window, call this after the optimizer step."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:

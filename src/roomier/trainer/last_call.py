@@ -313,7 +313,7 @@ class LastCall(Settings):
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the current training batch is the last batch of its epoch. False for loaders without a length."""
+        """True if the current training batch is the last of its epoch. False if the number of batches is unknown."""
         run = self.fitted
         return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
 

@@ -29,7 +29,7 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 
 REPORT_AFTER_S = 30.0
-GIVE_UP_AFTER_S = 1800.0  # the timeout of collectives, because user code can take a long time to process a prediction
+GIVE_UP_AFTER_S = 1800.0  # the same timeout as for collectives, because user code can process a prediction slowly
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _ERROR_COMES_WITHIN_S = 1.0  # a failed rank reports its error within this time after it has left the stream
 _HERE, _LEFT = "here", "left"

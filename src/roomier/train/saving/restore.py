@@ -46,9 +46,9 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
 
     Args:
         ckpt_path: a checkpoint folder; ``"last"`` for the newest complete checkpoint folder under ``root``, or the
-            newest ``.ckpt`` file if no folder exists; ``"best"`` for the best checkpoint of the ModelCheckpoint; or
-            None. If no checkpoint exists for ``"last"``, print a notice and return None. With ``"last"``, the temporary
-            files of terminated saves are removed.
+            newest ``.ckpt`` file if there is no such folder; ``"best"`` for the best checkpoint of the ModelCheckpoint;
+            or None. If no checkpoint exists for ``"last"``, print a notice and return None. With ``"last"``, the
+            temporary files of terminated saves are removed.
         root: the folder that contains the run folders.
         best_path: path of the best checkpoint; None or empty if no best checkpoint exists.
 
@@ -133,7 +133,7 @@ def restore_weights(run: Run, path: Path) -> None:
         places = _places(run, weights, stored["module"])
         state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
         found = loaded_weights(run, path, state, weights)
-    run.engine.module.load_state_dict(found)  # calls set_extra_state; the tensors already contain the weights
+    run.engine.module.load_state_dict(found)  # calls set_extra_state; also copies weights that ``_places`` allocated
 
 
 def restore(run: Run, path: Path) -> None:

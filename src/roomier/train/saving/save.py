@@ -31,8 +31,8 @@ _GRACE_S = 30.0
 
 
 def save_point(run: Run) -> bool:
-    """Save the checkpoints that are due, and determine whether training ends. All other work of the step must be
-    complete.
+    """Save the checkpoints that are due, and determine whether training ends. Call this function at the end of a
+    step.
 
     Within a step, only a checkpoint that is saved at the save point can be resumed with bit-identical results. After
     the last batch of an epoch, the save point follows the end of the epoch. A signal may stop the run before the end of

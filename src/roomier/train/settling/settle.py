@@ -191,8 +191,8 @@ def _workload(settled: Settled) -> Workload:
 
 
 def _built(module: Module) -> Module:
-    """Return ``module``. If the module overrides ``configure_model``, return a copy on the meta device instead, and
-    call this hook of the copy."""
+    """Return ``module``. If the module overrides ``configure_model``, return a copy on the meta device instead, after
+    calling this hook of the copy."""
     if not overrides(module, "configure_model", Module):
         return module
 
