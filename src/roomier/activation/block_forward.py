@@ -122,7 +122,7 @@ class _Call:
         leaves: leaves of the positional and keyword arguments, with a :class:`_Place` instead of each tensor.
         form: structure of the containers that hold the leaves. The containers are recreated for each call, because some
             containers, such as ``PackedSequence``, accept only tensors.
-        surroundings: state other than tensors that is restored for the second forward pass.
+        surroundings: buffer values and random states of Python and NumPy that are restored for the second forward pass.
         products: saved results of matrix products and attention; None to recompute all results.
     """
 

@@ -50,8 +50,8 @@ class Estimates(Protocol):
         ...
 
     def lost_ns(self, block: int, keep: Keep) -> int:
-        """Return the time in nanoseconds that the block with index ``block`` spends on recomputation per step, if it
-        saves the activations that ``keep`` selects."""
+        """Return the time per step, in nanoseconds, that recomputation of the block with index ``block`` takes if the
+        block saves the activations that ``keep`` selects."""
         ...
 
 

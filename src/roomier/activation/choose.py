@@ -75,8 +75,8 @@ class Stage:
 
     Attributes:
         options: options of the block. The first option is the minimum, with 0 additional bytes.
-        outside_peak_bytes: peak of all memory on the device while no block runs, and exactly the blocks up to this
-            block are between forward and backward. These blocks save the minimum.
+        outside_peak_bytes: peak of all memory on the device while no block runs, and only this block and the blocks
+            before it are between forward and backward. These blocks save the minimum.
     """
 
     options: tuple[Option, ...]

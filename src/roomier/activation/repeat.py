@@ -1,5 +1,5 @@
-"""State that is restored before the second forward pass of a block, in addition to tensors and torch's random
-generators."""
+"""State that is restored before the second forward pass of a block, in addition to the argument tensors and torch's
+random generators."""
 
 from __future__ import annotations
 

@@ -196,7 +196,8 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 
 
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
-    """Return a copy of ``stages`` in which blocks that save equal numbers of bytes have equal times (their median).
+    """Return a copy of ``stages`` in which the times of blocks that save equal numbers of bytes are replaced by the
+    median of these times.
 
     A single time measurement is inaccurate and must not cause different choices for equal blocks.
     """

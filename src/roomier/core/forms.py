@@ -6,7 +6,7 @@ value within the file. Larger forms are built from smaller forms::
     position = fields({"epoch": count, "shuffle": flag})
     position({"epoch": -1, "shuffle": True}, "data")  # data.epoch is -1, but must be an integer from 0 to ...
 
-Forms call no methods of unknown classes, so they can check data from any source.
+A form checks the type of a value before it uses the value, so it can check data from any source.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FormError(ValueError):
         super().__init__(f"{place} is {shorten(value, _SHOWN_CHARS)}, but must be {constraint}")
 
     def within(self, place: str) -> FormError:
-        """Return this error with its place extended by ``place``, the place of the container that holds the value."""
+        """Return this error with its place prefixed by ``place``, the place of the container that holds the value."""
         return FormError(item_of(place, self.place), self.value, self.constraint)
 
 

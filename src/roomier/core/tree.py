@@ -96,7 +96,7 @@ def moved(leaf: Any, device: torch.device) -> Any:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor in ``batch``; 1 if this tensor is a scalar or is
-    missing."""
+    """Return the size of the first dimension of the first tensor in ``batch``; 1 if this tensor is a scalar, or if
+    ``batch`` contains no tensor."""
     first = batch if isinstance(batch, Tensor) else next(tensors(batch), None)
     return first.size(0) if first is not None and first.dim() else 1  # a nested tensor supports size(), but not shape

@@ -1,4 +1,4 @@
-"""Conversion of values for other ranks to bytes: a JSON header, followed by the bytes of tensors.
+"""Conversion of values to bytes for other ranks: a JSON header, followed by the bytes of tensors.
 
 Without pickles, decoding does not execute code from the sender. A message contains numbers, strings, containers,
 tensors, paths, and objects of roomier's own classes. If the receiver allows pickles, a message can also contain pickles

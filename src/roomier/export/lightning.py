@@ -141,7 +141,7 @@ def _training_state(path: str | Path) -> dict[str, Any]:
 
 
 def _state_of_files(saved: Mapping[str, Any], *, is_max: bool) -> dict[str, Any]:
-    """Convert the state of a ModelCheckpoint, which saved files instead of folders, to Lightning's format."""
+    """Convert the state of a ModelCheckpoint that saved files instead of folders to Lightning's format."""
     path_of = partial(os.path.join, saved["dirpath"] or "")
     scores = {path_of(name): torch.tensor(score) for name, score in saved["kept"] if score is not None}
     ordered = sorted(scores, key=lambda path: float(scores[path]), reverse=is_max)

@@ -38,8 +38,9 @@ def export_onnx(
     """Write ``model`` to the ONNX file ``output``, atomically.
 
     Weights of more than 1.5 GiB are written to ``<output>.data``. The batch size is dynamic by default. onnxruntime
-    runs the exported model on the CPU with the example, with different values and, if the batch size is dynamic, with a
-    different batch size. The outputs must not differ from the outputs of the model by more than ``max_difference``.
+    runs the exported model on the CPU with the example, with different values and, unless ``options`` determine the
+    shapes, with a different batch size. The outputs must not differ from the outputs of the model by more than
+    ``max_difference``.
 
     Args:
         output: new file, or a buffer. If None, the export is only checked.

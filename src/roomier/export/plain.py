@@ -1,4 +1,4 @@
-"""Load the plain model from a checkpoint. The run may have used any strategy, any number of ranks, and adapters."""
+"""Load the plain model from a checkpoint of any strategy and any number of ranks, with or without adapters."""
 
 from __future__ import annotations
 

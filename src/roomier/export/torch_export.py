@@ -35,8 +35,8 @@ def export_torch(
 ) -> Compared:
     """Write ``model`` to the file ``output`` (``.pt2``) for ``torch.export.load``, atomically.
 
-    The outputs of the exported model are compared with the outputs of the model for the example, for other values, and
-    for another batch size.
+    The outputs of the exported model are compared with the outputs of the model for the example, for other values, and,
+    if ``dynamic_shapes`` is None, for another batch size.
 
     Args:
         output: new file.

@@ -170,7 +170,8 @@ def modules_with(
 
 
 def can_leave(parameter: nn.Parameter) -> bool:
-    """Return whether ``parameter`` can be a view of a record: an ordinary tensor without gaps."""
+    """Return whether ``parameter`` can be a view of a record, which requires an ordinary, nonempty tensor without
+    gaps."""
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_quantized:
         return False
     extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))

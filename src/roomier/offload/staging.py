@@ -57,7 +57,7 @@ class Staging(Protocol):
         ...
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return two numbers: the bytes read from the disk and the bytes written to it so far."""
+        """Return the number of bytes read from the disk so far, and the number of bytes written to it."""
         ...
 
     def close(self) -> None:

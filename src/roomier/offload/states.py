@@ -283,7 +283,7 @@ class OffloadedStates:
                 slot.is_mapped = True
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Return two numbers: the bytes read from the disk and the bytes written to it so far."""
+        """Return the number of bytes read from the disk so far, and the number of bytes written to it."""
         return self._staging.moved_bytes()
 
     def close(self) -> None:

@@ -370,7 +370,7 @@ def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
     values.
 
     Args:
-        cut: shard of each parameter that this rank stores.
+        cut: sharding of the parameters.
         discards: see :class:`Pages`.
     """
     pages = Pages(cut, discards=discards)

@@ -18,7 +18,7 @@ from torch import nn
 
 _STARTS = ("forward", "training_step")
 _READS = ("LOAD_ATTR", "LOAD_FAST", "LOAD_METHOD")
-# Attributes that a sharded weight (DTensor) and the full weight have in common.
+# Attributes whose values are the same for a sharded weight (DTensor) and the full weight.
 _DESCRIPTIONS = ("dtype", "device", "shape", "ndim", "size")
 
 
@@ -30,8 +30,8 @@ def layers_read_by_others(network: nn.Module) -> set[nn.Module]:
 
 @cache
 def _names_read(kind: Hashable) -> frozenset[str]:
-    """Return the names that precede ``.weight`` in the ``forward`` method of the class ``kind`` and in the methods that
-    ``forward`` can call."""
+    """Return the names that precede ``.weight`` in ``forward`` and ``training_step`` of the class ``kind``, and in the
+    methods that these methods can call."""
     if getattr(kind, "__module__", "").startswith("torch."):
         return frozenset()
     pending, seen, found = list(_STARTS), set(_STARTS), set[str]()

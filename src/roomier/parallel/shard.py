@@ -117,7 +117,7 @@ class Shards:
             rank that runs different units would silently combine shards of different parameters. Ranks compare the
             hashes to detect such a mismatch.
         late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
-        root_parameters: parameters of modules inside units that are sharded with the root instead; see
+        root_parameters: parameters inside units that are sharded with the root, not with their unit; see
             :func:`root_parameters_of`.
         units: the modules that are units, without the root, in the order of the network.
         gathers_ahead: whether the forward pass of a unit starts the all-gather of the next unit.
@@ -378,8 +378,7 @@ def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[l
     A dtype of None preserves the dtype of the parameters. If all parameters use the same dtype, the only group is the
     unit itself. Otherwise, the first group contains the leaf modules that compute in float32, and the second group
     contains the remaining parameters of the unit. If :func:`root_parameters_of` returns the parameters of the first
-    group, this group does not exist. See
-    [Note: two dtypes in mixed precision].
+    group, this group does not exist. See [Note: two dtypes in mixed precision].
     """
     exact = _exact_leaves(unit)
     if compute_dtype is None or exact == [unit]:

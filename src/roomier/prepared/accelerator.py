@@ -159,7 +159,7 @@ class Accelerator(Storage):
         return self.prepare(model, device_placement=[device_placement])
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Return one prepared optimizer. Its model must be prepared already."""
+        """Return one prepared optimizer. Its model must already be prepared."""
         return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, **_: Any) -> Any:

@@ -114,7 +114,7 @@ def full_weights(network: nn.Module, ranks: Ranks) -> dict[str, Any]:
 def write_weights(folder: Path, weights: Mapping[str, Any], max_shard_size: int | str) -> None:
     """Write safetensors files of at most ``max_shard_size``, and remove the files that an earlier call wrote.
 
-    Tied weights are written once.
+    A tensor that is larger than ``max_shard_size`` is written to a separate file. Tied weights are written once.
 
     Raises:
         RoomierError: a value is not a tensor.

@@ -40,7 +40,7 @@ class Trackers:
         return self._group.loggers
 
     def start(self, project: str, config: Mapping[str, Any] | None) -> None:
-        """Start the loggers with the subfolder ``project`` as their folder, and log ``config`` as hyperparameters."""
+        """Start the loggers in the subfolder ``project``, and log ``config`` as hyperparameters."""
         self._group = LoggerGroup(self._loggers)
         if self._loggers:
             folder = (self._folder or Path()) / project
@@ -60,7 +60,7 @@ class Trackers:
         self._group.log_metrics({name: _number(name, each) for name, each in values.items()}, step)
 
     def named(self, name: str) -> Logger:
-        """Return the started logger for ``name``, which is a name of Accelerate or of roomier.
+        """Return the started logger with the name ``name`` in Accelerate or roomier.
 
         Raises:
             RoomierError: no logger has this name.

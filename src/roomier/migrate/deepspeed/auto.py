@@ -1,7 +1,7 @@
 """Replacement of the values ``"auto"`` in a DeepSpeed configuration.
 
-Hugging Face replaces these values with its training arguments. Here, arguments of the Trainer replace them. If an
-argument is not given, the value is the default of Hugging Face's TrainingArguments.
+Hugging Face replaces these values with its training arguments. roomier replaces them with arguments of the Trainer. If
+an argument is not given, the value is the default of Hugging Face's TrainingArguments.
 """
 
 from __future__ import annotations
