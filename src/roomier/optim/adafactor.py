@@ -100,8 +100,8 @@ class _Part:
         newest: coefficient of the current squared gradients in the means.
         rate: learning rate relative to the root mean square of the weight.
         kept: factor by which weight decay multiplies the weight.
-        eps: the two lower limits of ``torch.optim.Adafactor``, for squared gradients and for the root mean square of
-            the weight.
+        eps: ``eps`` of ``torch.optim.Adafactor``: lower limits of the mean squared gradient and of the root mean square
+            of the weight.
         largest: root mean square above which an update is scaled down.
     """
 
@@ -130,7 +130,8 @@ class _Part:
         return sums
 
     def add_columns(self, of_columns: Tensor) -> None:
-        """Update the column means of a matrix from the sums of the squared gradients in each column, over all ranks."""
+        """Update the column means of a matrix. ``of_columns`` is the sum of squared gradients in each column over all
+        ranks."""
         columns = self.moments[1]
         if columns.numel():  # the column means of a matrix with one row are on one rank
             columns.lerp_((of_columns / self.shape[0]).to(columns.dtype).view_as(columns), self.newest)

@@ -340,13 +340,13 @@ def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
 
 
 def _skip_update(*arguments: Any) -> None:
-    """Replace a compiled update in a dry run and do nothing, because the tensors have no memory."""
+    """Do nothing. In a dry run, this function replaces the compiled update, because the tensors have no memory."""
 
 
 @cache
 def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
-    """Return :func:`update_blocks`, compiled for any number and size of blocks, with None as the second value. If the
-    compilation fails, return the uncompiled function and the reason."""
+    """Return :func:`update_blocks`, compiled for any number and size of blocks, and None. If no compiler is available
+    or the compilation fails, return the uncompiled function and the reason."""
     missing = torch_private.missing_compiler(device)
     if missing is not None:
         return update_blocks, f"{missing}, which torch.compile requires for {device.type}, was not found"

@@ -130,8 +130,8 @@ class WeightAverage:
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the values of the tensors and their averages, bit for bit. A second call reverses the exchange. Only
-        one tensor at a time is duplicated. The average of a 16-bit weight has more bits than the weight, so a copy of
-        the weight is kept until the second call.
+        one tensor at a time is duplicated. 16-bit weights are an exception: their averages have more bits, so copies of
+        these weights are kept until the second call.
         """
         for name, average in self.averages.items():
             tensor = local(self._tensors[name])

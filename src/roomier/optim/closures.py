@@ -25,7 +25,7 @@ def assumes_closure(kind: type) -> bool:
 
 
 def _assumes(statements: list[ast.stmt]) -> bool | None:
-    """Return True if the statements require a closure, False if they handle a missing closure, and None otherwise."""
+    """Return True if the statements require a closure, False if they return early without one, and None otherwise."""
     for each in statements:
         if isinstance(each, ast.Assert) and _mentions(each.test):
             return True

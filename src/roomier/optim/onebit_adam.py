@@ -253,8 +253,8 @@ class OneBitAdam(Optimizer):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameter groups, and the states by parameter index. With several ranks, the states are sharded
-        DTensors.
+        """Return the parameter groups, and the states by parameter index. With several ranks, the states are DTensors
+        that are sharded across the ranks.
 
         Before the freeze: ``exp_avg`` and ``exp_avg_sq``. After the freeze: ``exp_avg``, ``denominator``,
         ``server_error``, each ``[numel]``, and ``worker_error``, ``[num_ranks, numel]``, one row per rank. Existing

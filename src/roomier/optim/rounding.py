@@ -15,8 +15,8 @@ and a number that rounds beyond the largest bfloat16 number is infinite in the w
 distance from the next lower bfloat16 number, as a fraction of the distance between adjacent bfloat16 numbers.
 Therefore, the mean of many roundings equals the float32 number. The random bits are a hash of the element's position in
 the *unsharded* tensor and of a key (:func:`noise_key`), which is computed from seed, step and parameter index.
-Checkpoints do not need to contain a generator. A resumed run uses the same random bits, and each rank uses the same
-bits for its shard as a single process. Replicas of a parameter stay identical.
+Checkpoints do not contain the state of a generator. A resumed run uses the same random bits, and each rank uses the
+same bits for its shard as a single process. Replicas of a parameter stay identical.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def noise(key: int, first: int, num_elements: int, device: torch.device | None =
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Shift ``words`` right without sign extension. In contrast, torch's right shift of int32 extends the sign."""
+    """Shift ``words`` right without sign extension. In contrast, ``>>`` of torch extends the sign of int32 numbers."""
     return (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
 
 

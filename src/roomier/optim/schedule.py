@@ -19,9 +19,9 @@ SCHEDULES = ("constant", "linear", "cosine")
 class Factor:
     """Function that maps a step to a factor of the learning rate. Steps are counted from 0.
 
-    The factor rises over the first ``warmup_steps`` steps. Then, ``"linear"`` and ``"cosine"`` decrease the factor to
-    ``min_lr_ratio`` until the schedule ends. The cosine schedule is SGDR (Loshchilov and Hutter 2017, equation 5)
-    without restarts.
+    The factor rises over the first ``warmup_steps`` steps. Then, ``"linear"`` and ``"cosine"`` decrease the factor,
+    which is ``min_lr_ratio`` at the end of the schedule. The cosine schedule is SGDR (Loshchilov and Hutter 2017,
+    equation 5) without restarts.
 
     Attributes:
         name: one of ``SCHEDULES``.
@@ -63,7 +63,7 @@ def make_schedule(
     min_lr_ratio: float = 0.0,
     decay_steps: int | None = None,
 ) -> LambdaLR:
-    """Create a scheduler, whose ``step`` must be called after each optimizer step.
+    """Create a scheduler. Its ``step`` method must be called after each optimizer step.
 
     Args:
         name: one of ``SCHEDULES``.

@@ -104,7 +104,7 @@ class SignCode:
         return pieces.from_rows(self._encode(index, padded, rows, self._counts[index]))
 
     def encode_piece(self, index: int, piece: Tensor, row: Tensor, rank: int, *, takes_largest: bool = False) -> Tensor:
-        """Write the code of ``piece``, the flat shard of ``rank``, to ``row``, and return, as a flat tensor, the values
+        """Write the code of ``piece``, the flat shard of ``rank``, to ``row``. Return a flat tensor with the values
         that the code represents.
 
         Args:

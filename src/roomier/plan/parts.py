@@ -90,7 +90,7 @@ class ParallelPlan(Part):
             number of ranks on one machine.
         reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the
             communication volume.
-        gradient_compression: ``"none"``, or, with ``"ddp"``, ``"powersgd"`` (Vogels et al. 2019, with error feedback).
+        gradient_compression: ``"none"`` or, with ``"ddp"``, ``"powersgd"`` (Vogels et al. 2019, with error feedback).
         compression_rank: with ``"powersgd"``, rank of the approximation: a gradient of shape ``(n, m)`` is sent as
             ``compression_rank * (n + m)`` numbers. None means 4.
         compression_warmup_steps: with ``"powersgd"``, number of steps at the start of each run that send uncompressed
@@ -222,7 +222,7 @@ class ActivationPlan(Part):
             input of each block and the results of matmuls and attention. ``"budget"`` selects one of these policies for
             each block, so that the peak is within the budget with the least recomputation. With
             ``offload.activations``, the policy ``"budget"`` also moves activations to host memory if this is faster.
-        every_n: with ``"every_n"``, interval between two recomputed blocks. None means 2.
+        every_n: with ``"every_n"``, every ``every_n``-th block is recomputed. None means 2.
         budget_bytes: with ``"budget"``, upper limit in bytes for all tensors on the device at the peak of a step.
         budget_fraction: alternative to ``budget_bytes`` with ``"budget"``. A number in [0, 1]; 0 corresponds to the
             peak with all blocks recomputed, and 1 to the peak without recomputation.
@@ -309,8 +309,8 @@ class AttentionPlan(Part):
 
 @dataclass(frozen=True)
 class AdapterPlan(Part):
-    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen, except in the modules
-    that ``lora_trained`` names.
+    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen, except the parameters
+    of the modules that ``lora_trained`` names.
 
     Attributes:
         lora_rank: inner width ``r`` of the adapters. None adds no adapters.

@@ -13,7 +13,7 @@ from roomier.core.tree import batch_size_of
 from roomier.run.run import Run
 
 MAX_BATCHES_BEFORE_FIRST_STEP = 1000
-"""Number of batches without an optimizer step after which a run is stopped, if the length of the epoch is unknown."""
+"""Number of batches without an optimizer step after which a run is stopped before the end of its first epoch."""
 
 
 def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = None) -> None:

@@ -175,7 +175,7 @@ class LoopOptions:
 
     def limit_batches(self, stage: str, num_batches: float) -> float:
         """Return the number of batches to use in one epoch of ``stage``. ``num_batches`` is the number of available
-        batches; infinite if unknown.
+        batches, or infinity if this number is unknown.
 
         Raises:
             RoomierError: the limit is a fraction, and the number of batches is unknown or too small for the fraction.

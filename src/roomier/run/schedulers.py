@@ -130,7 +130,7 @@ class Schedulers:
                 run.
         """
         for config, saved in zip(self.configs, states, strict=True):
-            # A step without a loss was skipped. Skipped steps must not shorten the schedule when the same run resumes.
+            # Steps without a loss are skipped. Skipped steps must not shorten the schedule when the same run resumes.
             made_for, was_made_for = (
                 each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
             )

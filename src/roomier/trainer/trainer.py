@@ -97,7 +97,7 @@ class Trainer(LastCall):
         compile: compile each block with ``torch.compile``. A dict sets ``backend`` and ``mode`` (``CompilePlan``).
         memory_budget: upper limit for a device's peak memory (``"22GiB"``). None uses all memory (``ChoicePlan``).
         accumulate_grad_batches: number of micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: upper limit of the gradient norm or of each element. None and 0 disable it (``BatchPlan``).
+        gradient_clip_val: limit of the gradient norm or of each element. None and 0 disable clipping (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
         auto_lr_find: search for a learning rate on a copy of the model before a fit. A string is the name of the
             module's attribute that contains the learning rate.

@@ -1,4 +1,4 @@
-"""Values that a module logs. The values of steps and their reductions over the epoch stay on the device of the values.
+"""Values that a module logs. Step values and their reductions over the epoch stay on the device of the logged values.
 
 [Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced across ranks when a row is written, and at the end of an epoch

@@ -141,8 +141,8 @@ _NONE_IS_DEFAULT = (
 
 
 def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
-    """Return ``given``. As in Lightning, None selects the default of ``init`` for the arguments in
-    ``_NONE_IS_DEFAULT``."""
+    """Return ``given``, in which the defaults of ``init`` replace None for the arguments in ``_NONE_IS_DEFAULT``, as in
+    Lightning."""
     defaults = inspect.signature(init).parameters
     missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
     found = {**given, **missing}

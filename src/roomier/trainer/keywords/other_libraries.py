@@ -119,7 +119,7 @@ def _of_barebones(value: object) -> Answers | None:
 
 
 def _without_effect_on_one_rank(name: str, value: object, given: Mapping[str, Any]) -> bool:
-    """Return True and print a notice if ``value`` requests a behavior that differs only on several ranks."""
+    """Return True and print a notice if the run has one rank and ``value`` affects only runs with several ranks."""
     ordinary = {"sync_batchnorm": False, "use_distributed_sampler": True, "replace_sampler_ddp": True}
     if not isinstance(value, bool) or value == ordinary[name] or num_ranks_of(given, alone_by_default=True) > 1:
         return False

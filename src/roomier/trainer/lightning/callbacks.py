@@ -2,8 +2,8 @@
 
 A callback that uses only hooks and public attributes of the Trainer runs unchanged. A callback that uses the internals
 of Lightning's loops is replaced by roomier's callback of the same name with the same arguments. The results of
-ModelCheckpoint and LearningRateMonitor are available on the user's object. ``docs/design/callbacks.md`` lists these
-callbacks.
+ModelCheckpoint and LearningRateMonitor are available on the user's object. ``docs/design/callbacks.md`` lists the
+replaced and the rejected callbacks.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 [Note: Lightning reads folders]
 Scripts written for Lightning call ``Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)``, and
-Lightning opens this path as a file. If Lightning is imported, roomier replaces Lightning's function that opens the file
-when ``roomier.Trainer`` is imported or created. ``import roomier`` alone does not change Lightning. The replacement
-returns the content of a checkpoint folder in Lightning's form, and calls Lightning's function for any other path.
-Lightning's code then creates the object, so its arguments and hooks are unchanged.
+Lightning opens this path as a file. If Lightning is imported, then importing or creating ``roomier.Trainer`` replaces
+Lightning's function that opens the file. ``import roomier`` alone does not change Lightning. The replacement returns
+the content of a checkpoint folder in Lightning's form, and calls Lightning's function for any other path. Lightning's
+code then creates the object, so its arguments and hooks are unchanged.
 """
 
 from __future__ import annotations
