@@ -20,8 +20,8 @@ class Kind(StrEnum):
     EXACT = "exact"
     """Parameters, optimizer states and losses have the same bits."""
     NEAR = "near"
-    """The mathematics is the same, but the rounding differs. Sums are split differently across ranks, shards,
-    micro-batches or chunks, different kernels run, or intermediate results have a different number format."""
+    """The mathematics is the same, but the rounding differs. Sums are split differently (across ranks, shards,
+    micro-batches or chunks), different kernels run, or intermediate results have a different number format."""
     APPROXIMATE = "approximate"
     """The mathematics differs, for example because gradients are compressed, or because weights and optimizer states
     have fewer bits."""

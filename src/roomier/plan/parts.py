@@ -350,7 +350,7 @@ class CompilePlan(Part):
 
 @dataclass(frozen=True)
 class ChoicePlan(Part):
-    """Limits for the planner, which apply before a run starts.
+    """Limits that the planner applies before a run starts.
 
     Attributes:
         memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None means all memory of the

@@ -130,7 +130,7 @@ class Trainer(LastCall):
         enable_plan_table: print the Plan. None prints it unless ``enable_progress_bar=enable_model_summary=False``.
         deterministic: use deterministic algorithms. ``"warn"`` warns about operations that have no such algorithm.
         benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
-        detect_anomaly: raise an error that identifies the forward operation that caused a NaN in backward.
+        detect_anomaly: raise an error that names the forward operation that caused a NaN in backward. Slows training.
         inference_mode: run evaluations in ``torch.inference_mode``. If False, use ``torch.no_grad``.
         profiler: ``"simple"`` (actions), ``"advanced"`` (functions), ``"pytorch"`` (operations), or a profiler object.
         hang_timeout: time, in a format of ``max_time``, after which the run ends if ranks wait for a rank that hangs in
