@@ -96,7 +96,7 @@ class MemoryForecast(TracksStep):
             notice(f"MemoryForecast: training ended before step {self._step or self._first_step}, the step to track")
 
     def _shared_step(self, trainer: TrainerView) -> int:
-        """Return the next step of a MemoryAnatomy, so that both callbacks share a tracker, or the default step."""
+        """Return the next step that a MemoryAnatomy tracks, to share its tracker; otherwise, the default step."""
         from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late import: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))

@@ -62,7 +62,7 @@ class Summary:
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
-    """Return the total, and one row for each submodule down to ``max_depth`` (0 for none, -1 for all), in the order of
+    """Return the total and one row for each submodule down to ``max_depth`` (0 for none, -1 for all), in the order of
     registration."""
     rows = [
         _row(name, part)

@@ -43,8 +43,8 @@ class Monitored:
         self._is_noticed = False
 
     def read(self, trainer: TrainerView) -> float | None:
-        """Return the latest value of the metric. Before the first validation, return None if the metric was not logged,
-        and print one notice.
+        """Return the latest value of the metric. If the metric was not logged before the first validation, print one
+        notice and return None.
 
         Raises:
             RoomierError: the metric was not logged, although a validation has ended or the run has no validation.
@@ -91,7 +91,7 @@ def check_mode(callback_name: str, mode: str) -> str:
 
 
 def scalar(value: Tensor | float) -> float:
-    """Convert a metric with one element to a Python float. The host waits for the device of a tensor."""
+    """Convert a metric with one element to a Python float. If ``value`` is a tensor, wait for its device."""
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 

@@ -169,7 +169,7 @@ class ProgressBar(BatchCounts, Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        # Every rank evaluates one batch in each round. The last round can be incomplete.
+        # In each round, every rank evaluates one batch, but the last round can be incomplete.
         self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation()

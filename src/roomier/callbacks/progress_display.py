@@ -1,4 +1,4 @@
-"""Classes that display progress, as a bar in a terminal or as lines of text in any other output."""
+"""Classes that display progress as a bar in a terminal or as lines of text in any other output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Standing:
 
 
 def rate_text(rate: float) -> str:
-    """Format a rate with at least three digits and without an exponent: ``1380``, ``99.5``, ``0.0125``."""
+    """Format a rate with three significant digits, or as an integer from 100 on: ``1380``, ``99.5``, ``0.0125``."""
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 

@@ -31,7 +31,7 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 @dataclass(frozen=True)
 class Measured:
-    """Shapes and floating-point operations of one forward pass with the ``example_input_array`` of the module.
+    """Input shapes, output shapes and FLOPs of one forward pass with the ``example_input_array`` of the module.
 
     Attributes:
         in_sizes: shapes of the inputs in the last call of each module, keyed by module name.

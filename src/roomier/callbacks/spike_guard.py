@@ -51,8 +51,9 @@ Place = tuple[int, int]
 class SpikeGuard(Callback):
     """Callback that checks the loss and the gradient norm (before clipping) of each step.
 
-    A step is bad if one of its values is NaN or infinite, or is more than ``factor`` times the median of previous
-    good steps. The values are computed over the global batch of all ranks, so all ranks make the same decision.
+    A step is bad if one of its values is NaN or infinite, or is more than ``factor`` times the median of this value in
+    previous good steps. The values are computed over the global batch of all ranks, so all ranks make the same
+    decision.
 
     A notice reports each bad step with the indices of its samples. If roomier does not determine the order of the data,
     the notice contains the indices of the micro-batches instead. With a loss scale (``16-mixed``), the loss scaler
@@ -250,7 +251,7 @@ class SpikeGuard(Callback):
             return []
         figures = [torch.stack([loss, loss if norm is None else norm.to(loss.device)]) for *_, loss, norm in pending]
         own = torch.stack(figures).cpu().double()  # On the CPU, because some devices do not support float64.
-        rows = trainer.ranks.sum(own).tolist()  # A rank has its part of the loss, but the norm is global.
+        rows = trainer.ranks.sum(own).tolist()  # Each rank has its part of the loss, but the norm is global.
         size_of_world = trainer.world_size
         return [
             (place, size, {"loss": loss, "grad_norm": norm / size_of_world})

@@ -223,7 +223,7 @@ class WeightAveraging(HoldsAverage):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """Return the tensors to average, keyed by name: parameters and persistent buffers.
+        """Return the tensors to average, keyed by name: parameters and, with ``use_buffers``, persistent buffers.
 
         Args:
             names: names from a checkpoint; None selects the tensors that are currently trained.

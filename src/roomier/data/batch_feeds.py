@@ -121,8 +121,8 @@ class BatchFeed(Feed):
             self._draws.seed(mix_seed(self._seed, self._share.world.rank) if by_rank else self._seed, epoch)
 
     def _alike(self) -> AbstractContextManager[None]:
-        """Return a context with the separate random states. They are identical on all ranks, unless the loader shards
-        itself."""
+        """Return a context that uses the separate random states, if there are any. These states are identical on all
+        ranks, unless the loader shards itself."""
         return nullcontext() if self._draws is None else self._draws.inside()
 
     def _own_part(self, iterator: Iterator[Any]) -> Iterator[Any]:

@@ -42,7 +42,8 @@ class CombinedLoader(Iterable[Any]):
         part_names: path of each loader in ``iterables``, such as ``"['a'][0]"``.
 
     Raises:
-        DataError: ``mode`` is unknown, ``iterables`` contains no loader, or an object in it is not a loader.
+        DataError: ``mode`` is unknown, ``iterables`` contains no loader, or an object in it is not a loader or is a
+            CombinedLoader.
 
     Example:
         >>> loaders = {"labeled": DataLoader(labeled, batch_size=8), "unlabeled": DataLoader(unlabeled, batch_size=32)}

@@ -114,7 +114,8 @@ class CombinedFeed(Feed):
             part.continue_from(None, None, stored["num_read"])
 
     def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[Part, Feed, dict[str, Any]]]:
-        """Restore and yield the parts that were started before ``position`` was saved."""
+        """Yield each part that was started before ``position`` was saved, with its feed and its saved fields. Restore
+        the state of the other feeds."""
         rank, num_ranks = self._ranks.world.rank, self._ranks.world.size
         parts = self._made_parts(position["epoch"])
         for number, (part, feed, of_all) in enumerate(zip(parts, self._feeds, position["parts"], strict=True)):

@@ -14,8 +14,7 @@ from roomier.data.seeding import mix_seed, seed_generators
 
 
 class CommonDraws:
-    """Separate states for the CPU generators of Python, NumPy and torch, which are used within the context
-    :meth:`inside`.
+    """Separate states for the CPU generators of Python, NumPy and torch. The context :meth:`inside` uses these states.
 
     A sampler that shuffles with the global generators yields the same order on all ranks only if the states of these
     generators are identical on all ranks. The global states can differ, for example after dropout.

@@ -22,7 +22,7 @@ _PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"), ("data_
 
 
 def share_of(loader: object, world: World) -> Share:
-    """Determine if ``loader`` shards its samples across ranks, or if roomier must assign its batches to ranks.
+    """Determine whether ``loader`` shards its samples across ranks, or roomier must assign its batches to ranks.
 
     A loader with a ``DistributedSampler`` shards itself. For any other loader, the ``shards_by_rank`` attribute of the
     loader, its dataset or its samplers determines the result. If this attribute is not set, the loader shards itself in

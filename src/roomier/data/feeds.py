@@ -74,7 +74,7 @@ class Feed(ABC):
 
     @abstractmethod
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        """Return an iterator over the batches after ``position``, and the number of batches before it.
+        """Return an iterator over the batches after ``position``, and the number of this rank's batches before it.
 
         This method can change the global generators. The caller restores them.
         """
@@ -123,8 +123,8 @@ def begin(loader: Iterable[Any], *, had_workers: bool) -> Iterator[Any]:
 
     Args:
         loader: loader to iterate.
-        had_workers: True if the saved run already had persistent workers when the epoch began. A DataLoader draws a
-            seed only when it starts workers, so no seed is drawn in this case.
+        had_workers: True if the saved run already had persistent workers when the epoch began. In this
+            case, its DataLoader drew no seed for the epoch, so no seed is drawn from the generators.
     """
     if not (had_workers and isinstance(loader, DataLoader) and loader.persistent_workers):
         return iter(loader)

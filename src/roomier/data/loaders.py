@@ -11,7 +11,7 @@ A list of batches is one loader, but a list of loaders is several loaders. The e
   loaders or a list of batches, and at least one value is not a list of batches.
 - Any other list or tuple is a list of batches.
 
-The argument of ``CombinedLoader(loaders, mode)`` is always treated as several loaders.
+A list, tuple or dict that is passed to ``CombinedLoader`` is always a collection of loaders.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class PackedCollate:
       ``max_length_q`` and ``max_length_k``, which are integers. Hugging Face's models use these names.
     - ``use_cache``: value of the argument ``use_cache``, unless this argument is None.
 
-    All other keys and ``attention_mask`` are omitted.
+    ``attention_mask`` and all other keys are omitted.
 
     The Trainer weights micro-batches by their number of labels other than -100. Except for rounding, the loss and the
     gradients equal the loss and the gradients of padded batches with the same samples.

@@ -87,7 +87,7 @@ class Source:
         name: the argument ``name``.
 
     Raises:
-        DataError: ``loader`` does not yield batches, or its length is 0.
+        DataError: ``loader`` does not yield batches, or :attr:`num_batches` is 0.
 
     Example:
         >>> source = Source(loader, name="train_dataloaders", seed=0)
@@ -339,10 +339,8 @@ class Source:
                 action = "Resume from a checkpoint at the end of an epoch, or start a new run from the weights"
                 raise DataError(self.name, self.loader, problem, action)
             return {"kind": "combined", "epoch": -1, "num_batches": 0, "is_exhausted": False}
-        if self._feed.kind in (
-            "walked",
-            "replayed",
-        ):  # the position requires random states at the start of an epoch, which this call saves
+        if self._feed.kind in ("walked", "replayed"):
+            # The position requires the random states at the start of an epoch, which ``start`` saves.
             random_state = rng_state()
             self._feed.start(epoch)
             set_rng_state(random_state)

@@ -91,8 +91,8 @@ class WandbLogger(ServiceLogger):
         """Call ``wandb.watch``, which by default logs histograms of gradients and waits for the device every
         ``log_freq`` steps.
 
-        ``wandb.watch`` registers hooks on the current parameters. If ``zero1`` or a higher strategy then
-        replaces the parameters, the hooks no longer run.
+        ``wandb.watch`` registers hooks on the current parameters. If ``zero1`` or a higher strategy then replaces
+        the parameters, the hooks no longer run.
         """
         self._guard("watch", lambda: self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph))
 

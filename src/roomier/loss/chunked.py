@@ -67,7 +67,7 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
 
 class LossWatch:
-    """Context manager around the first training step. Prints a notice if no loss was computed in chunks.
+    """Context manager around the first training step. It prints a notice if no loss was computed in chunks.
 
     Args:
         layer: the result of :func:`apply_chunked_loss`.

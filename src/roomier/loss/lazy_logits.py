@@ -96,7 +96,7 @@ class Output:
 
     def report(self, operation: str, hidden: Tensor) -> None:
         """Print a notice if ``operation`` reads more rows of logits than a chunk contains. The notice is printed once
-        per operation, and only if gradients are enabled."""
+        per operation, and only if gradients were enabled when the layer was called."""
         num_rows = hidden.shape[:-1].numel()
         is_small = num_rows <= LossOfLinear((self.dtype,), self.chunk_tokens).chunk_size(len(self.weight))
         if is_small or operation in self.use.reported or not self.is_grad_enabled:

@@ -27,7 +27,7 @@ def anatomy_of(trainer: TrainerView) -> Anatomy:
         action = "Call anatomy() in a hook of a callback, or after trainer.fit(model, data)"
         raise RoomierError("anatomy", trainer, "has not run anything yet", action)
     engine, plan, rank = run.engine, run.plan, run.ranks.world.rank
-    engine.settle()  # free parameters that an evaluation has unsharded
+    engine.settle()  # also frees parameters that an evaluation has unsharded
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)

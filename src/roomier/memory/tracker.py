@@ -95,7 +95,7 @@ class _Change:
 
 
 class MemoryTracker:
-    """Context manager that measures the sizes of the tensors that exist while it is active, by kind. See
+    """Context manager that measures, by kind, the sizes of the tensors that exist while it is active. See
     [Note: how bytes are counted].
 
     Enter this context between two steps, run one step, call :meth:`restart`, and run the step to measure.
@@ -391,7 +391,7 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
     """Return a context that tracks the memory of ``engine``.
 
     ``forward_backward`` enters the phases ``"forward"`` and ``"backward"``. Before ``engine.step()``, the caller may
-    enter the phase ``"update"``.
+    enter the phase ``"update"``, but must then enter ``"forward"`` before the next step.
 
     Args:
         kept: tensors outside the module that live as long as the module.
