@@ -41,7 +41,7 @@ class Capabilities:
 
     Attributes:
         has_streams: True if kernels and copies can run on several streams, and events can order and time them.
-        has_pinned_memory: True if host memory can be pinned, so copies from it run asynchronously to the host.
+        has_pinned_memory: True if host memory can be pinned, so copies from it do not block the host.
         has_memory_statistics: True if the allocator reports its current and peak memory usage.
         has_memory_info: True if the driver reports the free and the total memory.
         fused_optimizers: names of the optimizers (``"adam"``, ``"adamw"``, ``"sgd"``) that have fused kernels.
@@ -57,7 +57,7 @@ class Capabilities:
 
     @property
     def copies_asynchronously(self) -> bool:
-        """True if copies between host and device can run concurrently with the work of both."""
+        """True if copies between host and device can overlap with work on both."""
         return self.has_streams and self.has_pinned_memory
 
 

@@ -15,8 +15,8 @@ def computing_stream(device: torch.device) -> torch.Stream:
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """Record an event on the compute stream, and return it. ``elapsed_time`` returns the milliseconds between two
-    events."""
+    """Record an event on the compute stream, and return it. ``Event.elapsed_time`` returns the time between two
+    such events in milliseconds."""
     event = torch.Event(device, enable_timing=True)
     event.record(computing_stream(device))
     return event

@@ -1,7 +1,7 @@
 """Storage for measurements of this machine, in one JSON file in the user's cache folder.
 
 A write replaces one section of the file. The file is replaced atomically, so a reader never reads an incomplete file.
-If two processes write at the same time, the later write can overwrite the section of the earlier write.
+If two processes write at the same time, the later write can discard the section that the earlier write stored.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def read(section: str) -> Any:
 
 
 def write(section: str, value: Any) -> bool:
-    """Store ``value`` in the section ``section``. ``value`` must be plain data. If the file cannot be written, print a
-    notice and return False."""
+    """Set the section ``section`` of the file to ``value``, which must be plain data. If the file cannot be written,
+    print a notice and return False."""
     content = {**_read_all(), "version": _VERSION, section: value}
     target = cache_file()
     aside = None

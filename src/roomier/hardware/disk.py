@@ -43,7 +43,7 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> DiskRate
     Args:
         folder: folder for the temporary file.
         seconds: approximate duration of the measurement.
-        num_bytes: maximum number of bytes to read and to write at a time.
+        num_bytes: maximum number of bytes per direction in each test.
 
     Raises:
         RoomierError: the folder is not writable, or the disk is full.

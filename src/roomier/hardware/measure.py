@@ -25,7 +25,7 @@ DTYPES = {
     "fp16": torch.float16,
 }
 _SMALLEST, _LARGEST = 128, 8192  # Number of rows of a matrix.
-_IS_LONG_S = 0.02  # The launch cost of a product that takes this many seconds is negligible.
+_IS_LONG_S = 0.02  # The launch cost of a product that takes at least this many seconds is negligible.
 
 
 def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
@@ -113,8 +113,9 @@ def _fitting(num_bytes: int, device: torch.device) -> int:
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the second-shortest time of ``run`` in seconds. ``run`` is repeated for ``seconds``, but at least three
-    times. The first run is a warm-up. If the first run takes longer than ``seconds``, ``run`` is repeated only once."""
+    """Return the second-shortest time of ``run`` in seconds. After a warm-up run, ``run`` is repeated until ``seconds``
+    have passed, but at least three times. If the warm-up run takes longer than ``seconds``, ``run`` is repeated only
+    once, and the shorter time of both runs is returned."""
     start = time.perf_counter()
     first = seconds_of(run, device)
     if first > seconds:

@@ -32,7 +32,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
         device: device of the ranks; each rank uses a different accelerator of this type.
         num_ranks: number of processes.
         seconds: time for the measurements without communication. Starting the processes and measuring the collectives
-            takes about 5 seconds more.
+            take about 5 additional seconds.
         folder: folder for the measurement of the disk; None skips this measurement.
 
     Raises:

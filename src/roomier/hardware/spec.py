@@ -36,7 +36,7 @@ def machine_of(spec: str, num_nodes: int | None = None) -> Machine:
             ``"this:4"`` is the current machine with 4 ranks, and ``"cpu:2"`` is its processor with 2 ranks. A path that
             ends in .yaml, .yml or .json refers to a file with the fields of :class:`Machine`; see
             :func:`machine_of_dict`.
-        num_nodes: number of nodes; None uses the value in the file, or 1 without a file.
+        num_nodes: number of nodes; None uses the value in the file, or 1 if ``spec`` is not a file.
 
     Raises:
         RoomierError: the device, the count or the file is invalid.

@@ -66,7 +66,7 @@ class Choice:
         num_plans: number of compared plans, including plans that ``considered`` omits, but excluding plans that rules
             reject.
         is_complete: whether the search was completed before the time limit. If not, the plans in ``considered`` that
-            were not evaluated state this reason.
+            were not evaluated state the time limit as the reason.
     """
 
     machine: Machine
@@ -177,7 +177,7 @@ def words_of(plan: Plan, micro_batch: int) -> str:
 
 
 def levers_of(plan: Plan) -> list[str]:
-    """Return short descriptions of the memory techniques of ``plan``, and its precision unless this is
+    """Return short descriptions of the memory techniques of ``plan``, and its precision, unless the precision is
     ``"32-true"``."""
     activation = plan.activation
     words: list[str] = []

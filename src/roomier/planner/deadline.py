@@ -1,4 +1,4 @@
-"""Time limits of the planner's searches. A run starts only after planning is complete."""
+"""Time limits of the planner's searches. A search for a plan delays the start of a run."""
 
 from __future__ import annotations
 

@@ -66,15 +66,15 @@ def scale_batch_size(
         margin: fraction by which the resulting size is reduced.
         max_val: maximum size in a trial.
         memory_budget: limit on the measured memory of a step, in bytes or as a string such as ``"8GiB"``. The default
-            is the budget of the Trainer, or the memory of the device. Required on a CPU. After the search, no forecast
-            checks the budget of the Trainer.
+            is the budget of the Trainer, or the memory of the device. Required on a CPU. After the search, the
+            Trainer does not check its budget with a forecast.
 
     Returns:
         The size of the micro-batch; None in a fast development run.
 
     Raises:
-        RoomierError: an argument is invalid, the run has several ranks, the memory limit is unknown, batches cannot be
-            split, or the smallest size does not fit.
+        RoomierError: an argument is invalid, the strategy is ``"auto"``, the run has several ranks, the memory limit is
+            unknown, batches cannot be split, or the smallest size does not fit.
     """
     _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
     if trainer.options.num_dev_batches:
@@ -113,8 +113,8 @@ def largest_that_fits(
         sizes: sizes in ascending order.
         fits: function that returns True if a size fits.
         first: the first size to try.
-        refines: True to search between the last size that fits and the first size that does not fit. If False, the
-            search only doubles the size.
+        refines: True to search between the last size that fits and the first size that does not fit. If False,
+            the sizes in between are not tried.
         max_trials: maximum number of calls of ``fits``.
     """
     best, too_large = -1, len(sizes)  # indices
@@ -198,7 +198,7 @@ class _Trials:
 
         def cut(plan: Plan, data: RunLoaders, request: Request) -> Plan:
             whole = samples_of_step(request, data) // size
-            # Two micro-batches suffice. The second one accumulates gradients.
+            # Two micro-batches suffice, because the second one already accumulates gradients.
             return with_micro_batch(plan, data, size, min(whole, 2))
 
         peak = _PeakOfAStep()

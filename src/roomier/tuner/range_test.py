@@ -198,8 +198,8 @@ class _RangeTest(Callback):
 
 
 def _highest_rate(group: dict[str, Any]) -> float:
-    """Return the learning rate of ``group`` without the effect of a schedule: ``max_lr``, ``initial_lr`` or ``lr``,
-    whichever exists first."""
+    """Return the learning rate of ``group`` without the effect of a schedule, which is the first existing value of
+    ``max_lr``, ``initial_lr`` and ``lr``."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 

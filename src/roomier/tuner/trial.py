@@ -3,8 +3,9 @@
 [Note: trials have no side effects]
 The model and the DataModule are copied before their ``setup``. Datasets are not copied. The attributes, positions and
 random generators of loaders, samplers and datasets are restored after the trial. The random generators of the process
-are also restored. The Trainer of a trial is also a copy, which has no callbacks and writes no files. Other effects of
-user code, such as changes to files, network access, and changes to lists in a dataset, are not undone.
+are also restored. The Trainer of a trial is also a copy, which writes no files and whose only callback belongs to the
+search. Other effects of user code, such as changes to files, network access, and changes to lists in a dataset, are not
+undone.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from roomier.tuner.tunable import Tunable
 
 
 class Tuner:
-    """Searches for a learning rate or a batch size for the fits of ``trainer``.
+    """Finds a learning rate or a batch size for the fits of ``trainer``.
 
     Args:
         trainer: the Trainer whose next fits use the results.

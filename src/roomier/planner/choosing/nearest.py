@@ -181,7 +181,7 @@ class _Peaks:
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
     """Return advice to allow the fewest additional options with which a plan fits; None if no such options are found.
-    Options with the label exact are tried first."""
+    If the number of options is equal, memory techniques are tried first, then precisions, and then optimizers."""
     levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")

@@ -148,8 +148,8 @@ class Pricing:
         prices: source of forecasts.
         check: additional rule of the run; None if there is no such rule.
         budget_bytes: memory that a device may use.
-        deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped. At least
-            one candidate is evaluated.
+        deadline: time limit of the search. Candidates that are not evaluated before the deadline are skipped. The
+            deadline has no effect until one candidate has a forecast.
 
     Attributes:
         priced: results so far.

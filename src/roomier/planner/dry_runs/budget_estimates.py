@@ -107,8 +107,8 @@ class TrackedBytes:
         self._num_seen, self._before = len(changes), sum(changes)
 
     def stop(self) -> None:
-        """Do nothing. The measurement continues during the update, because the allocator of a device also reports its
-        memory."""
+        """Do nothing. The measurement continues during the update, because the allocator of a device also reports the
+        memory of the update."""
 
     def note(self, tensor: Tensor) -> None:
         """Do nothing. The tracker counts all tensors of the optimizer."""

@@ -146,7 +146,7 @@ def _names_a_block(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class _Face:
-    """Properties that determine the cost of a block. Equal blocks have equal ``kept``. Equal blocks can differ in the
+    """Properties that determine the cost of a block. Equal blocks have equal ``kept``, but they can differ in the
     integers of ``counted``, which may count the blocks."""
 
     kept: tuple[Any, ...]

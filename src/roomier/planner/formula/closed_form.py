@@ -237,7 +237,8 @@ class Order:
         units: units in the order of the modules.
 
     Attributes:
-        root: the unit whose weights remain gathered during the full step; None if the model has no such unit.
+        root: the unit whose weights remain gathered between the forward and the backward pass; None if the model has no
+            such unit.
         num_forward: number of executions that belong to the forward pass.
         units_at: for each execution, the units that are required from its start. A block comes before its norms.
         ending_at: for each execution, the units whose backward pass ends with the execution. Norms come before their

@@ -86,7 +86,7 @@ class _Step:
 
 
 class Estimator:
-    """Source of forecasts for one workload on one machine, which are computed with
+    """Source of forecasts for one workload on one machine. The forecasts are computed with
     :mod:`roomier.planner.formula.closed_form`.
 
     Most of the computation time is spent in traces. One trace is recorded for each combination of memory techniques

@@ -172,8 +172,8 @@ class Offloaded:
     def update_traffic(self) -> Traffic:
         """Transfers of the updates, which read gradients, and read and write states and parameters. A deferred update
         requires no additional reads of parameters, because the next forward pass reads them. The reads of parameters
-        are estimates, because a region can stay between two uses, and the read of an expected region can be
-        discarded."""
+        are estimates, because a region can stay on the device between two uses, and the read of an expected region
+        can be discarded."""
         read, written = [each.read_bytes for each in self.states], [each.record_bytes for each in self.states]
         arriving = self._gradient_sizes + (self._parameter_sizes if self.mode == "plain" else [])
         own = self._moved(self.parameter_tier, arriving, self._parameter_sizes)

@@ -121,8 +121,8 @@ def _levers_shown(plan: Plan) -> list[str]:
 
 
 def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
-    """Return the first plan of each strategy, and the first of the other plans with a forecast, up to ``max_plans`` in
-    total."""
+    """Among the plans with a forecast, return the first plan of each strategy, and as many of the next plans as
+    ``max_plans`` allows."""
     priced = [each for each in considered if each.forecast is not None]
     first = {each.plan.parallel.strategy: each for each in reversed(priced)}
     kept = {id(each) for each in first.values()}

@@ -47,7 +47,7 @@ _OPERATIONS_OF_HOOKS = 85
 # values below is near the middle of this range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8
 _OPERATIONS_OF_WEIGHT_REDUCED = 12
-_COUNT_BYTES = 8  # size of the number of terms in a loss, which the ranks sum
+_COUNT_BYTES = 8  # size of the number of terms in a loss, a number that the ranks sum
 
 
 def step_time(

@@ -56,7 +56,7 @@ class Segment:
         is_backward: whether the segment belongs to the backward pass.
         gathers: all-gathers before the computation.
         reduces: reductions after the computation.
-        copy_s: time to copy saved activations to the host in the forward pass, or back to the device in the backward
+        copy_s: time to copy saved activations to their tier in the forward pass, or back to the device in the backward
             pass.
     """
 

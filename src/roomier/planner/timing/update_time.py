@@ -1,4 +1,4 @@
-"""Duration of gradient clipping and of the optimizer step. Memory bandwidth limits clipping and the step, so their
+"""Duration of gradient clipping and of the optimizer step. Memory bandwidth limits both operations, so their
 duration is computed from the number of bytes that they move.
 
 [Note: bytes of an update]
