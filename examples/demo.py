@@ -62,7 +62,7 @@ class LanguageModel(roomier.Module):
 
 
 def read_standard_library() -> tuple[list[str], list[str]]:
-    """Return the training texts and validation texts. A hash of the path selects 5 % of the files for validation."""
+    """Return training and validation texts. A hash of the path selects about 5 % of the files for validation."""
     root = Path(sysconfig.get_path("stdlib"))
     train_texts, val_texts = [], []
     for path in sorted(root.rglob("*.py")):

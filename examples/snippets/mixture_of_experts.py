@@ -18,7 +18,7 @@ config = MixtralConfig(
     output_router_logits=True,
     attn_implementation="sdpa",
 )
-tokens = torch.arange(64 * 16).reshape(64, 16) % 64  # token ids increase by 1, and 0 follows 63
+tokens = torch.arange(64 * 16).reshape(64, 16) % 64  # each row contains 16 consecutive token ids
 samples = [{"input_ids": ids, "labels": ids} for ids in tokens]
 trainer = Trainer(optimizer="adamw", learning_rate=1e-2, max_epochs=5)
 loader = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)
