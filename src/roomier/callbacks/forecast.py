@@ -30,9 +30,9 @@ class MemoryForecast(TracksStep):
     RUN``. The callback logs ``memory/forecast_bytes`` and ``memory/measured_bytes`` of the rank with the highest peak.
 
     By default, the Trainer adds this callback to planned runs (``strategy="auto"``, ``memory_budget=...``) and to runs
-    whose model states exceed 1 GiB. Compiled runs are excluded, because a tracked step runs uncompiled, uses more
-    memory and rounds differently. If a run was not planned, the forecast is the result of a dry run of its plan. The
-    dry run uses the shapes of the model, which were recorded before the model was built.
+    with at least 1 GiB of model states on a rank. Compiled runs are excluded, because a tracked step runs uncompiled,
+    uses more memory and rounds differently. If a run was not planned, the forecast is the result of a dry run of its
+    plan. The dry run uses the shapes of the model, which were recorded before the model was built.
 
     The tracked step and the step before it are several times slower than other steps, but compute the same values. If
     the model is not compiled, the weights are equal to the weights of a run without this callback.

@@ -156,8 +156,8 @@ def as_combined(obj: Any, name: str) -> CombinedLoader:
 
 
 def as_loaders(obj: Any, name: str) -> list[Any]:
-    """Return a list of the loaders of an evaluation. The ``dataloader_idx`` that a hook receives is an index into this
-    list.
+    """Return a list of the loaders of an evaluation, in their order. The ``dataloader_idx`` that a hook receives is an
+    index into this list.
 
     Args:
         obj: one loader, a list of batches, a collection of loaders (:func:`is_loader_collection`), a CombinedLoader, or

@@ -74,7 +74,8 @@ class Feed(ABC):
 
     @abstractmethod
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        """Return an iterator over the batches after ``position``, and the number of this rank's batches before it.
+        """Return an iterator over the batches after ``position``, and how many of the :attr:`num_batches` batches are
+        done.
 
         This method can change the global generators. The caller restores them.
         """

@@ -129,7 +129,7 @@ class NumberSeededDataset(_SeededDataset):
 def reads_batches(dataset: Any) -> bool:
     """Return True if torch's loader reads each batch from ``dataset`` with one call of ``__getitems__``.
 
-    Every Subset has this method, but uses one call per batch only if its underlying dataset also has the method.
+    Every Subset has this method, but reads a batch with one call only if its underlying dataset also has the method.
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset

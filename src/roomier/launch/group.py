@@ -40,7 +40,7 @@ def should_report(error: BaseException) -> bool:
 
 
 def failure_is_reported(within_s: float) -> bool:
-    """Return whether, within the next ``within_s`` seconds, a rank reports the error that terminates it."""
+    """Wait up to ``within_s`` seconds, and return whether a rank reports the error that terminates it."""
     return _news is not None and _news.is_reported(within_s)
 
 

@@ -14,7 +14,8 @@ class Activity(StrEnum):
 
     Attributes:
         STEP: a step, or loading the data of a step. A late rank is reported. At the time limit, the run ends.
-        LONG: an activity that can take a long time on one rank. A late rank is only reported, in one line.
+        LONG: an activity that can take a long time on one rank. A late rank is only reported, in one line, unless its
+            process is stopped. In this case, the run ends at the time limit.
         OUTSIDE: the rank is not in a run. This activity is treated like ``LONG``, but a silent rank is ignored, because
             its process may have ended.
         DEBUGGED: a debugger is attached. A late rank is ignored.

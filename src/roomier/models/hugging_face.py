@@ -3,7 +3,8 @@
 transformers 5 stores some weights differently in memory than in files. For example, the experts of a layer are one
 tensor in memory, or a layer has a different name. transformers converts these weights when it loads and saves a model.
 This file applies the rules of transformers to one group of tensors at a time, so that the full model is never in
-memory. transformers is imported only if the user has already imported it.
+memory. The conversions receive a model of transformers, so transformers is already imported: by the user's code, or by
+``roomier.export.hugging_face``.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class ManualOptimizer(OptimizerProxy):
         """Inside the context, set ``requires_grad`` to False for all parameters that only other optimizers update.
 
         Args:
-            sync_grad: has no effect. Gradients are summed across ranks in each backward pass, so all ranks have the
-                same gradients in a step.
+            sync_grad: has no effect. Gradients are averaged over the ranks after each backward pass, so all ranks have
+                the same gradients in a step.
         """
         module = seen_by_user(self._run.module)
         module.toggle_optimizer(self)
