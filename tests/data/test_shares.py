@@ -302,6 +302,12 @@ class OwnShardOfAll(OwnShard):
     shards_by_rank = False
 
 
+class SplitByNode(Numbers):
+    """Dataset with the attribute that ``datasets.distributed.split_dataset_by_node`` sets."""
+
+    _distributed = object()
+
+
 @pytest.mark.parametrize(
     ("make", "shards_itself"),
     [
@@ -316,6 +322,8 @@ class OwnShardOfAll(OwnShard):
         (lambda: DataLoader(Numbers(), sampler=MadeForRank(2, 0)), True),
         (lambda: DataLoader(Numbers(), sampler=MadeForRank(1, 0)), False),
         (lambda: DataLoader(Numbers(), sampler=OwnShardOfAll()), False),
+        (lambda: DataLoader(SplitByNode(), batch_size=2), True),
+        (lambda: DataLoader(SplitByNode(), sampler=OwnShardOfAll()), False),
         (Plain, False),
         (lambda: DataLoader(ShuffledStream(), batch_size=2), False),
         (lambda: DataLoader(Numbers(), batch_size=2), False),

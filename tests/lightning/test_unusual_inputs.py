@@ -348,7 +348,8 @@ def test_seed_everything_without_a_seed(text: str | None, seed: int, monkeypatch
     assert torch.equal(drawn, torch.rand(3))
 
 
-def test_an_invalid_seed_in_the_environment_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PL_GLOBAL_SEED", "seven")
-    with pytest.raises(RoomierError, match="seed"):
+@pytest.mark.parametrize("text", ["seven", "-1", str(2**32)])
+def test_an_invalid_seed_in_the_environment_is_rejected(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", text)
+    with pytest.raises(RoomierError, match=f"PL_GLOBAL_SEED='?{text}'?: must be an integer"):
         roomier.seed_everything()

@@ -37,6 +37,14 @@ def test_a_masked_autoencoder_has_a_batch_of_images(tmp_path: Path) -> None:
     assert {name: tuple(each.shape) for name, each in workload.batch.items()} == {"pixel_values": (2, 3, 224, 224)}
 
 
+def test_a_transcript_is_at_most_as_long_as_the_decoder(tmp_path: Path) -> None:
+    small = {"d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "max_target_positions": 16}
+    found = config(tmp_path, model_type="whisper", architectures=["WhisperForConditionalGeneration"], **small)
+    assert workload_of_config(found, 2, num_tokens=16).batch["labels"].shape == (2, 16)
+    with pytest.raises(RoomierError, match="seq_len=17: must be at most 16"):
+        workload_of_config(found, 2, num_tokens=17)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "inputs"),
     [

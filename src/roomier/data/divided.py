@@ -41,10 +41,12 @@ def share_of(loader: object, world: World) -> Share:
         if isinstance(part, DistributedSampler):
             _check_made_for(part, world)
             return Share(world, type(part).__name__, keeps_order=type(part) is DistributedSampler)
-    for part in (*parts_of(loader), getattr(loader, "dataset", None)):
+    parts = (*parts_of(loader), getattr(loader, "dataset", None))
+    for part in parts:
         says = getattr(part, SHARD_MARK, None)
         if says is not None:
             return Share(world, f"{type(part).__name__} ({SHARD_MARK}={says})" if says else None)
+    for part in parts:
         # split_dataset_by_node sets this attribute of Hugging Face's IterableDataset.
         if getattr(part, "_distributed", None) is not None:
             return Share(world, f"{type(part).__name__} (split_dataset_by_node)")

@@ -71,7 +71,10 @@ def seed_everything(seed: int | None = None, workers: bool = False) -> int:
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")
-        seed = int(text) if text.isdecimal() else -1
+        if not text.isdecimal() or int(text) >= _LIMIT:
+            problem = "must be an integer in [0, 2**32)"
+            raise RoomierError("PL_GLOBAL_SEED", text, problem, "Set the environment variable to an integer such as 42")
+        seed = int(text)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
         raise RoomierError("seed", seed, "must be an integer in [0, 2**32)", "Pass an integer such as 42")
     random.seed(seed)

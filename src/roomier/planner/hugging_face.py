@@ -189,7 +189,8 @@ def _transcribed_speech(config: Any, batch_size: int, num_tokens: int | None) ->
     num_bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
     # Whisper's encoder halves the number of frames of its 30-second input. Other models accept any number of frames.
     num_frames = 2 * getattr(config, "max_source_positions", 1500)
-    num_labels = num_tokens or min(config.max_target_positions, _DEFAULT_LABEL_TOKENS)
+    longest = config.max_target_positions
+    num_labels = _checked(num_tokens, longest) if num_tokens else min(longest, _DEFAULT_LABEL_TOKENS)
     features = torch.empty(batch_size, num_bins, num_frames)
     if config.model_type == "speech_to_text":
         features = torch.empty(batch_size, num_frames // 2, num_bins)
@@ -205,6 +206,10 @@ def _length(config: Any, num_tokens: int | None) -> int:
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if num_tokens is None:
         return min(longest or DEFAULT_TOKENS, DEFAULT_TOKENS)
+    return _checked(num_tokens, longest)
+
+
+def _checked(num_tokens: int, longest: int | None) -> int:
     if longest is not None and num_tokens > longest:
         problem = f"must be at most {longest}, the number of positions of the model"
         raise RoomierError(
