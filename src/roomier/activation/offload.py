@@ -197,7 +197,7 @@ class Parcel:
         return self._storage() is tensor.untyped_storage() and self._version == torch_private.version_of(tensor)
 
     def leave(self) -> None:
-        """Free the memory on the device. The computation already waits for the copies."""
+        """Free the memory on the device. The caller must first make the computation wait for the copies."""
         self._was_written = self._is_written()
         self._seen = self._here = None
 

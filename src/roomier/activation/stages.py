@@ -41,7 +41,7 @@ class Profile:
     Attributes:
         order: indices of the blocks that were recomputed, in the order of their first forward pass.
         stages: a first stage for the moments at which no block is between its forward and backward passes, then one
-            stage for each of these blocks. The first stage has a single option. Each other stage has one option for
+            stage for each block in ``order``. The first stage has a single option. Each other stage has one option for
             each of ``KEPT_WAYS``, and one for ``MOVED`` if blocks offload activations.
     """
 

@@ -23,8 +23,8 @@ def is_builtin(obj: object, name: str) -> bool:
 
 
 def added_names(obj: object, builtin: type) -> list[str]:
-    """Return the names of the public methods of ``builtin`` that the class of ``obj`` overrides. The overrides must be
-    called."""
+    """Return the names of the public methods of ``builtin`` that the class of ``obj`` overrides. roomier's replacement
+    of ``builtin`` does not call the overrides."""
     own = type(obj).__mro__[: type(obj).__mro__.index(builtin)]
     names = {name for cls in own for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
     return sorted(name for name in names if hasattr(builtin, name))

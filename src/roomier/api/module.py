@@ -458,7 +458,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
 def checkpoint_loaders() -> Any:
     """Return ``roomier.checkpoint.module``, whose functions create a module or a DataModule from a checkpoint."""
-    # Exception to the layers: ``load_from_checkpoint`` has Lightning's name, but ``roomier.checkpoint`` implements it.
+    # Exception to the layers: ``load_from_checkpoint`` must be a method, but ``roomier.checkpoint`` implements it.
     from roomier.checkpoint import module  # late import: a module of a higher layer
 
     return module

@@ -47,7 +47,8 @@ class ModelCheckpoint(Callback):
             not logged is written as ``none``, and a notice names the metric.
         monitor: logged metric, ``"step"`` or ``"epoch"``, by which checkpoints are ranked; by default, newer
             checkpoints are better. A checkpoint with the score NaN is not ranked.
-        verbose: if True, print each save to standard error.
+        verbose: if True, print a line to standard error for each saved checkpoint, and for each checkpoint that is not
+            saved because of its score.
         save_last: if True, also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` means True.
         save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, and 0 keeps none. Without ``monitor``,
             use -1, 0 or 1.

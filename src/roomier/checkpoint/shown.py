@@ -86,9 +86,9 @@ class ShownCheckpoint(dict[str, Any]):
 def without_objects(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return ``state`` without the objects that hooks added, and the paths of these objects.
 
-    Lightning pickles the entries that a module adds to its checkpoint. roomier skips the entries that are objects, so
-    the checkpoints of modules written for Lightning can be saved. If a list or tuple contains an object, the complete
-    list or tuple is skipped.
+    Lightning pickles the entries that a module adds to its checkpoint. roomier skips values that are neither tensors
+    nor plain Python data, so the checkpoints of modules written for Lightning can be saved. If a list or tuple contains
+    such a value, the complete list or tuple is skipped.
 
     Returns:
         The state, and the paths of the skipped values, such as ``'["entry"]["key"]'``.

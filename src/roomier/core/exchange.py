@@ -1,4 +1,4 @@
-"""All-to-all and all-gather over the ranks of a run, on any backend. The number of bytes that a rank sends is counted.
+"""All-to-all and all-gather over the ranks of a run, on any backend. Each rank counts the bytes that it sends.
 
 [Note: bytes sent]
 :attr:`Exchange.bytes_sent` counts the payload that a rank sends to other ranks, regardless of the backend. For ``N``

@@ -259,7 +259,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def _check_hook(hook: Any = None) -> None:
     if hook is _refuse_gradient or getattr(hook, "__module__", "").startswith("torch.distributed."):
-        # The weights remain unsharded until the hook that fully_shard registers before each backward pass runs.
+        # fully_shard registers a hook before each backward pass. The weights remain unsharded until this hook runs.
         return
     problem = "does not support hooks on logits, because they are not computed and receive no gradient"
     raise TrainingError("chunked_loss", True, problem, "Register the hook on logits.clone(), or set chunked_loss=False")

@@ -117,7 +117,7 @@ class BlockwiseAdamW(Optimizer):
             self._count(group)
 
     def _count(self, group: Mapping[str, Any]) -> None:
-        """Number all parameters once, because a step during the backward pass processes only some of them."""
+        """Number the parameters of ``group``, because a step during the backward pass processes only some of them."""
         for parameter in group["params"]:
             self._index[parameter] = len(self._index)
             if uses_codes(parameter.shape, group["state_bits"]):

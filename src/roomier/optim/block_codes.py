@@ -147,7 +147,7 @@ def encode(codes: Sequence[Tensor], scales: Sequence[Tensor], root: Tensor, rati
     """
     bits = _bits(codes)
     largest_root, largest_ratio = root.amax(2, keepdim=True), ratio.abs().amax(2, keepdim=True)
-    # The number is between -1 (a small root) and the last code. The cast truncates, so the first code is 0.
+    # The number is greater than -1 (for a small root) and less than 2**bits. The cast truncates toward zero.
     number = (root * (4**bits / largest_root.clamp_min(_LEAST_SCALE))).sqrt() + dither
     ratio = (ratio * (_largest_ratio_code(bits) / largest_ratio.clamp_min(_LEAST_SCALE)) - dither).floor()
     if bits == 8:

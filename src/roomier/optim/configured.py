@@ -27,8 +27,9 @@ class LRSchedulerConfig:
 
     Attributes:
         scheduler: scheduler to step.
-        interval: ``"epoch"`` or ``"step"`` (optimizer steps).
-        frequency: number of intervals per step of the scheduler.
+        interval: ``"epoch"`` or ``"step"``. With ``"step"``, the scheduler steps only after an optimizer step.
+        frequency: number of epochs, or of micro-batches in the epoch, per step of the scheduler. Lightning also counts
+            micro-batches.
         reduce_on_plateau: whether ``step`` accepts the value of ``monitor``.
         monitor: name of the logged metric that ``step`` receives.
         strict: whether a missing ``monitor`` raises an error instead of printing a notice.

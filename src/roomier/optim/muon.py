@@ -13,7 +13,7 @@ and AdamW can use the same learning rate and schedule.
 The Newton-Schulz iteration requires the full matrix. The momentum stays sharded. The updates are all-gathered one
 matrix at a time, in the dtype of the gradient. Every rank runs the iteration on the full update and applies the rows of
 its shard. The result on several ranks equals the result of a single rank. Compared to replicas (ddp), the iteration
-takes the same time, but the communication traffic is twice as large.
+takes the same time, but each matrix requires one additional all-gather.
 """
 
 from __future__ import annotations

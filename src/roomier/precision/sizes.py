@@ -2,11 +2,11 @@
 
 [Note: efficient sizes]
 Matrix units multiply tiles of a fixed size, and partially filled tiles waste computation. According to NVIDIA's "Matrix
-Multiplication Background User's Guide" (section on tensor core requirements), kernels read rows of 16 bytes, which
-contain 8 numbers of 16 bits or 4 TF32 numbers. Before cuBLAS 11, tensor cores were not used for other sizes. On an A100
-and later GPUs, rows of 128 bytes (64 or 32 numbers) are most efficient. Intel's AMX multiplies tiles of 16 rows of 64
-bytes, which contain 32 bfloat16 numbers (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on
-AMX).
+Multiplication Background User's Guide" (section on tensor core requirements), sizes should be multiples of 16 bytes,
+which are 8 numbers of 16 bits or 4 TF32 numbers. Before cuBLAS 11, tensor cores were not used for other sizes. On an
+A100 and later GPUs, multiples of 128 bytes (64 or 32 numbers) are most efficient. Intel's AMX multiplies tiles of 16
+rows of 64 bytes, which contain 32 bfloat16 numbers (Intel 64 and IA-32 Architectures Optimization Reference Manual,
+chapter on AMX).
 """
 
 from __future__ import annotations

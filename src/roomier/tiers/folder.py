@@ -99,8 +99,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the files of crashed runs, which no process has locked. Print a notice for each of these files that is
-    not empty."""
+    """Remove the files that no process has locked. These files belong to crashed runs. Print a notice for each of
+    these files that is not empty."""
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

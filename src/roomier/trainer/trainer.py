@@ -243,7 +243,7 @@ class Trainer(LastCall):
             val_dataloaders: one loader or a list of loaders, of the same types as ``train_dataloaders``.
             datamodule: a DataModule that provides the data in place of loaders.
             ckpt_path: checkpoint from which the run resumes with bit-identical results. ``"last"`` is the newest
-                checkpoint in ``default_root_dir``. A ``.ckpt`` file of Lightning is resumed as in Lightning.
+                checkpoint in ``default_root_dir``. A ``.ckpt`` file of Lightning is also accepted.
             weights_only: must be None or True, because loading a checkpoint never executes code.
             weights: initial weights, from a ``.safetensors`` file, a folder that contains ``model.safetensors`` or its
                 index, or a checkpoint. Each rank reads only its shard. Ignored if ``ckpt_path`` is found.

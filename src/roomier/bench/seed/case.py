@@ -2,7 +2,7 @@
 
 With ``--json``, each row is one line:
 
-- ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: settings of the training run. ``num_parameters``,
+- ``model``, ``size``, ``configuration``, ``strategy``, ``precision``: settings of the training run; ``num_parameters``,
   ``micro_batch``, ``accumulate``, ``global_batch``: sizes of the training run;
 - ``hardware``: machine of the forecast; ``ranks``: number of ranks;
 - ``forecast_bytes``: total size of all tensors at the peak of a step on one rank; ``forecast_fits``: whether the plan

@@ -1,4 +1,4 @@
-"""Answers to objects and files that contain a DeepSpeed configuration: dicts, JSON files, Lightning's
+"""Answers to the settings in objects and files that contain a DeepSpeed configuration: dicts, JSON files, Lightning's
 ``DeepSpeedStrategy`` and former ``DeepSpeedPlugin``, and Accelerate's ``DeepSpeedPlugin``."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_object(value: object) -> bool:
 
 
 def answers_to_object(value: object, num_ranks: int, given: Mapping[str, Any]) -> Answers:
-    """Return the answers to a strategy or a plugin. For the arguments, see :func:`answers_to_config`."""
+    """Return the answers to the settings of a strategy or plugin. For the arguments, see :func:`answers_to_config`."""
     source = type(value).__name__
     config = setting_of(value, "deepspeed_config", "config")
     if config is None:

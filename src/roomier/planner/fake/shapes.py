@@ -54,7 +54,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
         raise
     except Exception as error:
         problem = f"cannot be copied, so a dry run of its step is not possible: {type(error).__name__}: {error}"
-        action = "Move such objects out of the module, or set a strategy and measure a step"
+        action = "Move the objects that cannot be copied out of the module, or set a strategy and measure a step"
         raise RoomierError("model", type(module).__name__, problem, action) from error
     of_lightning = lend_to_lightning(copied, trainer)
     for part in (*of_lightning, *(each for each in copied.modules() if isinstance(each, Module))):

@@ -167,7 +167,7 @@ class _PlanningTrainer:
 
 @contextmanager
 def _alone(module: Module) -> Iterator[None]:
-    """Give ``module`` a Trainer with one rank in the context. Restore the Trainer and the random state at the end."""
+    """Within the context, give ``module`` a Trainer that has one rank. On exit, restore Trainer and random state."""
     attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
     state = rng_state()
     for part, trainer in attached:
