@@ -18,7 +18,7 @@ TORCH_PRIVATE = {
     for name in ("torch_private.py", "torch_fake.py", "torch_loaders.py", "torch_offload.py")
 }
 
-MAX_LINES_OF_A_FILE = 500
+MAX_LINES_OF_A_FILE = 800
 MAX_LINES_OF_A_FUNCTION = 60
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "misc", "common"}
 
@@ -155,4 +155,4 @@ def test_the_reading_order_is_short() -> None:
     text = (ROOT / "docs" / "design" / "overview.md").read_text().split("## Reading order")[1].split("These files")[0]
     files = [ROOT / "src" / "roomier" / name for name in re.findall(r"`([a-z_/]+\.py)`", text)]
     assert 10 < len(files) <= 20
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 3600
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 4000
