@@ -59,6 +59,7 @@ class ProgressBar(BatchCounts, Callback):
         self._num_evaluated = 0.0
         self._evaluation_began_s = 0.0
         self._rest_began_s: float | None = None
+        self._num_done, self._logged_step = 0, -1
 
     @property
     def is_enabled(self) -> bool:
@@ -81,6 +82,7 @@ class ProgressBar(BatchCounts, Callback):
         self._num_timed_batches = -1
         self._metrics = {}
         self._rest_began_s = None
+        self._logged_step = -1
         self._open(trainer)
 
     def on_save_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
@@ -115,12 +117,18 @@ class ProgressBar(BatchCounts, Callback):
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False
+        if self._num_timed_batches >= 0 and self._logged_step != trainer.global_step:
+            progress, num_total = run_of(trainer, "fit").progress, trainer.num_training_batches
+            num_done = progress.batch_idx or (int(num_total) if math.isfinite(num_total) else self._num_done)
+            self._draw_training(trainer, num_done, is_log_step=True, epoch=progress.epoch - (progress.batch_idx == 0))
         self._close()
 
-    def _draw_training(self, trainer: TrainerView, num_done: int, is_log_step: bool) -> None:
+    def _draw_training(self, trainer: TrainerView, num_done: int, is_log_step: bool, epoch: int | None = None) -> None:
         if self._display is None:
             return
+        self._num_done = num_done
         if is_log_step:
+            self._logged_step = trainer.global_step
             self._metrics = shown_numbers(self.get_metrics(trainer, trainer.lightning_module))
         elif not self._display.redraws_between_log_steps:
             self._next_draw_s = math.inf
@@ -131,10 +139,10 @@ class ProgressBar(BatchCounts, Callback):
         of_steps = f"/{num_steps:.0f}" if math.isfinite(num_steps) else ""
         elapsed_s = time.monotonic() - self._clock_began_s
         batches_per_s = self._num_timed_batches / elapsed_s if self._num_timed_batches > 0 and elapsed_s > 0 else 0.0
-        num_left = num_batches_left(trainer, num_done)
+        num_left = num_batches_left(trainer, num_done) if self._is_training else math.nan
         self._display.draw(
             Standing(
-                title=f"epoch {trainer.current_epoch}{of_epochs}",
+                title=f"epoch {trainer.current_epoch if epoch is None else epoch}{of_epochs}",
                 num_done=num_done,
                 num_total=trainer.num_training_batches,
                 step_text=f"step {trainer.global_step}{of_steps}",

@@ -13,7 +13,11 @@ from roomier.core.tree import batch_size_of
 from roomier.run.run import Run
 
 MAX_BATCHES_BEFORE_FIRST_STEP = 1000
-"""Number of batches without an optimizer step after which a run is stopped before the end of its first epoch."""
+"""Number of batches without an optimizer step after which a run is stopped if the length of its epoch is unknown.
+
+A loader without a length may never end, so the run would otherwise process batches forever without training. If the
+length is known, a later batch can still have a loss, so the check waits for the end of the epoch.
+"""
 
 
 def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = None) -> None:
@@ -71,11 +75,12 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
     """Raise an error if a run does not perform any optimizer steps.
 
     Raises:
-        TrainingError: the first epoch, or its first :data:`MAX_BATCHES_BEFORE_FIRST_STEP` batches, had no optimizer
-            step.
+        TrainingError: the first epoch had no optimizer step. If its length is unknown, the error is raised after
+            :data:`MAX_BATCHES_BEFORE_FIRST_STEP` batches.
     """
     num_batches = run.progress.num_batches
-    is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
+    is_endless = math.isinf(run.batches.num_training) and num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
+    is_time_to_judge = num_batches > 0 if is_epoch_over else is_endless
     has_trained = run.progress.global_step > 0
     if run.counts_empty_steps and run.saves.step is None:
         has_trained = run.now.last_loss is not None

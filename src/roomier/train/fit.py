@@ -158,8 +158,10 @@ def step_watching(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Run the code that follows the last step."""
+    """Run the code that follows the last step. The last step is logged even if it is not a log step."""
     check_finite(run, "at the end")
+    if run.results.logged_step != run.log_step and run.progress.num_batches > run.now.num_batches_before:
+        log_step(run, is_last=True)
     if run.progress.batch_idx:  # training ended within an epoch: log the metrics of its completed part
         run.results.call(run.hooks.on_train_epoch_end)
         run.log_metrics(run.results.end_epoch("train"))
@@ -195,14 +197,19 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
         next(batches, None)  # exhaust the iterator of the loader, as a for loop does
 
 
-def log_step(run: Run) -> None:
-    """Write the row of values for a log step. This function waits for the device."""
+def log_step(run: Run, *, is_last: bool = False) -> None:
+    """Write the row of values for a log step, or for the last step. This function waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     check_finite(run, "at a log step", losses)
-    row, own = run.results.step_values(), dict[str, Any]()
-    loss = run.now.last_loss if losses is None else run.loss_of_all(losses)
+    row, own = dict[str, Any](), dict[str, Any]()
+    if run.loggers.loggers:
+        row = run.results.last_step_values() if is_last else run.results.step_values()
+    loss = run.loss_number() if losses is None else run.loss_of_all(losses)
+    run.results.logged_step, run.results.logged_loss = run.log_step, loss
     if loss is not None:
         own["loss"] = loss
+    if is_last and run.progress.batch_idx == 0:  # the epoch of the last step is already counted as completed
+        own["epoch"] = run.progress.epoch - 1
     if run.engine.scaler.is_on:
         own["num_skipped_steps"] = run.engine.scaler.num_skipped
     run.log_metrics(row, own)

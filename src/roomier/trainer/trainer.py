@@ -48,6 +48,7 @@ from roomier.trainer.keywords.other_libraries import of_roomier
 from roomier.trainer.last_call import LastCall
 from roomier.trainer.lightning.file_checkpoint import save_lightning_file
 from roomier.trainer.measured import by_loader, metrics_table
+from roomier.trainer.report import report_end
 from roomier.trainer.session import request_of, session
 from roomier.trainer.trial_copy import copied_for_trial
 from roomier.tuner.before_fit import check_flags, tune, write_picture
@@ -267,6 +268,7 @@ class Trainer(LastCall):
             start_fit(run)
             fit(run)
             end_fit(run)
+            report_end(self, run)
 
     def validate(
         self,

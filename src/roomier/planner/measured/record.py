@@ -96,9 +96,10 @@ class Record:
 
     @property
     def forecast_bytes(self) -> int:
-        """Forecast tensor bytes, which are compared with :attr:`measured_bytes`. Fixed bytes are excluded, because the
-        allocator counts none of them except the workspaces of cuBLAS."""
-        return self.forecast.tensor_bytes
+        """Forecast bytes, which are compared with :attr:`measured_bytes`: the bytes of tensors and, if CUDA's allocator
+        reported the measurement, the workspaces of cuBLAS. The allocator counts no other fixed bytes."""
+        is_allocated = self.worst.allocator_bytes is not None
+        return self.forecast.tensor_bytes + (self.forecast.fixed_bytes.get("workspace", 0) if is_allocated else 0)
 
     @property
     def measured_bytes(self) -> int:

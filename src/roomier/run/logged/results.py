@@ -68,6 +68,8 @@ class Results:
         loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
             several loaders.
         num_evaluated: for each loader index, the number of batches that completed evaluations processed on this rank.
+        logged_step: number of the last step whose values were logged; -1 before the first log step.
+        logged_loss: loss of this step over all ranks; None if the step had no loss.
     """
 
     def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
@@ -89,6 +91,8 @@ class Results:
         self._not_logged: set[str] = set()
         self.loader_of: dict[str, int | None] = {}
         self.num_evaluated: dict[str, int] = {}
+        self.logged_step = -1
+        self.logged_loss: float | None = None
 
     def log(
         self,
@@ -311,6 +315,12 @@ class Results:
             and (value := entry.value) is not None
             and entry.dataloader_idx in (None, self.dataloader_idx)
         }
+
+    def last_step_values(self) -> dict[str, Any]:
+        """Return the values of the last training step that loggers receive, by column. Also after its epoch ended."""
+        shown = self.logged_metrics
+        entries = [entry for entry in self._entries["train"].values() if entry.on_step and entry.logger]
+        return {column: shown[column] for entry in entries if (column := entry.names_for_step()[-1]) in shown}
 
     def end_epoch(self, stage: str) -> dict[str, Tensor]:
         """Reduce the epoch values of ``stage`` across all ranks, clear them, and return the values for the loggers."""
