@@ -55,6 +55,11 @@ class EpochStart:
         """Save the current state of the global generators and of the user's generators."""
         self._state = {"global": rng_state(), "own": self._own.states()}
 
+    def remember_first_read(self) -> None:
+        """Save the state of the global generators before the first read, because code that runs after the iterator is
+        created, such as a hook, can draw from them."""
+        self._state["first_read"] = rng_state()
+
     def position(self) -> dict[str, Any]:
         """Return the saved states, and the current states of the user's generators."""
         return {"random_at_start": self._state, "random_now": self._own.states()}
@@ -64,7 +69,12 @@ class EpochStart:
         states."""
         set_rng_state(position["random_at_start"]["global"])
         self._own.set_states(position["random_at_start"]["own"])
-        self.remember()
+        self._state = dict(position["random_at_start"])
+
+    def restore_first_read(self) -> None:
+        """After :meth:`restore`, set the global generators to their state before the first read."""
+        if "first_read" in self._state:  # absent in earlier checkpoints
+            set_rng_state(self._state["first_read"])
 
     def leave(self, position: dict[str, Any]) -> None:
         """Set the user's generators to the current states that ``position`` stores. The caller restores the global
@@ -223,6 +233,8 @@ class WalkedFeed(BatchFeed):
         self._sampler.draws = self._draws
         self._epoch_seed = epoch_seed
         self._epoch_start = EpochStart(own_generators)
+        if self._draws is None:
+            self.begin_reading = self._epoch_start.remember_first_read
 
     @property
     def num_batches(self) -> int | float:
@@ -257,6 +269,7 @@ class WalkedFeed(BatchFeed):
             if num_skipped and not self._loader.num_workers:
                 # With workers, the iterator has already drawn indices. Without workers, it would draw them on the first
                 # read, when the random states from the start of the epoch are no longer set.
+                self._epoch_start.restore_first_read()
                 self._sampler.walk()
         self._epoch_start.leave(position)
         return iterator, self._first
@@ -307,6 +320,8 @@ class ReplayedFeed(BatchFeed):
         if share.divides:
             own_generators.agree(ranks)
         self._epoch_start = EpochStart(own_generators)
+        if self._draws is None:
+            self.begin_reading = self._epoch_start.remember_first_read
 
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)
@@ -346,6 +361,7 @@ class ReplayedFeed(BatchFeed):
         with self._alike():
             self._epoch_start.restore(position)
             iterator = self._iterate(position["epoch"])
+            self._epoch_start.restore_first_read()
             if num_done:
                 notice(
                     f"{self.name}: reading and discarding {num_done} batches to resume, because this loader does not "

@@ -16,7 +16,7 @@ from roomier.data.combined_feed import CombinedFeed
 from roomier.data.divided import share_of
 from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
 from roomier.data.loaders import check_gives_batches, is_loader_collection
-from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_ordered_sampler
+from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_sampler
 from roomier.data.sampler import DrawnOrder, OrderedSampler, WalkedSampler
 from roomier.data.seeding import EpochSeed, NumberSeededDataset, mix_seed, seeded_by_sample
 from roomier.data.share import Share
@@ -281,7 +281,7 @@ def _ordered(
         epoch_seed = EpochSeed()
         changes["dataset"] = seeded_by_sample(loader.dataset, epoch_seed)
     return OrderedFeed(
-        with_ordered_sampler(loader, sampler, **changes),
+        with_sampler(loader, sampler, **changes),
         sampler,
         name=name,
         own_generators=OwnGenerators(loader),

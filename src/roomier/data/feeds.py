@@ -10,7 +10,7 @@ before the loop requests one. The exception is a replay, which reads all batches
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +40,10 @@ class Feed(ABC):
 
     reading: Iterator[Any] | None = None
     """Iterator of the loader, if :meth:`start` wrapped it in another iterator."""
+
+    begin_reading: Callable[[], None] | None = None
+    """Function that is called before the first batch of an epoch is read. Hooks can run between :meth:`start` and this
+    call."""
 
     continues: bool = False
     """True if the saved run has read an epoch before the resumed epoch."""

@@ -33,7 +33,9 @@ _GENERATORS = list_of(tensor(torch.uint8))
 _SEED = integer(-(2**63), 2**64 - 1)
 _COUNTED_IN_BATCHES = {"num_batches": count, "num_ranks": integer(1), "seed": _SEED}
 _DRAWN = {
-    "random_at_start": either(fields({}), fields({"global": rng_form, "own": _GENERATORS})),
+    "random_at_start": either(
+        fields({}), fields({"global": rng_form, "own": _GENERATORS}, others={"first_read": rng_form})
+    ),
     "random_now": _GENERATORS,
 }
 _STATE = {"loader": anything, "draws": optional(rng_form)}

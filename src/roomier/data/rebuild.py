@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from roomier.core import torch_loaders
-from roomier.data.sampler import OrderedSampler
 
 
 def can_be_rebuilt(loader: DataLoader[Any]) -> bool:
@@ -34,7 +33,7 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return copied
 
 
-def with_ordered_sampler(loader: DataLoader[Any], sampler: OrderedSampler, **changes: Any) -> DataLoader[Any]:
+def with_sampler(loader: DataLoader[Any], sampler: Sampler[int], **changes: Any) -> DataLoader[Any]:
     """Return a copy of ``loader`` that reads the indices of ``sampler`` in batches of the same size."""
     batching = loader.batch_sampler
     if batching is None:

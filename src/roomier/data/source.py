@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from roomier.core import torch_loaders
 from roomier.core.errors import DataError
@@ -19,7 +19,7 @@ from roomier.data.combined_feed import CombinedFeed
 from roomier.data.divided import share_of
 from roomier.data.feeds import Feed
 from roomier.data.lengths import check_lengths, no_batch_on
-from roomier.data.rebuild import set_loader_epoch
+from roomier.data.rebuild import plain_sampler, set_loader_epoch, with_sampler
 from roomier.data.share import Share
 from roomier.data.turns import Turn, Turns, without_padding
 from roomier.data.workers import end_with_signals
@@ -62,7 +62,7 @@ class Source:
       The loaders of a CombinedLoader draw from separate random states instead of the global generators.
 
     At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
-    this method. In evaluation, the epoch is 0, and ``set_epoch`` of the dataset is not called.
+    this method. In evaluation, ``set_epoch`` of the dataset is not called.
 
     With several ranks, all ranks share one global order. For a DataLoader with torch's own batching, each rank reads
     its samples of this order (:class:`OrderedSampler`). For any other loader, each rank reads every ``N``-th batch,
@@ -85,6 +85,7 @@ class Source:
     Attributes:
         loader: the argument ``loader``.
         name: the argument ``name``.
+        ahead: iterator that the next :meth:`start` returns, if the loop created it before the hooks of the epoch.
 
     Raises:
         DataError: ``loader`` does not yield batches, or :attr:`num_batches` is 0.
@@ -126,7 +127,7 @@ class Source:
                 draws_order=draws_order,
             )
         else:  # the user's sampler determines the order, because roomier creates no order for an evaluation
-            whole = _evaluated(loader, name, ranks.world, pin_memory)
+            whole = _evaluated(loader, name, ranks.world, pin_memory, shuffle_allowed)
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
             self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
             if not ranks.is_alone:
@@ -137,6 +138,9 @@ class Source:
         self._kept_before = [(each, torch_loaders.kept_iterator(each)) for each in self._loaders_read()]
         self._running: _Running | None = None
         self._batches: Generator[Any, None, None] | None = None
+        self._unread: Iterator[Any] | None = None  # iterator of the loader, until _batches reads it
+        self.ahead: Iterator[Any] | None = None
+        self._announced: int | None = None
         self._stored: dict[str, Any] | None = None
 
     @property
@@ -185,9 +189,14 @@ class Source:
             DataError: the loader can be iterated only once and was iterated before, or the loaded position does not
                 match this loader. If the loader is empty, the first ``next`` raises the error.
         """
+        if self.ahead is not None:
+            batches, self.ahead = self.ahead, None
+            return batches
         stored, self._stored = self._stored, None
         running = _Running(epoch, 0)
-        self._tell_epoch(epoch)
+        if self._announced != epoch:
+            self.announce(epoch)
+        self._announced = None
         if stored is None or stored["epoch"] != epoch:
             if stored is not None and stored["epoch"] >= 0:
                 self._feed.adopt(stored, is_complete=stored["is_exhausted"])
@@ -197,28 +206,34 @@ class Source:
             iterator, running.num_batches = self._resume(stored)
             set_rng_state(random_state)
         self._running = running
-        self._batches = self._count(iterator, running, self._feed.reading)
+        self._unread = iterator if self._feed.reading is None else self._feed.reading
+        self._batches = self._count(iterator, running, self._unread)
         return self._batches
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def announce(self, epoch: int) -> None:
+        """Call ``set_epoch(epoch)``. :meth:`start` then does not call it again, so a hook can set another value before
+        ``start``."""
+        self._announced = epoch
         for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else (self.loader,):
             set_loader_epoch(loader, epoch, training=self._is_training)
 
-    def turns(self, limit: float) -> Iterator[Turn]:
+    def turns(self, limit: float, epoch: int = 0) -> Iterator[Turn]:
         """Return an iterator over the forward passes of this rank in an evaluation; see [Note: turns].
 
         Args:
             limit: maximum number of batches for all ranks together.
+            epoch: epoch that ``set_epoch`` receives.
 
         Raises:
             DataError: the loader is empty, or the ranks cannot share the loader.
         """
         if self._turns is None:
-            batches = islice(self.start(0), None if limit == math.inf else int(limit))
+            batches = islice(self.start(epoch), None if limit == math.inf else int(limit))
             return (Turn(batch, number) for number, batch in enumerate(batches))
-        self._tell_epoch(0)
-        self._running = _Running(0, 0)
-        self._batches = self._count(self._turns(limit), self._running)
+        self.announce(epoch)
+        self._running, self._unread = _Running(epoch, 0), None
+        turns = self._turns(limit)
+        self._batches = self._count(turns, self._running, turns)
         return self._batches
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
@@ -248,6 +263,9 @@ class Source:
         """End the iteration of the current epoch, and terminate its worker processes unless they are persistent."""
         if self._batches is not None:
             self._batches.close()
+        if self._unread is not None:  # closing a generator that was never read does not end its workers
+            torch_loaders.end_workers(self._unread)
+        self._unread = self.ahead = None
 
     def end(self) -> None:
         """Terminate every worker process that this source started, including persistent workers, at the end of a run.
@@ -276,9 +294,10 @@ class Source:
             return iter(()), int(length) if math.isfinite(length) else stored["num_batches"] // self._ranks.world.size
         return self._feed.resume(stored)
 
-    def _count(
-        self, iterator: Iterator[Any], running: _Running, reading: Iterator[Any] | None = None
-    ) -> Generator[Any, None, None]:
+    def _count(self, iterator: Iterator[Any], running: _Running, opened: Iterator[Any]) -> Generator[Any, None, None]:
+        self._unread = None
+        if running.num_batches == 0 and self._feed.begin_reading is not None:
+            self._feed.begin_reading()
         try:
             for batch in iterator:
                 running.num_batches += 1
@@ -287,7 +306,7 @@ class Source:
             failure = _failure_of_workers(error, running.num_batches)
             if failure is not None:
                 end_with_signals()
-            torch_loaders.end_workers(iterator if reading is None else reading)
+            torch_loaders.end_workers(opened)
             if isinstance(iterator, Generator):
                 iterator.close()
             if failure is None:
@@ -404,10 +423,10 @@ def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, st
     return None
 
 
-def _evaluated(loader: Any, name: str, world: World, pin_memory: bool) -> Any:
+def _evaluated(loader: Any, name: str, world: World, pin_memory: bool, shuffle_allowed: bool) -> Any:
     """Return ``loader`` as a single rank would read it in an evaluation."""
     if isinstance(loader, CombinedLoader):
-        whole = loader.mapped(lambda each: _evaluated(each, name, world, pin_memory))
+        whole = loader.mapped(lambda each: _evaluated(each, name, world, pin_memory, shuffle_allowed))
         divide = {share_of(each, world).divided_by is not None for each in whole.flattened}
         if len(divide) == 2:
             problem = "combines loaders that shard themselves across ranks with loaders that do not"
@@ -419,5 +438,7 @@ def _evaluated(loader: Any, name: str, world: World, pin_memory: bool) -> Any:
             )
         return JointBatches(whole, shards_by_rank=True in divide)
     check_is_one_loader(loader, name)
-    whole = without_padding(loader, name, world)
-    return in_own_processes(whole, pin_memory) if isinstance(whole, DataLoader) else whole
+    single: Any = without_padding(loader, name, world)
+    if not shuffle_allowed and isinstance(single, DataLoader) and plain_sampler(single) is not None:
+        single = with_sampler(single, SequentialSampler(single.dataset))  # type: ignore[arg-type]
+    return in_own_processes(single, pin_memory) if isinstance(single, DataLoader) else single

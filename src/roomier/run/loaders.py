@@ -145,8 +145,11 @@ class RunLoaders:
             self._num_training_batches = min(self._ranks.gather(num_batches))
         return self._num_training_batches
 
-    def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
+    def evaluation(self, name: str, *, shuffle_allowed: bool = True) -> tuple[list[Source], list[float]]:
         """Return the sources of ``"val"``, ``"test"`` or ``"predict"`` and their limits, in batches of all ranks.
+
+        Args:
+            shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order.
 
         Raises:
             DataError: no data is available, or a loader of ``"predict"`` combines batches of several loaders.
@@ -161,7 +164,15 @@ class RunLoaders:
             for loader in loaders:
                 _check_is_predicted(loader, field)
         sources = [
-            Source(loader, name=field, seed=seed, ranks=ranks, training=False, pin_memory=self._pins)
+            Source(
+                loader,
+                name=field,
+                seed=seed,
+                ranks=ranks,
+                shuffle_allowed=shuffle_allowed,
+                training=False,
+                pin_memory=self._pins,
+            )
             for loader in loaders
         ]
         self._sources += sources

@@ -29,7 +29,7 @@ class LoopOptions:
         max_epochs, min_epochs, max_steps, min_steps, max_time: limits on the length of a fit. -1 means unlimited.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: number or fraction of batches
             per epoch. None means all.
-        overfit_batches: number or fraction of the training batches that are used for both training and validation.
+        overfit_batches: number or fraction of the batches that training and validation use, each from its own loaders.
         fast_dev_run: number of batches of a development run. True means 1.
         val_check_interval: number or fraction of training batches between two validations.
         check_val_every_n_epoch: number of epochs between two validations. With None, ``val_check_interval`` counts

@@ -15,6 +15,7 @@ from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
+from roomier.data.turns import Turn
 from roomier.device.rng import rng_state, set_rng_state
 from roomier.loss.lazy_logits import computed
 from roomier.run.logged.muted import muted
@@ -55,13 +56,17 @@ def evaluate(
     kept, rows = list[list[Any]](), StepRows(results.num_evaluated)
     run.engine.settle()
     take_statistics_of_rank_zero(run)
+    epoch = run.progress.epoch
+    # As in Lightning, the iterator of the first loader draws its seed before the hooks.
+    opened = sources[0].turns(limits[0], epoch) if sources else iter(())
     try:
         with evaluation_mode(module, stage), without_gradients(run):
             call(getattr(hooks, f"on_{stage}_start"))
             call(getattr(hooks, f"on_{stage}_epoch_start"))
             for index, (source, limit) in enumerate(zip(sources, limits, strict=True)):
                 results.dataloader_idx = index if len(sources) > 1 else None
-                kept.append(_evaluate_source(run, stage, source, limit, rows, keeps_predictions))
+                opened = source.turns(limit, epoch) if index else opened
+                kept.append(_evaluate_source(run, stage, source, opened, rows, keeps_predictions))
             results.dataloader_idx, results.is_in_batch = None, False
             results.call(getattr(hooks, f"on_{stage}_epoch_end"))
             metrics = results.end_epoch(stage)
@@ -95,7 +100,7 @@ def take_statistics_of_rank_zero(run: Run) -> None:
 
 
 def _evaluate_source(
-    run: Run, stage: str, source: Source, limit: float, rows: StepRows, keeps_predictions: bool
+    run: Run, stage: str, source: Source, opened: Iterator[Turn], rows: StepRows, keeps_predictions: bool
 ) -> list[Any]:
     dataloader_idx = run.results.dataloader_idx
     is_kept = stage == "predict" and keeps_predictions
@@ -103,7 +108,7 @@ def _evaluate_source(
     outer_transfer, engine.hooks.transfer = engine.hooks.transfer, transfer_of(run, dataloader_idx or 0)
     kept: dict[int, Any] = {}
     try:
-        for batch_idx, turn in enumerate(turns(run, source, limit)):
+        for batch_idx, turn in enumerate(turns(run, source, opened)):
             host_batch, run.now.batch_number, counts = turn
             if is_kept and counts:
                 kept[run.now.batch_number] = on_host(run, run_batch(host_batch, batch_idx, counts))
@@ -118,14 +123,14 @@ def _evaluate_source(
     return _of_all_ranks(run, kept) if keeps_predictions else []
 
 
-def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bool]]:
-    """Yield the turns of :meth:`roomier.data.source.Source.turns`.
+def turns(run: Run, source: Source, opened: Iterator[Turn]) -> Iterator[Turn]:
+    """Yield ``opened``, the turns of ``source``, and close the source at the end.
 
     Raises:
         EvaluationCutError: a signal stops the run.
     """
     try:
-        for turn in source.turns(limit):
+        for turn in opened:
             run.vote()
             if run.stop.received is not None:
                 raise EvaluationCutError

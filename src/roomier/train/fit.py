@@ -68,9 +68,11 @@ def start_epoch(run: Run) -> Iterator[Any]:
     progress = run.progress
     if run.settled.request.options.reload_dataloaders_every_n_epochs:
         reload_loaders(run)
-    batches = run.source.start(progress.epoch)
+    if run.source.ahead is None:
+        run.source.announce(progress.epoch)
     if progress.batch_idx == 0:
         call(run.hooks.on_train_epoch_start)
+    batches = run.source.start(progress.epoch)
     progress.batch_idx = run.source.num_batches_done  # a resumed epoch skips these batches
     return batches
 
@@ -120,6 +122,8 @@ def begin(run: Run) -> bool:
     run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
     run.now.is_in_step = has_work
+    if has_work and run.now.random_state is None:  # as in Lightning, the first iterator draws its seed before the hook
+        run.source.ahead = run.source.start(run.progress.epoch)
     if has_work:
         call(run.hooks.on_train_start)
     if run.now.random_state is not None:  # at the end, because the code above must not change the restored random state

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch.utils.data import DataLoader
+
+from roomier.api.lightning import LightningAdapter
 from roomier.core.log import quiet
 from roomier.run.run import Run
 from roomier.train.evaluate import preserved_rng
@@ -26,6 +29,10 @@ def reload_loaders(run: Run) -> None:
     if position is None:
         with quiet():  # the notices about the loaders were printed before
             run.batches = batches_of_fit(run.settled, run.module)
+        if isinstance(run.module, LightningAdapter) and isinstance(run.source.loader, DataLoader):
+            # Lightning creates an iterator before on_train_epoch_start and another one after it, and both draw seeds.
+            run.source.start(progress.epoch)
+            run.source.close()
         return
     with quiet(), preserved_rng():
         run.batches = batches_of_fit(run.settled, run.module)

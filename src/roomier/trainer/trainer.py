@@ -113,8 +113,8 @@ class Trainer(LastCall):
         limit_val_batches: limit on batches of a validation over all ranks (int or fraction). 0 disables validation.
         limit_test_batches: limit on batches of a test, in the same form as ``limit_val_batches``.
         limit_predict_batches: limit on batches of a prediction, in the same form as ``limit_val_batches``.
-        overfit_batches: number (int) or fraction (float) of the training batches that are used for both training and
-            validation, in a fixed order. 0.0 disables this option.
+        overfit_batches: number (int) or fraction (float) of the batches of each training and validation loader that a
+            fit uses, in a fixed order. 0.0 disables this option.
         fast_dev_run: number of batches that each loop runs, without logs and checkpoints. True means 1.
         val_check_interval: number of training batches between two validations (int), or fraction of an epoch (float).
             The default is one epoch.

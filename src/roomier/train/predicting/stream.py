@@ -62,7 +62,7 @@ def _of_source(
     of the batches."""
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
-    for batch_idx, turn in enumerate(_after_roll_call(turns(run, source, limit), roll_call)):
+    for batch_idx, turn in enumerate(_after_roll_call(turns(run, source, source.turns(limit)), roll_call)):
         host_batch, run.now.batch_number, counts = turn
         with without_gradients(run):
             results.stage, results.dataloader_idx = "predict", dataloader_idx
