@@ -269,6 +269,10 @@ OF_TRAINER = [
     Spelling({"strategy": "deepspeed_stage_1_offload"}, {"parallel.strategy": "zero1", **HOST_STATES}),
     Spelling({"strategy": "deepspeed_stage_2_offload"}, {"parallel.strategy": "zero2", **HOST_STATES}),
     Spelling({"strategy": "deepspeed_stage_3_offload"}, {"parallel.strategy": "zero3", **HOST}),
+    Spelling(
+        {"strategy": "deepspeed_stage_3_offload", "precision": 16},
+        {"parallel.strategy": "zero3", "precision.mode": "16-mixed", **HOST},
+    ),
     Spelling({"strategy": "fsdp_cpu_offload"}, {"parallel.strategy": "zero3", **HOST}),
     Spelling(
         {"strategy": "deepspeed_stage_3_offload_nvme"},

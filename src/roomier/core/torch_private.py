@@ -246,19 +246,28 @@ class LossScalerOfParts(GradScaler):
 
     For a list of gradients, DTensor's kernel checks for infinite values on the ranks of the first gradient, so this
     scaler passes sharded parameters first.
+
+    Attributes:
+        unscale_away: function that multiplies the gradients of an optimizer that are not on the device by a factor, and
+            returns a 0-dim tensor: 1 if one of them is not finite on any rank, otherwise 0. None if all gradients are
+            on the device.
     """
 
-    def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
+    unscale_away: Callable[[Optimizer, Tensor], Tensor] | None = None
+
+    def _unscale_grads_(self, optimizer: Optimizer, inverse: Tensor, *arguments: Any) -> dict[torch.device, Tensor]:
         groups = optimizer.param_groups
         parameters = [each for group in groups for each in group["params"]]
-        if len({type(each) is nn.Parameter for each in parameters}) < 2:
-            return super()._unscale_grads_(optimizer, *arguments)
         parameters.sort(key=lambda each: type(each) is nn.Parameter)
         optimizer.param_groups = [{"params": parameters}]  # the method reads only the key "params"
         try:
-            return super()._unscale_grads_(optimizer, *arguments)
+            found = super()._unscale_grads_(optimizer, inverse, *arguments)
         finally:
             optimizer.param_groups = groups
+        if self.unscale_away is not None:
+            away = self.unscale_away(optimizer, inverse).to(inverse.device)
+            found[inverse.device] = torch.maximum(found.get(inverse.device, away), away)
+        return found
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:

@@ -60,7 +60,8 @@ class EagerEngine:
         self.device = device
         self.hooks = StepHooks()
         self.scheduler: LRScheduler | None = None  # the scheduler that the Plan names, for custom loops
-        self.scaler = LossScaler(device) if precision.scales_loss else NoScale(device)
+        unscale_away = updates.unscale_away if updates.clips else None
+        self.scaler = LossScaler(device, unscale_away) if precision.scales_loss else NoScale(device)
         self._batch_plan = batch_plan
         self._count_terms = count_terms
         self._parallel = parallel
@@ -293,6 +294,7 @@ class EagerEngine:
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
         if self._updates.clips:
+            self.unscale(optimizer)
             return self._updates.clipped(max_norm, algorithm)
         limit = self._batch_plan.gradient_clip_val if max_norm is None else max_norm
         if limit is None:

@@ -184,6 +184,10 @@ class OffloadedUpdates(Updates):
         """Multiply the gradients that are in a tier by ``factor``."""
         self._parameters.scale_away(factor)
 
+    def unscale_away(self, optimizer: Optimizer, factor: Tensor) -> Tensor:
+        """Unscale the gradients of ``optimizer`` that are in a tier, and return whether one is not finite."""
+        return self._parameters.unscale_away(optimizer, factor)
+
     def begin_clip(self) -> None:
         """Reject speculative updates whose gradients or parameter groups have changed. The engine calls this method
         before it clips the gradients."""
@@ -214,7 +218,7 @@ class OffloadedUpdates(Updates):
         check_optimizer(optimizer)
         own = dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
         gradients = {each: each.grad for each in own if each.grad is not None}
-        if not (gradients and scaler.skips(optimizer)):
+        if not scaler.skips(optimizer):
             self._update(optimizer, own, [each for each in self._homes if each in gradients])
         try:
             for parameter in gradients:

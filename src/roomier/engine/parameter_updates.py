@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from roomier.core import torch_private
 from roomier.core.sharded import local_part
@@ -69,6 +71,11 @@ class ParametersOnDevice:
     def scale_away(self, factor: float | Tensor) -> None:
         """Multiply the gradients in the tier by ``factor``."""
 
+    def unscale_away(self, optimizer: Optimizer, factor: Tensor) -> Tensor:
+        """Multiply the gradients in the tier by ``factor``. Return 1 if a gradient of ``optimizer`` is not finite on
+        any rank, otherwise 0."""
+        return torch.zeros_like(factor)
+
     def clipped(self, batch_plan: BatchPlan, max_norm: float | None, algorithm: str | None) -> Tensor | None:
         """Return None, because the engine clips gradients on the device. See :attr:`leaves`."""
         return None
@@ -105,11 +112,12 @@ class ParameterTier(ParametersOnDevice):
         }
         self.numbers = self.regions.keys()
         self.changes = ()
+        self._is_unscaled = False
         residency.gradients.measures_norms = True
 
     def begin_step(self, pending: Sequence[int]) -> None:
         gradients = self._residency.gradients
-        self.changes = ()
+        self.changes, self._is_unscaled = (), False
         gradients.norms.clear()
         for number, region in self.regions.items():
             if number not in pending:
@@ -173,6 +181,15 @@ class ParameterTier(ParametersOnDevice):
         torch_private.scale_each([local_part(each.grad) for each in resident if each.grad is not None], factor)
         self.changes = (*self.changes, lambda gradient: torch_private.scale_each([gradient], factor))
         return norm
+
+    def unscale_away(self, optimizer: Optimizer, factor: Tensor) -> Tensor:
+        if not self._is_unscaled:
+            self.scale_away(factor)
+            self._is_unscaled = True
+        own = {each for group in optimizer.param_groups for each in group["params"]}
+        norms = {each: norm for each, norm in self._residency.gradients.norms.items() if each in own}
+        # The norm of a gradient is finite if all its elements are finite, unless the sum of their squares overflows.
+        return (~self._parallel.join_norms(norms).isfinite()).to(factor.dtype)
 
     def scale_away(self, factor: float | Tensor) -> None:
         norms = self._residency.gradients.norms

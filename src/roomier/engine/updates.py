@@ -67,6 +67,14 @@ class Updates:
     def scale_away(self, factor: float | Tensor) -> None:
         """Multiply the gradients that are not on the device by ``factor``."""
 
+    def unscale_away(self, optimizer: Optimizer, factor: Tensor) -> Tensor:
+        """Multiply the gradients of ``optimizer`` that are not on the device by ``factor``, once per step.
+
+        Returns:
+            1 if one of these gradients is not finite on any rank, otherwise 0 (0-dim, on the device).
+        """
+        return torch.zeros(())
+
     def end_step(self, closure: object = None) -> None:
         """Prepare the steps of the optimizers."""
 

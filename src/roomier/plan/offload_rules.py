@@ -94,8 +94,8 @@ def _tiers_below(plan: Plan, device_type: str) -> Iterator[PlanError]:
 
 
 def parameters_are_sharded_or_single(plan: Plan) -> Iterator[PlanError]:
-    """Reject offloaded parameters with strategies that keep all parameters on each rank, with precision 16-mixed, with
-    quantized frozen weights, and with compiled blocks."""
+    """Reject offloaded parameters with strategies that keep all parameters on each rank, with quantized frozen weights,
+    and with compiled blocks."""
     tier, strategy = plan.offload.parameters, plan.parallel.strategy
     if tier == "none":
         return
@@ -103,9 +103,6 @@ def parameters_are_sharded_or_single(plan: Plan) -> Iterator[PlanError]:
         why = "which keeps all parameters on each rank in a step"
         problem = f"is not supported with strategy {strategy!r}, {why}"
         yield PlanError(_PARAMETERS, tier, problem, "Use strategy='zero3', which shards them too")
-    if plan.precision.mode == "16-mixed":
-        problem = "is not supported with precision '16-mixed', which unscales all gradients on the device"
-        yield PlanError(_PARAMETERS, tier, problem, "Use precision='bf16-mixed', which needs no loss scale")
     if plan.adapter.frozen_base != "as_is":
         problem = "is not supported with quantized frozen weights, which replace the parameters"
         yield PlanError(_PARAMETERS, tier, problem, "Use adapter.frozen_base='as_is'")

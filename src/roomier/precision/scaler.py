@@ -1,5 +1,6 @@
 """Loss scaling for 16-mixed: torch's GradScaler, and a count of the skipped steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ class LossScaler:
     The factor is adapted as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). A fused optimizer
     skips the step on the device, so the host does not wait. For other optimizers, the host reads one flag per step.
 
+    Args:
+        device: device of the losses.
+        unscale_away: function for gradients that are not on the device; see
+            :class:`roomier.core.torch_private.LossScalerOfParts`.
+
     Attributes:
         is_on: whether losses are scaled.
         num_skipped: number of skipped steps (a 0-dim float32 tensor on the device).
@@ -23,8 +29,9 @@ class LossScaler:
 
     is_on = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, unscale_away: Callable[[Optimizer, Tensor], Tensor] | None = None) -> None:
         self._scaler = torch_private.LossScalerOfParts(device.type)
+        self._scaler.unscale_away = unscale_away
         self.num_skipped = torch.zeros((), dtype=torch.float32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -208,9 +208,7 @@ def _goes_with_tiers(plan: Plan, changes: Mapping[str, Any]) -> bool:
     frees = [lever for lever in LEVERS if lever.frees_gradients]
     if any(lever.is_used(plan) or lever.field in changes for lever in frees):
         return False
-    mode = changes.get("precision.mode", plan.precision.mode)
-    can_move = changes["parallel.strategy"] in ("single", "zero3", "hsdp") and mode != "16-mixed"
-    return can_move or "offload.parameters" not in changes
+    return changes["parallel.strategy"] in ("single", "zero3", "hsdp") or "offload.parameters" not in changes
 
 
 def _lever_positions(lever: Lever, plan: Plan, workload: Workload) -> list[Changes]:
