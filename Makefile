@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SLURM := .cache/slurm
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libnuma1
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
 # Two processes share the test files, and each has its own pool of ranks. `make test PARALLEL=` uses one process.
@@ -14,7 +16,7 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-full test-kernels gpu lint format clean
+.PHONY: help install browser slurm demo test test-full test-kernels gpu lint format clean
 
 help:
 	@echo 'make install       create .venv with roomier, its command and all tools'
@@ -34,7 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roomier needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
-	@$(MAKE) --no-print-directory browser
+	@$(MAKE) --no-print-directory browser slurm
 	@touch $@
 
 # Some tests open the planner's page in a browser. If none is installed, install Debian's chromium. If that fails, these
@@ -46,6 +48,15 @@ browser:
 	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 \
 	|| echo 'chromium could not be installed: the tests of the page are skipped'
+
+# Some tests submit jobs to SLURM. Its packages are unpacked but not installed, because Lightning warns if srun is on the
+# PATH. If the packages cannot be downloaded, these tests are skipped with a reason.
+slurm:
+	@[ -d $(SLURM)/usr ] || ! grep -qs '^ID=debian' /etc/os-release || ! command -v apt-get >/dev/null 2>&1 && exit 0; \
+	mkdir -p $(SLURM)/packages && cd $(SLURM)/packages; \
+	{ { apt-get download $(SLURM_PACKAGES) || { apt-get update && apt-get download $(SLURM_PACKAGES); }; } \
+	  && for each in *.deb; do dpkg -x $$each .. || exit 1; done; } >/dev/null 2>&1 \
+	|| echo 'SLURM could not be downloaded: the tests that submit jobs are skipped'
 
 # With PASSIVE, waiting threads sleep. If other programs share the cores, spinning threads take four times as long.
 demo: install

@@ -4,7 +4,9 @@
 #     sbatch examples/slurm_train.sh
 #
 # Set --ntasks-per-node to the number of devices per node, and leave the Trainer's devices and num_nodes at "auto".
-# If SLURM requeues the job (--requeue), it resumes from its last checkpoint.
+# SLURM sends SIGTERM two minutes before the time limit (--signal). Each rank then finishes its step, the run is saved,
+# and rank 0 returns the job to the queue (`scontrol requeue`). The restarted job resumes from this checkpoint, and the
+# job ends when training is complete. `scancel` ends the job. Use --no-requeue to end it at the time limit instead.
 #SBATCH --job-name=gpt
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -12,9 +14,10 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=04:00:00
 #SBATCH --requeue
-# SLURM sends SIGTERM two minutes before the time limit. Each rank then finishes its step, and the run is saved.
 #SBATCH --signal=TERM@120
 #SBATCH --output=%x-%j.log
+# Without this option, a restart overwrites the log of the first start.
+#SBATCH --open-mode=append
 
 set -euo pipefail
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}

@@ -3,6 +3,7 @@ setting has no effect, or an error that names the equivalent."""
 
 import inspect
 import re
+import signal
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -77,6 +78,12 @@ OF_DDP = [
     Spelling(ddp(parallel_devices=[torch.device("cpu")] * 4), DDP, remarks=("each rank uses the device",)),
     Spelling(ddp(cluster_environment=environments.LightningEnvironment()), DDP, ("cluster_environment",)),
     Spelling(ddp(cluster_environment=environments.SLURMEnvironment()), DDP, ("cluster_environment",)),
+    Spelling(
+        ddp(cluster_environment=environments.SLURMEnvironment(auto_requeue=False)), error="ROOMIER_REQUEUE=0 in the job"
+    ),
+    Spelling(
+        ddp(cluster_environment=environments.SLURMEnvironment(requeue_signal=signal.SIGHUP)), error="--signal=TERM@120"
+    ),
     Spelling(
         ddp(cluster_environment=environments.LSFEnvironment.__new__(environments.LSFEnvironment)), error="torchrun"
     ),

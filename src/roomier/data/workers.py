@@ -59,6 +59,8 @@ class OutlivesSignals:
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if "SLURM_JOB_ID" in os.environ:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._end_in_time)
         if self.inner is not None:
             self.inner(worker_id)

@@ -1,12 +1,22 @@
-"""Identity of a job, which remains the same when a launcher restarts the ranks."""
+"""Identity of a job, which remains the same when a launcher restarts the ranks, and the return of a SLURM job to its
+queue."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Mapping
 
 import psutil
+
+from roomier.core.log import notice
+
+REQUEUE = "ROOMIER_REQUEUE"
+"""Name of an environment variable: if its value is 0, roomier does not return SLURM jobs to the queue."""
+
+_REQUEUED = {"JobState=RUNNING", "Requeue=1", "BatchFlag=1"}
+_SCONTROL_S = 60.0
 
 
 def job_names(environ: Mapping[str, str]) -> list[str]:
@@ -32,3 +42,32 @@ def num_restarts(environ: Mapping[str, str]) -> int:
     set of nodes causes."""
     counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return sum(int(count) for count in counts if count.isdecimal())
+
+
+def may_requeue(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is a rank of a SLURM job that roomier may return to the queue."""
+    return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ and environ.get(REQUEUE) != "0"
+
+
+def requeue(environ: Mapping[str, str]) -> None:
+    """Return the SLURM job of this process to the queue after a signal, so that SLURM restarts the job.
+
+    A job that was cancelled, preempted or reached its time limit is no longer running and is not requeued. The same
+    applies to jobs that were submitted with ``--no-requeue``, and to the shell of ``salloc``. SLURM ends the ranks
+    immediately after this call.
+    """
+    job = environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_TASK_ID" in environ:  # SLURM_JOB_ID of one of the tasks is also the number of the complete array
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        if set(_scontrol("--oneliner", "show", "job", job).split()) >= _REQUEUED:
+            notice(f"returning SLURM job {job} to the queue. The restarted job resumes from this checkpoint")
+            _scontrol("requeue", job)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        notice(f"SLURM job {job} was not returned to the queue: {reason}. Run `scontrol requeue {job}`")
+
+
+def _scontrol(*words: str) -> str:
+    done = subprocess.run(("scontrol", *words), capture_output=True, text=True, check=True, timeout=_SCONTROL_S)
+    return done.stdout

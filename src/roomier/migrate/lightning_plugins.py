@@ -3,8 +3,11 @@ checkpoint files, and synchronization of BatchNorm."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
+from roomier.launch.job import REQUEUE
 from roomier.migrate.answers import Answers
 from roomier.migrate.objects import kind_of, setting_of
 
@@ -25,10 +28,12 @@ _ACCELERATORS = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda", "MPSAcceler
 _WITHOUT_EFFECT = {
     "LightningEnvironment": "roomier starts the ranks if no launcher has started them",
     "TorchElasticEnvironment": _DETECTED,
-    "SLURMEnvironment": "roomier detects SLURM from its variables and saves a checkpoint before a signal ends the run",
+    "SLURMEnvironment": "roomier detects SLURM, and after SIGTERM or SIGUSR1 saves a checkpoint and requeues the job",
     "MPIEnvironment": _DETECTED,
     "TorchCheckpointIO": "checkpoints are folders, to which every rank writes; `roomier export` writes a single file",
 }
+
+_REQUEUE_SIGNALS = (None, signal.SIGTERM, signal.SIGUSR1)
 
 _REJECTED = {
     "KubeflowEnvironment": ("is not detected", "Start the pods with torchrun, whose variables roomier detects"),
@@ -68,6 +73,14 @@ def answer_plugin(answers: Answers, setting: str, plugin: object) -> None:
     bases = {each.__name__ for each in type(plugin).__mro__[1:]}
     if name in _REJECTED:
         answers.reject(setting, name, *_REJECTED[name])
+    elif name == "SLURMEnvironment" and setting_of(plugin, "auto_requeue") is False and os.environ.get(REQUEUE) != "0":
+        action = f"Set the environment variable {REQUEUE}=0 in the job script, or submit the job with --no-requeue and "
+        answers.reject(
+            f"{setting}.auto_requeue", False, "is a setting of the job", f"{action}remove auto_requeue=False"
+        )
+    elif name == "SLURMEnvironment" and setting_of(plugin, "requeue_signal") not in _REQUEUE_SIGNALS:
+        found = setting_of(plugin, "requeue_signal")
+        answers.reject(f"{setting}.requeue_signal", found, "does not end a run", "Use --signal=TERM@120 or USR1@120")
     elif name in _WITHOUT_EFFECT:
         answers.ignore(setting, name, _WITHOUT_EFFECT[name])
     elif name in _PRECISIONS:

@@ -1,4 +1,5 @@
-"""Graceful stop: SIGTERM and Ctrl-C end a run at the next save point instead of within a step."""
+"""Graceful stop: SIGTERM and Ctrl-C end a run at the next save point instead of within a step. In a SLURM job, SIGUSR1
+does the same, because job scripts for Lightning select this signal."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from typing import Any, ClassVar, Self
 
 from roomier.core.log import notice
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TO_OBEY_S = 10.0  # time in which a process must react to a second signal
 
 
 class GracefulStop:
-    """Context in which the first SIGINT or SIGTERM is recorded. A second signal terminates the process immediately.
+    """Context in which the first signal is recorded. A second signal terminates the process immediately.
 
     Python can handle signals only in the main thread. In other threads, this context has no effect.
 
@@ -40,7 +41,9 @@ class GracefulStop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            in_slurm = "SLURM_JOB_ID" in os.environ and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+            numbers = _SIGNALS if in_slurm else _SIGNALS[:2]
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
             self._watch = None if self._is_alone else _Watch()
         return self
 

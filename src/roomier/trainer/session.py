@@ -6,6 +6,8 @@ Trainer immediately, because user hooks run between the steps and read the Train
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -26,6 +28,7 @@ from roomier.data.workers import workers_outlive_signals
 from roomier.device.capability import capabilities_of
 from roomier.device.resolve import resolve_device
 from roomier.launch import exits_together, join
+from roomier.launch.job import may_requeue, requeue
 from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
@@ -47,6 +50,7 @@ from roomier.train.opening.run_folder import is_run_folder
 from roomier.train.opening.settings import process_settings
 from roomier.train.opening.shown_values import num_batches_of_loaders
 from roomier.train.position import watch_for_hangs
+from roomier.train.saving.save import is_found_as_last
 from roomier.train.settling.checks import check_call
 from roomier.train.settling.job import global_batch_of
 from roomier.train.settling.micro_batch import CutTo
@@ -166,8 +170,15 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
         finally:
             ended = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
             request.state.status = ended
-    if stop.noted is not None or stop.received is not None:
-        raise SystemExit(128 + (stop.noted or stop.received or 0))
+    number = int(stop.noted or stop.received or 0)
+    if run is not None and request.is_fit and may_requeue(os.environ):
+        number = max(trainer.ranks.gather(number))  # at the end of a fit, only some ranks may have received the signal
+        # a restart that repeats the same batches would also reach the time limit
+        has_progress = run.progress.num_batches > run.now.num_batches_before
+        if number in (signal.SIGTERM, signal.SIGUSR1) and has_progress and is_found_as_last(run):
+            trainer.ranks.on_zero(partial(requeue, os.environ))
+    if number:
+        raise SystemExit(128 + number)
 
 
 def _at_step(trainer: Trainer, request: Request) -> str:

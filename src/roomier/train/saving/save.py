@@ -223,19 +223,25 @@ def _save_interrupted(run: Run) -> None:
     run.now.is_in_step = False
     _write_deferred(run)
     settle_background_save(run)
-    folder = None if run.folder is None else run.folder / "checkpoints"
-    if run.saves.step != step and folder is not None and run.settled.request.keeps_checkpoints:
-        write_checkpoint(run, WantedSave(folder / f"{INTERRUPTED}{step}"))
+    if run.folder is not None and run.settled.request.keeps_checkpoints and not is_found_as_last(run):
+        write_checkpoint(run, WantedSave(run.folder / "checkpoints" / f"{INTERRUPTED}{step}"))
     if run.saves.step != step:
         notice(f"stopped by {signal.name} at step {step}. No checkpoint was saved, because checkpoints are disabled")
         return
     assert run.saves.path is not None
-    is_found_as_last = folder is not None and run.saves.path.absolute().parent == folder.absolute()
-    ckpt_path = "last" if is_found_as_last else str(run.saves.path)
+    ckpt_path = "last" if is_found_as_last(run) else str(run.saves.path)
     notice(
         f"stopped by {signal.name} at step {step}, saved at {run.saves.path}. Resume with "
         f"trainer.fit(..., ckpt_path={ckpt_path!r}) or `roomier fit ... --ckpt_path {ckpt_path}`"
     )
+
+
+def is_found_as_last(run: Run) -> bool:
+    """Return whether ``ckpt_path="last"`` and a restarted job find a checkpoint of the current step in the run
+    folder."""
+    if run.saves.step != run.progress.global_step or run.saves.path is None or run.folder is None:
+        return False
+    return run.saves.path.absolute().parent == (run.folder / "checkpoints").absolute()
 
 
 def _remove_interrupted(run: Run) -> None:
