@@ -2,6 +2,7 @@
 answering."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,7 +102,10 @@ def test_the_other_ranks_report_a_silent_rank_and_end(
     assert "has sent no heartbeat for" in printed
     for rank in (0, 1):
         assert f"roomier: heartbeat: rank {rank}: training step, step 7, batch 3\n  File of the stack\n" in printed
-    assert "heartbeat: the run ends: hang_timeout=" in printed
+    ends = [line for line in printed.splitlines() if "heartbeat: the run ends: " in line]
+    [end] = [line for line in ends if re.search(r"hang_timeout=\{'seconds': [\d.]+\}: rank 2 ", line)]
+    assert "(position in its last heartbeat: " in end
+    assert "See the reported stack" not in end  # a silent rank prints no stack
 
 
 def test_the_other_ranks_judge_rank_0_if_the_store_does_not_answer(

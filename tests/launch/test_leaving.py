@@ -1,5 +1,6 @@
 """Ranks that exit during a run, or hang while the process group is created."""
 
+import resource
 import sys
 import time
 from pathlib import Path
@@ -82,3 +83,35 @@ def test_ranks_end_if_the_process_group_is_not_created_in_time(on_ranks: RankPoo
     problem = "the process group was not created within 0.5 s after the rendezvous"
     text = f"roomier: {problem}; these ranks have ended or cannot be reached: [1]"
     assert text in caught.value.reports[0]
+
+
+def fail_while_the_ranks_connect(root: Path, rank: int) -> str:
+    """Raise an error on ``rank`` after the rendezvous. No process watches the ranks."""
+    connect, failure._END_S = group._connect, 0.2
+
+    def connect_or_fail(world: Any, device_type: str, store: Any, news: Any, timeout_s: float) -> None:
+        if world.rank == rank:
+            error = RuntimeError("[gloo/transport/tcp/socket.cc:24] socket: Too many open files")
+            sys.excepthook(RuntimeError, error, None)
+            raise error
+        connect(world, device_type, store, news, timeout_s)
+
+    group._connect = connect_or_fail
+    return fit(root, [])
+
+
+@pytest.mark.timeout(60)
+def test_ranks_end_if_a_rank_fails_before_the_process_group_exists(on_ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        on_ranks(2, fail_while_the_ranks_connect, tmp_path, 1, joins=False)
+    assert "rank 1 failed before the process group was created, so the run ends" in caught.value.reports[0]
+
+
+def fit_with_few_open_files(root: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+    return fit(root, [])
+
+
+def test_a_limit_on_open_files_is_an_error_that_names_the_limit(on_ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"ulimit -n=20: is too small a limit.*Run `ulimit -n 1024` before"):
+        on_ranks(2, fit_with_few_open_files, tmp_path, joins=False)

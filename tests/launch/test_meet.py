@@ -108,3 +108,4 @@ def test_errors_that_only_report_a_lost_peer_are_recognized() -> None:
     outer.__cause__ = lost
     assert is_of_lost_peer(outer)
     assert not is_of_lost_peer(RuntimeError("shapes do not match"))
+    assert not is_of_lost_peer(RuntimeError("[gloo/transport/tcp/socket.cc:24] socket: Too many open files"))

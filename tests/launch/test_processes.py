@@ -102,6 +102,8 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "step leaves 0": (script("step leaves", 0), {}),
     "step leaves badly 0": (script("step leaves badly", 0), {}),
     "step leaves badly 1": (script("step leaves badly", 1), {}),
+    "step vanishes 0": (script("step vanishes", 0), {}),
+    "step starves 1": (script("step starves", 1), {}),
     "step vanishes 1": (script("step vanishes", 1), {}),
     "standard input": (from_standard_input("-", *script("nothing", 0)[2:]), {"ROOMIER_JOIN_TIMEOUT_S": "15"}),
     "pipe": (from_pipe(*script("nothing", 0)[2:]), {"ROOMIER_JOIN_TIMEOUT_S": "15"}),
@@ -117,7 +119,10 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-QUICK = ("well", "step raises 1", "step raises 0", "step killed 1", "command", "start leaves 1", "standard input")
+QUICK = (
+    *("well", "step raises 1", "step raises 0", "step killed 1", "step starves 1", "step vanishes 0", "command"),
+    *("start leaves 1", "standard input"),
+)
 
 
 def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
@@ -183,6 +188,28 @@ def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> Non
     assert outcome.left == []
     assert "Traceback" not in outcome.stderr
     assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL (often because the")
+
+
+def test_a_rank_without_memory_ends_the_run(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["step starves 1"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert "MemoryError" in outcome.stderr
+    assert outcome.stderr.splitlines()[-1] == "roomier: rank 1 ended with exit code 1, so the run ended"
+
+
+def test_an_exit_of_rank_0_that_python_does_not_notice_is_reported(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["step vanishes 0"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert "roomier: rank 0 called os._exit(0) at step 1 of fit, so the run is incomplete" in outcome.stderr
+
+
+@pytest.mark.parametrize("name", ["step killed 1", "step vanishes 0"])
+def test_the_other_ranks_print_no_cpp_frames(outcomes: dict[str, Outcome], name: str) -> None:
+    assert "frame #" not in outcomes[name].stderr
 
 
 def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(outcomes: dict[str, Outcome]) -> None:

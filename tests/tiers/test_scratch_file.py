@@ -22,6 +22,7 @@ from roomier.tiers import folder as folders
 from roomier.tiers import scratch as scratches
 from roomier.tiers.disk import DiskTier
 from roomier.tiers.scratch import Scratch
+from roomier.tiers.transfers import Job
 
 NOT_A_FOLDER = {
     "missing": (lambda path: path / "missing", "does not exist"),
@@ -175,9 +176,11 @@ def test_a_full_disk_is_reported_before_the_run(limit: str, tmp_path: Path, monk
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
-        with pytest.raises(
-            TierError, match=r"needs 8388608 more bytes for this rank, but only \d+ bytes are available"
-        ) as e:
+        reason = {
+            "free": "has only 36.0 KiB free",
+            "allocation": r"may have at most 1.0 MiB; raise this limit \(`ulimit -f`\)",
+        }[limit]
+        with pytest.raises(TierError, match=f"the scratch file requires 8.0 MiB, but .*{reason}") as e:
             DiskTier(scratch, [2**23], 1, pinned=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -226,7 +229,7 @@ def test_errors_of_transfers_are_raised_in_the_caller(
     scratch = Scratch(tmp_path)
     tier = filled(scratch)
     DAMAGES[damage](tier, scratch, monkeypatch)
-    with pytest.raises(TierError, match=r"28672 bytes are needed, and \d+ bytes are available") as error:
+    with pytest.raises(TierError, match=r"The file has 28.0 KiB; its folder has \S+ \w+ free") as error:
         CALLS[call](tier)
     assert error.value.received == str(scratch.path)
     assert ("truncated" if damage == "truncated" else "Input/output error") in error.value.problem
@@ -236,6 +239,19 @@ def test_errors_of_transfers_are_raised_in_the_caller(
     tier.close()
     scratch.close()
     assert threads_of_transfers() <= before
+
+
+@pytest.mark.timeout(60)
+def test_callers_do_not_wait_for_a_thread_that_has_ended(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+
+    def then() -> None:
+        raise MemoryError
+
+    scratch.transfers.write(Job(torch.zeros(4096, dtype=torch.uint8), scratch.reserve(4096), then=then))
+    with pytest.raises(MemoryError):
+        scratch.wait_for(lambda: False)
+    scratch.close()
 
 
 def test_an_error_of_a_wait_function_is_raised_in_the_caller(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Loaders of different lengths on two ranks: no rank waits for batches that do not exist."""
 
+import re
 from typing import Any
 
 import pytest
@@ -124,8 +125,11 @@ def test_training_uses_as_many_batches_as_the_shortest_loader(on_ranks, capfd, s
     for kind, (of_first, of_second) in taken.items():
         own = kind.endswith("own data")
         assert (of_first, of_second) == (([0, 1, 2, 3],) * 2 if own else ([0, 2], [1, 3])), kind
+    printed = capfd.readouterr().out
+    streams = re.findall(r"the loader of rank 0 ended after (\d) batches. The epoch ends on all ranks", printed)
+    assert streams == ["2", "4", "2"]  # one notice for each loader without a length
     notice = "has 4 batches on rank 0, 7 batches on rank 1; each epoch has as many batches as the shortest loader"
-    assert capfd.readouterr().out.count(notice) == 5  # the first rank prints one notice for each loader with a length
+    assert printed.count(notice) == 5  # the first rank prints one notice for each loader with a length
 
 
 def pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -32,9 +32,9 @@ from pathlib import Path
 import psutil
 
 from roomier.checkpoint.record import RECORD_NAME
+from roomier.core.disk_space import NO_SPACE, shortage
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
-from roomier.core.units import format_bytes
 
 # The processes of another machine cannot be checked, so their folders are considered stale after this time.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
@@ -125,7 +125,7 @@ def disk_errors(target: Path, num_bytes: int, aside: Path) -> Iterator[None]:
 
     Args:
         target: path of the checkpoint.
-        num_bytes: size of the data that this rank writes.
+        num_bytes: size of the data that all ranks write.
         aside: folder that is being written.
     """
     try:
@@ -280,14 +280,12 @@ def _cannot_write(target: Path, num_bytes: int, error: OSError, aside: Path | No
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in NO_SPACE:
         # The incomplete folder is deleted afterwards, so its size counts as free space.
         half_done = list(aside.iterdir()) if aside is not None and aside.is_dir() else []
-        free_bytes = shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in half_done)
-        problem = (
-            f"cannot be written: {reason}. The checkpoint requires {format_bytes(num_bytes)}, but {folder} has only "
-            f"{format_bytes(free_bytes)} free"
-        )
+        reclaimed_bytes = sum(path.stat().st_blocks * 512 for path in half_done)
+        problem = f"cannot be written: {reason}. The checkpoint "
+        problem += shortage(folder, num_bytes, error.errno, reclaimed_bytes)
         action = "Free some space, keep fewer checkpoints, or choose another folder. Existing checkpoints are unchanged"
     else:
         problem = f"cannot be written: {reason} ({error.filename or folder})"

@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Prepared:
         section_of: mapping from the name of each tensor to its top-level key.
         num_cut_elements: mapping from the name of each sharded tensor to its number of elements, summed over all ranks.
         is_of_run: True if a Trainer wrote the state.
+        num_bytes: size of the data that all ranks write.
     """
 
     target: Path
@@ -65,11 +66,7 @@ class Prepared:
     section_of: dict[str, Any]
     num_cut_elements: dict[str, int]
     is_of_run: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the data that this rank writes."""
-        return sum(part.tensor.nbytes for part in self.parts)
+    num_bytes: int = 0
 
 
 def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
@@ -80,16 +77,17 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
     """
     prepared: list[Prepared] = []
 
-    def take_apart() -> int:
+    def take_apart() -> tuple[int, int]:
         tensors, json_tree = tree.split(state)
         parts = parts_to_write(tensors, writes_whole=ranks.is_zero)
         num_cut = {name: tensor.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
         is_of_run = {"module", "progress"} <= state.keys()
         prepared.append(Prepared(target, json_tree, parts, _sections(json_tree), num_cut, is_of_run))
         cut = [(path, tuple(each.shape), each.dtype) for path, each in leaves(state, Tensor) if is_sharded(each)]
-        return zlib.crc32(repr(cut).encode("utf-8", "backslashreplace"))
+        num_bytes = sum(part.tensor.nbytes for part in parts)
+        return zlib.crc32(repr(cut).encode("utf-8", "backslashreplace")), num_bytes
 
-    sums = together(ranks, take_apart)
+    sums, num_bytes = zip(*together(ranks, take_apart), strict=True)
     if len(set(sums)) > 1:
         others = [rank for rank, each in enumerate(sums) if each != sums[0]]
         raise CheckpointError(
@@ -98,7 +96,7 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
             f"the sharded tensors have different names or shapes on rank {others[0]} than on rank 0",
             "Pass the state of the same model and optimizers on every rank",
         )
-    return prepared[0]
+    return replace(prepared[0], num_bytes=sum(num_bytes))
 
 
 def write(prepared: Prepared, ranks: Ranks) -> None:

@@ -1,9 +1,12 @@
 """Private names of torch that roomier uses, checked with torch 2.11 and 2.13."""
 
 import copy
+import ctypes
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -507,3 +510,17 @@ def called_eagerly(module: nn.Module) -> Iterator[None]:
     finally:
         for part, call in compiled.items():
             part._compiled_call_impl = call
+
+
+def hide_cpp_warnings() -> None:
+    """Hide the warnings of torch's C++ code, unless an environment variable of torch requests them.
+
+    If a rank dies, torch prints ten to thirty C++ frames per connection on every other rank. torch reads
+    ``TORCH_CPP_LOG_LEVEL`` only when it is imported, so this function sets the variable in which torch stores it.
+    """
+    requests = {"TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES"}
+    if not requests.isdisjoint(os.environ):
+        return
+    for library in Path(torch.__file__).parent.glob("lib/libc10.*"):
+        with suppress(OSError, ValueError):
+            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level").value = 2  # errors

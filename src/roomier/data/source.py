@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from roomier.core import torch_loaders
 from roomier.core.errors import DataError
+from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data.batch_feeds import ListFeed, ReplayedFeed
@@ -114,6 +115,7 @@ class Source:
         self._ranks = ranks = ranks or Ranks()
         self._is_training = training
         self._turns: Turns | None = None
+        self._reports_dropped = True
         self._feed: Feed
         check_lengths(loader, name, ranks, training=training)
         if training:
@@ -248,6 +250,22 @@ class Source:
         :attr:`may_end_apart` is True.
         """
         return no_batch_on(ranks, self.name, self.loader)
+
+    def report_dropped(self, counts: Sequence[int], batch_idx: int) -> None:
+        """Print a notice if the epoch ends because the loader of a rank ended, although other ranks have batches left.
+        The notice is printed once, and only if the number of batches was unknown.
+
+        Args:
+            counts: number of batches of each rank after ``batch_idx`` batches, up to the size of an optimizer step.
+        """
+        if self._reports_dropped and math.isinf(self.num_batches):
+            self._reports_dropped = False
+            ended = [rank for rank, count in enumerate(counts) if count == min(counts)]
+            notice(
+                f"{self.name}: the loader of rank {', '.join(map(str, ended))} ended after {batch_idx + min(counts)} "
+                "batches. The epoch ends on all ranks when the first loader ends, so the remaining batches of the "
+                "other ranks are dropped. To use all data, provide the same number of batches on each rank"
+            )
 
     @property
     def _agrees_on_ends(self) -> bool:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from roomier.core.disk_space import free_bytes
 from roomier.core.errors import RoomierError, TierError
 from roomier.core.log import quiet
 from roomier.tiers.buffers import allocate
-from roomier.tiers.folder import free_bytes
 from roomier.tiers.scratch import Scratch
 from roomier.tiers.transfers import Job
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from roomier.core.disk_space import free_bytes
 from roomier.core.errors import RoomierError, TierError
 from roomier.device.memory import total_bytes
 from roomier.device.resolve import device_name, resolve_device
@@ -17,7 +18,7 @@ from roomier.hardware.host import available_memory_bytes, total_memory_bytes
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.measured import Circumstances, Measured, circumstances_of
 from roomier.hardware.measuring import measure_quickly
-from roomier.tiers.folder import default_folder, free_bytes
+from roomier.tiers.folder import default_folder
 
 # Values that are assumed without a measurement: loopback between processes of one host, and one drive of a typical
 # server.

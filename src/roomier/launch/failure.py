@@ -9,6 +9,7 @@ and the launcher does not end this rank.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -28,6 +29,8 @@ _END_S = 5.0  # Maximum time between an uncaught exception and the end of the pr
 _EXIT_S = 10.0  # Maximum time between the first and the last exit of a rank with code 0 in the same step.
 _FIRST = "roomier/first_failure"
 _ZERO_HAS_ENDED = "rank 0 has ended"
+_POLL_S = 0.2
+_OWN_SIGNS = (os.strerror(errno.EMFILE), os.strerror(errno.ENOMEM))  # gloo reports these errors with its file names
 _GLOO_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo::")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -57,11 +60,14 @@ class FailureNews:
         self.store: Store | None = None
         self._ended_rank = ended_rank
         self._num_exits = 0
+        self._is_ending = threading.Event()
         self._before: Hook = sys.excepthook
 
     def install(self) -> None:
         """Install the handler for uncaught exceptions."""
         self._before, sys.excepthook = sys.excepthook, self._end
+        # The thread starts before a failure, because Thread.start() hangs in a process that has no memory left.
+        threading.Thread(target=_end_in_time, args=(self._is_ending,), name="roomier-end", daemon=True).start()
 
     def claim(self, text: str) -> bool:
         """Return whether this rank must report ``text``: True unless another rank failed first with the same text."""
@@ -77,16 +83,19 @@ class FailureNews:
         """Wait up to ``PATIENCE_S`` seconds for the failure of another rank, and describe this failure. Return None if
         no other rank failed."""
         until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
-            if (ended := self._ended_rank()) is not None:
-                return "rank {} {}".format(*ended)
-            try:
-                if self.store is not None and self.store.check([_FIRST]):
-                    rank = self.store.get(_FIRST).decode().partition("\n")[0]
-                    return f"rank {rank} failed"
-            except (DistError, RuntimeError):
-                return _ZERO_HAS_ENDED
+        while (known := self._failed_peer()) is None and time.monotonic() < until:
             time.sleep(0.05)
+        return known
+
+    def _failed_peer(self) -> str | None:
+        if (ended := self._ended_rank()) is not None:
+            return "rank {} {}".format(*ended)
+        try:
+            if self.store is not None and self.store.check([_FIRST]):
+                rank = self.store.get(_FIRST).decode().partition("\n")[0]
+                return f"rank {rank} failed"
+        except (DistError, RuntimeError):
+            return _ZERO_HAS_ENDED
         return None
 
     def is_reported(self, within_s: float) -> bool:
@@ -110,9 +119,20 @@ class FailureNews:
         self._num_exits += 1
         return self._absent(f"roomier/exits/{self._num_exits}", _EXIT_S)
 
-    def end_unconnected(self, waited_s: float) -> None:
-        """End this process, because the process group was not created within ``waited_s`` seconds. Each rank that still
-        waits for the process group calls this method."""
+    def watch_connecting(self, is_connected: threading.Event, timeout_s: float) -> None:
+        """Wait until ``is_connected`` is set. End this process if another rank fails, or after ``timeout_s`` seconds,
+        because torch would wait for the process group in both cases."""
+        until = time.monotonic() + timeout_s
+        while not is_connected.wait(_POLL_S):
+            if time.monotonic() > until:
+                self._end_unconnected(timeout_s)
+            # The process that started a failed rank ends all ranks earlier, and reports this rank.
+            if (known := self._failed_peer()) is not None and not is_connected.wait(_END_S + 1.0):
+                sys.stderr.write(f"roomier: {known} before the process group was created, so the run ends\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _end_unconnected(self, waited_s: float) -> None:
         try:
             absent = self._absent("roomier/unconnected", PATIENCE_S)
         except (DistError, RuntimeError):
@@ -139,7 +159,7 @@ class FailureNews:
         return absent
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        end_in_time()
+        self._is_ending.set()
         self.has_error = True
         if issubclass(kind, KeyboardInterrupt) and self.world.rank > 0:
             return
@@ -150,7 +170,7 @@ class FailureNews:
                 sys.stderr.write(f"roomier: {known} {self.where()}".rstrip() + "\n")
             if known is not None:  # another process reports the error
                 return
-            self.is_failing = True
+            self.claim(f"{kind.__name__}: {error}")
             self._before(kind, error, trace)
             return
         report_to_torchrun(error, trace)
@@ -165,24 +185,26 @@ class FailureNews:
 
 def is_of_lost_peer(error: BaseException) -> bool:
     """Return whether ``error``, or an error in its chain, only reports that a rank is unreachable."""
+    chain = list(_chain(error))
+    if any(sign in str(each) for each in chain for sign in _OWN_SIGNS):
+        return False
     return any(
         isinstance(each, DistError)
         or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _GLOO_SIGNS))
-        for each in _chain(error)
+        for each in chain
     )
 
 
-def end_in_time() -> None:
-    """End the process with exit code 1 after ``_END_S`` seconds, even if other threads or exit handlers hang."""
-
-    def end() -> None:
+def _end_in_time(is_ending: threading.Event) -> None:
+    """End the process with exit code 1 ``_END_S`` seconds after ``is_ending`` is set, even if other threads or exit
+    handlers hang."""
+    is_ending.wait()
+    try:
+        time.sleep(_END_S)
         sys.stdout.flush()
         sys.stderr.flush()
+    finally:
         os._exit(1)
-
-    timer = threading.Timer(_END_S, end)
-    timer.daemon = True
-    timer.start()
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

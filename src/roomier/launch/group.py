@@ -5,19 +5,23 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from roomier.core.errors import TrainingError
+from roomier.core import torch_private
+from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.world import World
 from roomier.device.resolve import group_backend, resolve_device
 from roomier.launch import heartbeat
-from roomier.launch.environment import launch_of
+from roomier.launch.environment import STARTED_BY_ROOMIER, launch_of
 from roomier.launch.failure import FailureNews
 from roomier.launch.meet import connect_again, meet, open_store
 from roomier.launch.network import choose_interface
@@ -29,6 +33,8 @@ JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
 
 # This limit must be longer than operations that only rank 0 runs, such as a download or a write of a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+_NUM_FILES = 24  # files that a rank opens in addition to one connection per rank
 
 _news: FailureNews | None = None
 
@@ -52,6 +58,7 @@ def initialize(world: World, device_type: str) -> None:
     """
     global _news
     timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
+    _check_open_files(world)
     if launch_of(os.environ) is None:
         store, children = start_ranks(world)
         _news = news = FailureNews(world, children.news)
@@ -63,6 +70,7 @@ def initialize(world: World, device_type: str) -> None:
     choose_interface(world, os.environ["MASTER_ADDR"], os.environ)
     store = store or open_store(world, os.environ, timeout_s)
     meeting = meet(world, store, timeout_s, (lambda: None) if children is None else children.news)
+    torch_private.hide_cpp_warnings()
     _news.store = PrefixStore(meeting, connect_again(store, timeout_s))
     _connect(world, device_type, PrefixStore(meeting, store), _news, timeout_s)
     if children is not None:
@@ -71,12 +79,19 @@ def initialize(world: World, device_type: str) -> None:
     atexit.register(_leave)
 
 
+def _check_open_files(world: World) -> None:
+    """Check that this process can open its sockets. torch's errors do not name the limit."""
+    most, num_needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _NUM_FILES + world.size
+    if most < num_needed:
+        problem = f"is too small a limit: a rank of {world.size} opens at least {num_needed} files and sockets"
+        raise RoomierError("ulimit -n", most, problem, "Run `ulimit -n 1024` before the command")
+
+
 def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNews, timeout_s: float) -> None:
     # torch also uses the timeout of collectives as the time limit for connecting the ranks. A shorter timeout would
-    # apply to all collectives, so a timer limits the time for connecting instead.
-    timer = threading.Timer(timeout_s, news.end_unconnected, (timeout_s,))
-    timer.daemon = True
-    timer.start()
+    # apply to all collectives, so a thread limits the time for connecting instead.
+    is_connected = threading.Event()
+    threading.Thread(target=news.watch_connecting, args=(is_connected, timeout_s), daemon=True).start()
     try:
         dist.init_process_group(
             group_backend(device_type),
@@ -87,7 +102,7 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
             device_id=None if device_type == "cpu" else resolve_device(device_type),
         )
     finally:
-        timer.cancel()
+        is_connected.set()
 
 
 @contextmanager
@@ -105,7 +120,8 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
         return
     before, _news.where = _news.where, where
     try:
-        yield
+        with _reported_exit(_news):
+            yield
     except SystemExit as exit:
         if exit.code not in (None, 0):
             _news.claim(f"SystemExit: {exit.code}")
@@ -117,6 +133,31 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
         action = "Exit on all ranks in the same step, or set trainer.should_stop = True, which stops all ranks"
         raise TrainingError("rank", _news.world.rank, problem, action) from exit
     _news.where = before
+
+
+@contextmanager
+def _reported_exit(news: FailureNews) -> Iterator[None]:
+    """If this process started the other ranks, report ``os._exit(0)`` inside the context, and exit with code 1 instead.
+
+    Otherwise, the exit code of the command would be 0, although training is incomplete. The exit code of another rank
+    is reported by the process that started it.
+    """
+    original, pid = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == pid:  # a forked process also ends with this function
+            problem = f"rank {news.world.rank} called os._exit(0) {news.where()}, so the run is incomplete"
+            sys.stderr.write(f"roomier: {problem}\n")
+            sys.stderr.flush()
+            status = 1
+        original(status)
+
+    if os.environ.get(STARTED_BY_ROOMIER) == str(pid):
+        os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = original
 
 
 def _leave() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 
 from roomier.core.errors import TrainingError
 from roomier.core.units import format_seconds
@@ -48,12 +47,11 @@ def position_of(rank: int, record: Record, stack: str) -> str:
 
 def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
     """Return the error that ends the run."""
-    action = (
-        f"See the reported stack of {names_of(late)}. If the stack ends in a collective, the ranks ran different "
-        "layers. "
-        "Resume with ckpt_path='last'. If a rank can take this long, increase hang_timeout, or set hang_timeout=None"
-    )
-    return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)
+    action = "Resume with ckpt_path='last'. If a rank can take this long, increase hang_timeout or set it to None"
+    if reported := [each for each in late if not each.is_silent]:
+        collective = "If the stack ends in a collective, the ranks ran different layers"
+        action = f"See the reported stack of {names_of(reported)}. {collective}. {action}"
+    return TrainingError("hang_timeout", {"seconds": round(end_s, 1)}, problem_of(late), action)
 
 
 def problem_of(late: Sequence[Late]) -> str:
@@ -69,8 +67,8 @@ def _problem(late: Late) -> str:
             f"{late.record.position}"
         )
     return (
-        f"{_rank(late)} has sent no heartbeat for {_seconds(late)} while other ranks wait for it (last position: "
-        f"{late.record.position}). {_silence(late)}, so this rank prints no stack"
+        f"{_rank(late)} has sent no heartbeat for {_seconds(late)} while other ranks wait for it (position in its "
+        f"last heartbeat: {late.record.position}). {_silence(late)}, so this rank prints no stack"
     )
 
 

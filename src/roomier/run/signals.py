@@ -41,8 +41,8 @@ class GracefulStop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            in_slurm = "SLURM_JOB_ID" in os.environ and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-            numbers = _SIGNALS if in_slurm else _SIGNALS[:2]
+            requeues = "SLURM_JOB_ID" in os.environ and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+            numbers = _SIGNALS if requeues else _SIGNALS[:2]
             self._before = {number: signal.signal(number, self._note) for number in numbers}
             self._watch = None if self._is_alone else _Watch()
         return self

@@ -92,12 +92,6 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | N
     return kind
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that a user without privileges can still store on the file system of ``folder``."""
-    system = os.statvfs(folder)
-    return system.f_bavail * system.f_frsize
-
-
 def remove_abandoned(folder: Path) -> None:
     """Remove the files that no process has locked. These files belong to crashed runs. Print a notice for each of
     these files that is not empty."""

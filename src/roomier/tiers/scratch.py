@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -13,11 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from roomier.core.disk_space import free_bytes, shortage
 from roomier.core.errors import TierError
 from roomier.core.log import notice
+from roomier.core.units import format_bytes
 from roomier.tiers import direct_io
 from roomier.tiers.buffers import ALIGNMENT_BYTES, padded, register
-from roomier.tiers.folder import FIELD, PREFIX, SUFFIX, file_system_of, free_bytes, lock, offload_folder
+from roomier.tiers.folder import FIELD, PREFIX, SUFFIX, file_system_of, lock, offload_folder
 from roomier.tiers.folder import remove_abandoned as remove_abandoned_files
 from roomier.tiers.transfers import Transfers
 
@@ -125,7 +128,10 @@ class Scratch:
         if size < self.reserved_bytes:  # an access to the tensor would crash the process
             raise self._failed(direct_io.TruncatedError(f"the file was truncated to {size} bytes"))
         before = position % mmap.ALLOCATIONGRANULARITY
-        mapping = mmap.mmap(self._file, before + num_bytes, offset=position - before)
+        try:
+            mapping = mmap.mmap(self._file, before + num_bytes, offset=position - before)
+        except OSError as error:
+            raise self._failed(error) from error
         register(mapping, is_file=True)
         return torch.frombuffer(mapping, dtype=torch.uint8)[before:], mapping
 
@@ -154,18 +160,18 @@ class Scratch:
         direct_io.write(self._file, buffer, position, self.reserved_bytes)
 
     def _full(self, num_bytes: int, error: OSError | None = None) -> TierError:
-        reason = "" if error is None else f" ({error.strerror})"
-        available = free_bytes(self.folder)
-        problem = f"needs {num_bytes} more bytes for this rank, but only {available} bytes are available{reason}"
+        number = errno.ENOSPC if error is None else error.errno or 0
+        problem = f"cannot hold the records of this rank: the scratch file {shortage(self.folder, num_bytes, number)}"
         action = "Free disk space, choose a folder on a larger disk, or offload less with offload={'share': ...}"
         return TierError(FIELD, str(self.folder), problem, action)
 
     def _failed(self, error: OSError) -> TierError:
         try:
-            available = f"{free_bytes(self.folder)} bytes are available"
+            available = f"has {format_bytes(free_bytes(self.folder))} free"
         except OSError:
-            available = "the folder no longer exists"
-        problem = f"cannot be read or written: {error}; {self.reserved_bytes} bytes are needed, and {available}"
+            available = "no longer exists"
+        problem = f"cannot be read or written: {error}. The file has {format_bytes(self.reserved_bytes)}; its folder "
+        problem += available
         action = "Check the disk, ensure that no other program changes the file, and resume from the last checkpoint"
         return TierError(FIELD, str(self.path), problem, action)
 

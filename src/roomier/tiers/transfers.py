@@ -109,6 +109,14 @@ class Transfers:
             thread.join()
 
     def _run(self, jobs: deque[Job], transfer: Callable[[Tensor, int], None]) -> None:
+        try:
+            self._complete(jobs, transfer)
+        except BaseException as error:  # such as a MemoryError. Callers must not wait for this thread
+            with self.changed:
+                self.error = self.error or error
+                self.changed.notify_all()
+
+    def _complete(self, jobs: deque[Job], transfer: Callable[[Tensor, int], None]) -> None:
         while (job := self._next(jobs)) is not None:
             try:
                 if self.error is None:

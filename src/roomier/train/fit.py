@@ -189,6 +189,8 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
             counts = run.ranks.gather(len(window))
             if progress.batch_idx == 0 and 0 in counts:
                 raise run.source.empty_on([rank for rank, count in enumerate(counts) if count == 0])
+            if min(counts) < max(counts):
+                run.source.report_dropped(counts, progress.batch_idx)
             window = window[: min(counts)]
         if not window:
             break

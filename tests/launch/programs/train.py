@@ -6,6 +6,7 @@ sockets of each rank in the second step (address, port, status), and a file when
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -41,6 +42,9 @@ def go_wrong(what: str) -> None:
         Path(os.environ["CONTROL_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
         kept = [b"x" * 2**24 for _ in range(200)]
         raise AssertionError(f"{sum(map(len, kept))} bytes were allocated beyond the limit")
+    if what.endswith("starves"):
+        resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28))
+        bytearray(2**26)
     if what.endswith("sleeps"):
         time.sleep(600)
 
@@ -81,6 +85,7 @@ class Model(roomier.Module):
             go_wrong("step vanishes")
             go_wrong("step out of memory")
             go_wrong("step sleeps")
+            go_wrong("step starves")
         if WHAT == "partition" and batch_idx == 3:
             wait_for_partition()
         if WHAT == "all raise" and batch_idx == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.tree import map_tensors
 from roomier.device.rng import rng_state
+from roomier.launch.job import may_requeue
 from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, call
@@ -223,7 +225,8 @@ def _save_interrupted(run: Run) -> None:
     run.now.is_in_step = False
     _write_deferred(run)
     settle_background_save(run)
-    if run.folder is not None and run.settled.request.keeps_checkpoints and not is_found_as_last(run):
+    is_saved = is_found_as_last(run) if may_requeue(os.environ) else run.saves.step == step
+    if run.folder is not None and run.settled.request.keeps_checkpoints and not is_saved:
         write_checkpoint(run, WantedSave(run.folder / "checkpoints" / f"{INTERRUPTED}{step}"))
     if run.saves.step != step:
         notice(f"stopped by {signal.name} at step {step}. No checkpoint was saved, because checkpoints are disabled")
