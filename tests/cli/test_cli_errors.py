@@ -40,7 +40,7 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
             [*TOY, "--trainer.limit_val_batches", "all"],
             ["trainer.limit_val_batches='all': has the wrong type. Pass int, float or null."],
         ),
-        ([*TOY, "--seed_everything", "x"], ["seed_everything='x': has the wrong type. Pass int or null."]),
+        ([*TOY, "--seed_everything", "x"], ["seed_everything='x': has the wrong type. Pass bool, int or null."]),
         ([*TOY, "--trainer", "fast"], ["trainer='fast': must be a mapping or the path of a YAML file. Write"]),
         ([*TOY, "--trainer.default_root_dir", "a\0b"], ["default_root_dir='a\\x00b': contains a NUL byte"]),
         ([*TOY, "--ckpt_path", "a\0b"], ["ckpt_path='a\\x00b': contains a NUL byte"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +42,53 @@ def read_config(path: str) -> dict[str, Any]:
     return content
 
 
-def options_in(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the field and the value of each option. An option is ``--field value`` or ``--field=value``."""
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+@dataclass
+class Option:
+    """One option of the command line.
+
+    Attributes:
+        words: the words of the command line.
+        field: name of the option, without ``--``.
+        value: value of the option; empty if there is none.
+        content: for ``--config``, the content of the file.
+    """
+
+    words: list[str]
+    field: str
+    value: str
+    content: dict[str, Any] | None = None
+
+
+def options_in(arguments: Sequence[str]) -> list[Option]:
+    """Return the options in ``arguments``. An option is ``--field value`` or ``--field=value``.
+
+    Raises:
+        RoomierError: a ``--config`` file cannot be read.
+    """
+    found: list[Option] = []
+    for word in arguments:
         if word.startswith("--"):
-            field, is_joined, value = word[2:].partition("=")
-            yield field.removesuffix("+"), value if is_joined else following
+            field, _, value = word[2:].partition("=")
+            found.append(Option([word], field.removesuffix("+"), value))
+        elif found and len(found[-1].words) == 1 and "=" not in found[-1].words[0]:
+            found[-1].words.append(word)
+            found[-1].value = word
+        else:
+            found.append(Option([word], "", word))
+    for option in found:
+        if option.field == "config":
+            option.content = read_config(option.value)
+    return found
 
 
-def check_texts(arguments: Sequence[str]) -> None:
-    """Check the YAML in the arguments and in the strings of the ``--config`` files.
+def check_texts(options: Sequence[Option]) -> None:
+    """Check the YAML in the options and in the strings of the ``--config`` files.
 
     Raises:
         RoomierError: a text has aliases that expand to too many values.
     """
-    for field, value in options_in(arguments):
-        texts = [(field, value)] if field != "config" else list(_values(read_config(value)))
+    for option in options:
+        texts = [(option.field, option.value)] if option.content is None else list(_values(option.content))
         for name, text in texts:
             try:
                 check_aliases(text if isinstance(text, str) else "")
@@ -64,16 +96,53 @@ def check_texts(arguments: Sequence[str]) -> None:
                 raise RoomierError(name, text, error.problem or "", "Write the values without aliases") from None
 
 
-def naming_file(error: RoomierError, arguments: Sequence[str]) -> RoomierError:
+def naming_file(error: RoomierError, options: Sequence[Option]) -> RoomierError:
     """Return ``error``. If a ``--config`` file contains the invalid value, the error also names this file."""
     key = error.field.removeprefix("--")
-    for field, value in reversed(list(options_in(arguments))):
-        if field.replace(f".{_INIT_ARGS}", "") == key:
+    for option in reversed(options):
+        if option.field.replace(f".{_INIT_ARGS}", "") == key:
             return error
-        found = [each for name, each in _values(read_config(value)) if name == key] if field == "config" else []
+        found = [value for name, value in _values(option.content) if name == key]
         if found:
-            return in_file(error, value, found[-1])
+            return in_file(error, option.value, found[-1])
     return error
+
+
+def remove(options: list[Option], error: RoomierError) -> bool:
+    """Remove the invalid value that ``error`` names from ``options``, so that the other options can be checked.
+
+    Returns:
+        False if no option contains the value.
+    """
+    key = error.field.removeprefix("--")
+    for name in (f"{key}.{error.received}", key):
+        for option in reversed(options):
+            if option.content is not None and _delete(option.content, name):
+                write_content(option)
+                return True
+            if option.field.replace(f".{_INIT_ARGS}", "") == name:
+                options.remove(option)
+                return True
+    return False
+
+
+def write_content(option: Option) -> None:
+    """Replace the file of a ``--config`` option with the text of ``option.content``."""
+    option.words = ["--config", yaml.safe_dump(option.content)]
+
+
+def _delete(node: Any, key: str, field: str = "") -> bool:
+    """Delete the first value below ``node`` that :func:`_values` yields as ``key``. Return False if there is none."""
+    if isinstance(node, list):
+        return any(_delete(value, key, field) for value in node)
+    for name in list(node) if isinstance(node, dict) else ():
+        inner = field if name == _INIT_ARGS else f"{field}.{name}" if field else str(name)
+        if name != _INIT_ARGS and inner == key:
+            del node[name]
+            return True
+        if _delete(node[name], key, inner):
+            return True
+    return False
 
 
 def _values(node: Any, field: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from roomier import callbacks
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning_types import LightningDataModule
-from roomier.cli.class_paths import check_class_paths
-from roomier.cli.config_files import check_texts, naming_file
+from roomier.cli.class_paths import remove_unknown_classes
+from roomier.cli.config_files import check_texts, naming_file, options_in, remove
 from roomier.cli.explain import explain
+from roomier.core.errors import CombinedError, RoomierError, combined
 from roomier.core.yaml_text import check_aliases
 from roomier.trainer import Trainer
+from roomier.trainer.keywords.arguments import HARMLESS_KEYWORDS
 
 _DESCRIPTIONS = {
     "fit": "Train a model.",
@@ -63,7 +67,12 @@ def trainer_parser(verb: str) -> ArgumentParser:
     parser.add_argument(
         "--config", action="config", help="YAML file with options; later options on the command line take precedence"
     )
-    parser.add_argument("--seed_everything", type=int | None, default=None, help="seed for Python, NumPy and torch")
+    parser.add_argument(
+        "--seed_everything",
+        type=bool | int | None,
+        default=None,
+        help="seed for Python, NumPy and torch; true means the value of PL_GLOBAL_SEED, or 0",
+    )
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False)
     parser.add_subclass_arguments(
         nn.Module,
@@ -82,7 +91,35 @@ def trainer_parser(verb: str) -> ArgumentParser:
     parser.add_argument(
         "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last' for the newest checkpoint"
     )
+    add_options_of_lightning(parser)
     return parser
+
+
+def add_options_of_lightning(parser: ArgumentParser) -> None:
+    """Add the options of ``LightningCLI`` that roomier's Trainer does not have, so that the YAML that LightningCLI
+    prints can be used. The help does not list the hidden options."""
+    parser.add_subclass_arguments(
+        Optimizer,
+        "optimizer",
+        required=False,
+        skip={"params"},
+        instantiate=False,
+        fail_untyped=False,
+        help="class of an optimizer, such as AdamW, which replaces the optimizer of the model",
+    )
+    parser.add_subclass_arguments(
+        LRScheduler,
+        "lr_scheduler",
+        required=False,
+        skip={"optimizer"},
+        instantiate=False,
+        fail_untyped=False,
+        help="class of a scheduler for --optimizer, such as StepLR",
+    )
+    for name in ("weights_only", "verbose", "return_predictions"):
+        parser.add_argument(f"--{name}", type=bool | None, default=SUPPRESS, help=SUPPRESS)
+    for name in HARMLESS_KEYWORDS:
+        parser.add_argument(f"--trainer.{name}", type=Any, default=SUPPRESS, help=SUPPRESS)
 
 
 def text_of(parser: ArgumentParser, config: Namespace) -> str:
@@ -97,13 +134,48 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
     """Return the values of all options.
 
     Raises:
-        RoomierError: an option is invalid.
+        RoomierError: options are invalid. All errors are reported together.
         SystemExit: after ``--help`` or ``--print_config``.
         Exception: raised by an imported module.
     """
-    check_texts(arguments)
-    check_class_paths(arguments)
-    try:
-        return parser.parse_args(list(arguments))
-    except ArgumentError as error:
-        raise naming_file(explain(str(error), parser), arguments) from error
+    options = options_in(arguments)
+    check_texts(options)
+    errors = remove_unknown_classes(options)
+    missing = {error.field.partition(".")[0] for error in errors}
+    config = None
+    while config is None:
+        try:
+            config = parser.parse_args([word for option in options for word in option.words])
+        except ArgumentError as error:
+            found = naming_file(explain(str(error), parser), options)
+            is_removed = remove(options, found)
+            field = found.field.removeprefix("--")
+            if found.problem != "is required" or field not in missing:  # a removed option is also missing
+                errors.append(found)
+            missing.add(field)
+            if not is_removed:
+                break
+    if not errors:
+        assert config is not None
+        return config
+    if config is not None:
+        errors += _errors_of_trainer(config)
+    raise combined(list({str(error): error for error in errors}.values()), "The command")
+
+
+def _errors_of_trainer(config: Namespace) -> list[RoomierError]:
+    """Return the errors that the Trainer raises for its keywords. Callbacks and loggers are not created."""
+    objects = ("callbacks", "logger", "profiler")
+    keywords = {name: value for name, value in config.trainer.as_dict().items() if name not in objects}
+    errors: list[RoomierError] = []
+    while True:
+        try:
+            Trainer(**keywords)
+        except RoomierError as error:
+            found = error.errors if isinstance(error, CombinedError) else (error,)
+            errors += found
+            invalid = keywords.keys() & {each.field.partition(".")[0] for each in found}
+            keywords = {name: value for name, value in keywords.items() if name not in invalid}
+            if invalid:
+                continue
+        return errors

@@ -14,7 +14,7 @@ from torch import nn
 from roomier.api.datamodule import DataModule
 from roomier.api.kept_weights import KeptWeights, kept_by
 from roomier.api.lightning_types import LightningDataModule
-from roomier.cli.options import VerbParser
+from roomier.cli.options import VerbParser, add_options_of_lightning
 from roomier.core.errors import RoomierError
 from roomier.core.units import parse_bytes
 from roomier.device.resolve import num_devices, resolve_device
@@ -44,8 +44,8 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     """
     parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options, as for `roomier fit`")
-    parser.add_argument("--seed_everything", type=int | None, default=None, help="accepted in YAML files, but ignored")
-    parser.add_argument("--ckpt_path", type=str | None, default=None, help="accepted in YAML files, but ignored")
+    for name, kind in (("seed_everything", bool | int | None), ("ckpt_path", str | None)):
+        parser.add_argument(f"--{name}", type=kind, default=None, help="accepted in YAML files, but ignored")
     parser.add_argument("--hardware", type=str | None, default=None, help="such as a100-40gb:8; default: this machine")
     parser.add_argument("--nodes", type=int | None, default=None, help="number of nodes; default: --trainer.num_nodes")
     parser.add_argument(
@@ -97,6 +97,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         fail_untyped=False,
         help="import path of a DataModule of roomier or Lightning, which provides the batch",
     )
+    add_options_of_lightning(parser)
     return parser
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.cli.optimizer_option import use_optimizer
 from roomier.cli.options import parse, text_of, trainer_parser
 from roomier.cli.saved_config import SavedConfig
 from roomier.core.log import notice
@@ -31,19 +32,22 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     with current_folder_importable():
         parser = trainer_parser(verb)
         config = parse(parser, arguments)
-        if config.seed_everything is not None:
-            seed_everything(config.seed_everything)
+        seed = config.seed_everything
+        if seed is not None and seed is not False:
+            config.seed_everything = seed_everything(None if seed is True else seed)
         chosen = parser.instantiate(config)
-        trainer, model, data, ckpt_path = chosen.trainer, chosen.model, chosen.get("data"), chosen.ckpt_path
+        trainer, model = chosen.trainer, chosen.model
+        use_optimizer(config, model, trainer)
+        call = {name: chosen.get(name) for name in ("ckpt_path", "weights_only")} | {"datamodule": chosen.get("data")}
         if verb == "fit":
             trainer.callbacks.insert(0, SavedConfig(text_of(parser, config)))
-            trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+            trainer.fit(model, **call)
         elif verb == "predict":
             _warn_about_unused_predictions(trainer, model)
-            trainer.predict(model, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
+            trainer.predict(model, **call, return_predictions=False)
         else:
             evaluate: Any = {"validate": trainer.validate, "test": trainer.test}[verb]
-            metrics = evaluate(model, datamodule=data, ckpt_path=ckpt_path)
+            metrics = evaluate(model, **call, verbose=chosen.get("verbose") is not False)
             if trainer.is_global_zero:
                 print(json.dumps(metrics))
     return 0

@@ -1,7 +1,7 @@
 """Errors of roomier. Each error names the field, the received value, the problem and the next action."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,32 @@ class Shown:
 
     def __repr__(self) -> str:
         return self.text
+
+
+class CombinedError(RoomierError):
+    """Several errors of one input, which are reported together.
+
+    ``field``, ``received``, ``problem`` and ``action`` are copied from the first error.
+
+    Args:
+        errors: the errors, at least two.
+        subject: name of the input, such as ``"run.yaml"``.
+    """
+
+    def __init__(self, errors: Sequence[RoomierError], subject: str = "The plan") -> None:
+        first = errors[0]
+        super().__init__(first.field, first.received, first.problem, first.action)
+        self.subject = subject
+        self.errors = tuple(errors)
+        self.args = ("\n".join([f"{subject} has {len(errors)} errors", *map(str, errors)]),)
+
+    def __reduce__(self) -> tuple[type["RoomierError"], tuple[object, ...]]:
+        return type(self), (self.errors, self.subject)
+
+
+def combined(errors: Sequence[RoomierError], subject: str) -> RoomierError:
+    """Return the only error in ``errors``, or all errors as a :class:`CombinedError`."""
+    return errors[0] if len(errors) == 1 else CombinedError(errors, subject)
 
 
 class PlanError(RoomierError):

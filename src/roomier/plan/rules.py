@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from roomier.core.errors import PlanError, did_you_mean
+from roomier.core.errors import CombinedError, PlanError, did_you_mean
 from roomier.core.units import format_bytes
 from roomier.device.names import accelerator_of_torch
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
@@ -25,35 +25,28 @@ if TYPE_CHECKING:
 Rule = Callable[["Plan"], Iterator[PlanError]]
 
 
-class CombinedPlanError(PlanError):
-    """Several errors in one Plan.
+class CombinedPlanError(CombinedError, PlanError):
+    """Several errors in one Plan, or in settings that determine a Plan."""
 
-    ``field``, ``received``, ``problem`` and ``action`` are copied from the first error.
-
-    Attributes:
-        errors: the errors, at least two.
-    """
-
-    def __init__(self, errors: list[PlanError]) -> None:
-        first = errors[0]
-        super().__init__(first.field, first.received, first.problem, first.action)
-        self.errors = tuple(errors)
-        self.args = ("\n".join([f"The plan has {len(errors)} errors", *map(str, errors)]),)
+    errors: tuple[PlanError, ...]
 
 
-def refuse(errors: list[PlanError]) -> None:
+def refuse(errors: list[PlanError], subject: str = "The plan") -> None:
     """Raise ``errors`` if the list is not empty.
+
+    Args:
+        subject: name of the object that has the errors.
 
     Raises:
         PlanError: the only error, or all errors as a ``CombinedPlanError``.
     """
     if errors:
-        raise one_of(errors)
+        raise one_of(errors, subject)
 
 
-def one_of(errors: list[PlanError]) -> PlanError:
+def one_of(errors: list[PlanError], subject: str = "The plan") -> PlanError:
     """Combine one or more ``errors`` into one error."""
-    return errors[0] if len(errors) == 1 else CombinedPlanError(errors)
+    return errors[0] if len(errors) == 1 else CombinedPlanError(errors, subject)
 
 
 def each_error(error: PlanError) -> tuple[PlanError, ...]:

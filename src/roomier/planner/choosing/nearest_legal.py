@@ -72,7 +72,8 @@ def with_nearest(
     advice = f"The nearest plan that works: {as_call(found)}"
     if isinstance(error, CombinedPlanError):
         *others, last = each_error(error)
-        return CombinedPlanError([*others, PlanError(last.field, last.received, last.problem, _with(last, advice))])
+        last = PlanError(last.field, last.received, last.problem, _with(last, advice))
+        return CombinedPlanError([*others, last], error.subject)
     return type(error)(error.field, error.received, error.problem, _with(error, advice))
 
 
