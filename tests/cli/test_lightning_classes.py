@@ -106,8 +106,10 @@ def printed_by_lightning(words: list[str], capsys: pytest.CaptureFixture[str]) -
     "sections",
     [
         ["--model", "lines_of_lightning.Line"],
-        ["--model", "lines_of_lightning.Bare", "--optimizer", "torch.optim.AdamW", "--optimizer.lr", "0.1"]
-        + ["--lr_scheduler", "torch.optim.lr_scheduler.StepLR", "--lr_scheduler.step_size", "1"],
+        [
+            *("--model", "lines_of_lightning.Bare", "--optimizer", "torch.optim.AdamW", "--optimizer.lr", "0.1"),
+            *("--lr_scheduler", "torch.optim.lr_scheduler.StepLR", "--lr_scheduler.step_size", "1"),
+        ],
         ["--model", "lines_of_lightning.Line", "--optimizer", "torch.optim.SGD", "--optimizer.lr", "0.03"],
     ],
     ids=["optimizer of the model", "optimizer and scheduler", "replaced optimizer"],

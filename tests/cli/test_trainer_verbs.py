@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from roomier import Trainer, checkpoint
+from roomier.cli.help_screen import FIELDS_OF, TOPICS
 from roomier.cli.main import main
 from roomier.cli.options import parse, trainer_parser
 from roomier.cli.plan_options import plan_parser
@@ -204,16 +206,59 @@ def test_installed_command_imports_classes_of_the_current_folder(tmp_path: Path)
     assert saved_steps(tmp_path) == [2]
 
 
-def test_help_describes_each_option_of_the_trainer() -> None:
-    output = trainer_parser("fit").format_help()
-    assert not re.findall(r"--trainer\.(\w+)\+? \S+\s+\(type", output)  # without a description, the type comes first
-    assert "num_nodes:" not in output  # a text of another option must not contain this description
-    assert "lr_schedule:" not in output
+# Help ---------------------------------------------------------------------------------------------------------------
 
 
-def test_help_does_not_list_the_classes_of_torch() -> None:
-    for parser in (trainer_parser("fit"), plan_parser(None)):
-        output = parser.format_help()
-        assert "import path of a" in output
-        assert "LazyConv1d" not in output
-        assert "known subclasses" not in output
+def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict", "plan"])
+def test_help_fits_on_a_screen_and_names_each_option(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = help_of([verb, "--help"], capsys)
+    assert len(output.splitlines()) <= 60
+    assert max(map(len, output.splitlines())) <= 100
+    assert output.splitlines()[2][0].isupper()  # the description follows one line of usage
+    assert "import path of a" in output
+    assert "``" not in output
+    for name in inspect.signature(Trainer).parameters:
+        assert re.search(rf"\b{name}\b", output), name
+
+
+def test_each_argument_of_the_trainer_belongs_to_one_topic() -> None:
+    names = [name for topic in TOPICS if topic not in ("run", "plan") for name in TOPICS[topic].names.split()]
+    assert sorted(names) == sorted(inspect.signature(Trainer).parameters)
+    assert FIELDS_OF.keys() <= set(names)
+
+
+@pytest.mark.parametrize("verb", ["fit", "plan"])
+def test_help_of_topics_describes_each_option(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    everything = help_of([verb, "--help=all"], capsys)
+    topics = [help_of([verb, f"--help={topic}"], capsys) for topic in TOPICS if topic != "plan" or verb == "plan"]
+    assert everything.split() == " ".join(topics).split()
+    assert not {"``", "Plan``", "%(", ":class:"} & set(everything.split())
+    assert "``" not in everything
+    assert "LazyConv1d" not in everything  # a class of torch
+    parser = trainer_parser("fit") if verb == "fit" else plan_parser(None)
+    described = {block.split()[0]: block for block in everything.split("\n\n") if block.startswith("--")}
+    shown = {text for action in parser._actions for text in action.option_strings if action.help != SUPPRESS}
+    not_shown = {text for text in shown if text.endswith((".help", "+"))} | {"-h", "--help", "--trainer"}
+    assert described.keys() == shown - not_shown
+    assert all(len(block.splitlines()) > 1 for block in described.values())
+
+
+@pytest.mark.parametrize("words", [["fit", "--help=offload"], ["fit", *TOY, "--help=--trainer.offload"]])
+def test_help_of_an_option_prints_its_values_and_settings(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    output = help_of(words, capsys)
+    assert output.startswith("--trainer.offload\n")
+    for name in ("parameters", "activations", "buffers", "folder"):
+        assert f"\n    {name} " in output
+    assert output.count("--trainer.") == 1
+
+
+def test_help_of_an_unknown_topic_suggests_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--help=memroy"]) == 2
+    assert "Did you mean 'memory'?" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from roomier.api.lightning_types import LightningDataModule
 from roomier.cli.class_paths import remove_unknown_classes
 from roomier.cli.config_files import check_texts, naming_file, options_in, remove
 from roomier.cli.explain import explain
+from roomier.cli.help_screen import first_screen, requested_topic, topic_text
 from roomier.core.errors import CombinedError, RoomierError, combined
 from roomier.core.yaml_text import check_aliases
 from roomier.trainer import Trainer
@@ -32,7 +32,6 @@ _DESCRIPTIONS = {
 }
 
 _YAML = "roomier-yaml"
-_CLASSES_OF_TORCH = re.compile(r",\s+known\s+subclasses:[^()]*\)")
 
 
 def _load(text: str) -> Any:
@@ -42,11 +41,7 @@ def _load(text: str) -> Any:
 
 
 class VerbParser(ArgumentParser):
-    """Parser that imports roomier's callbacks, so options can name them by class name.
-
-    The help of the parser omits the list of known classes, because the list for a model contains hundreds of torch
-    classes.
-    """
+    """Parser that imports roomier's callbacks, so options can name them by class name."""
 
     def __init__(self, **options: Any) -> None:
         set_loader(_YAML, _load, (yaml.YAMLError,))
@@ -55,7 +50,7 @@ class VerbParser(ArgumentParser):
             getattr(callbacks, name)
 
     def format_help(self, *arguments: Any, **options: Any) -> str:
-        return _CLASSES_OF_TORCH.sub(")", super().format_help(*arguments, **options))
+        return first_screen(self)
 
 
 def trainer_parser(verb: str) -> ArgumentParser:
@@ -138,6 +133,10 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
         SystemExit: after ``--help`` or ``--print_config``.
         Exception: raised by an imported module.
     """
+    topic = requested_topic(arguments)
+    if topic is not None:
+        print(topic_text(parser, topic) if topic else first_screen(parser))
+        raise SystemExit(0)
     options = options_in(arguments)
     check_texts(options)
     errors = remove_unknown_classes(options)
