@@ -66,7 +66,10 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "MuAdam"}}, "by width"),
     ({"optimizer": {"type": "Adamm"}}, "Did you mean 'adam'"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "Set gradient_clipping"),
-    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "correct the bias"),
+    ({"optimizer": {"type": "Lion", "params": {"bias_correction": False}}}, "only for Adam and AdamW"),
+    ({"zero_optimization": {"stage": 2, "foo": 1}}, "Correct the name, or remove the key"),
+    ({"fp16": {"enabled": True}, "overlap_com": True}, "Did you mean 'zero_optimization.overlap_comm'?"),
+    ({"zero_optimisation": {"stage": 2}, "fp16": {"enabled": True}}, "Did you mean 'zero_optimization'?"),
     ({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}}, "one learning rate"),
     ({"scheduler": {"type": "WarmupLR"}}, "requires an optimizer in the configuration"),
     ({"optimizer": ADAM_AUTO, "scheduler": {"type": "OneCycle"}}, "configure_optimizers"),
@@ -189,6 +192,63 @@ def test_an_argument_and_a_setting_must_agree() -> None:
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     with pytest.raises(PlanError, match=r"learning_rate.*is already set by optimizer\.lr"):
         roomier.Trainer(deepspeed=adam, learning_rate=1e-4, **QUIET)
+
+
+AUTO_ADAMW = {
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_num_steps", "total_num_steps", "warmup_max_lr"), "auto"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"optimizer": "adamw"}, {"lr": 5e-5, "weight_decay": 0.0, "options": {"betas": (0.9, 0.999), "eps": 1e-8}}),
+        ({"optimizer": "adamw", "learning_rate": 1e-3}, {"lr": 1e-3}),
+        ({"optimizer": {"name": "AdamW", "lr": 0.1, "weight_decay": 0.3}}, {"lr": 0.1, "weight_decay": 0.3}),
+        ({"optimizer": {"name": "adamw", "betas": [0.8, 0.9]}}, {"options": {"betas": (0.8, 0.9), "eps": 1e-8}}),
+        ({"lr_schedule": "linear"}, {"warmup_steps": 1, "decay_steps": None}),
+        (
+            {"lr_schedule": {"name": "linear", "warmup_steps": 7, "decay_steps": 9}},
+            {"warmup_steps": 7, "decay_steps": 9},
+        ),
+    ],
+)
+def test_arguments_of_the_trainer_replace_auto(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    optimizer = roomier.Trainer(deepspeed=AUTO_ADAMW, devices=2, **arguments, **QUIET).plan.optimizer
+    assert (optimizer.name, optimizer.schedule) == ("adamw", "linear")
+    assert {name: getattr(optimizer, name) for name in expected} == expected
+
+
+def test_a_strategy_with_settings_and_a_stage_are_combined() -> None:
+    strategy = {"name": "sharded", "communication": "sequential"}  # an alias of zero2
+    plan = roomier.Trainer(deepspeed={"zero_optimization": {"stage": 2}}, strategy=strategy, devices=2, **QUIET).plan
+    assert (plan.parallel.strategy, plan.parallel.communication) == ("zero2", "sequential")
+
+
+def test_all_keys_are_answered_if_some_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "train_batch_size": 3,
+        "gradient_cliping": 1.0,
+        "zero_optimization": {"stage": 5, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lamb"},
+        "scheduler": {"type": "OneCycle"},
+    }
+    with pytest.raises(roomier.plan.CombinedPlanError) as caught:
+        roomier.Trainer(deepspeed=config, precision="16-mixed", devices=2, **QUIET)
+    rejected = ["train_batch_size", "stage", "optimizer.type", "scheduler.type", "gradient_cliping", "precision"]
+    fields = [error.field for error in caught.value.errors]
+    assert len(fields) == len(rejected)
+    assert all(field.endswith(name) for field, name in zip(fields, rejected, strict=True))
+    assert str(caught.value).startswith("DeepSpeed configuration has 6 errors\n")
+    table = capsys.readouterr().err
+    assert "zero_optimization.offload_optimizer.device='cpu'  offload.optimizer_states='cpu'" in table
+    assert "overlap_comm=True" in table
 
 
 def test_the_clipping_that_applies_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

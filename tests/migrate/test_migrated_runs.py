@@ -33,12 +33,17 @@ ARGUMENTS = {
     "gradient_clip_val": 0.5,
     "precision": "bf16-mixed",
 }
+UNCORRECTED = {"lr": 0.01, "bias_correction": False}
 SGD = {"optimizer": {"name": "sgd", "lr": 0.1}}
 PAIRS: list[tuple[Any, dict[str, Any]]] = [
     ({"strategy": CONFIG}, ARGUMENTS),
     ({**SGD, "strategy": partial(FSDPStrategy, sharding_strategy="SHARD_GRAD_OP")}, {**SGD, "strategy": "zero2"}),
     ({**SGD, "strategy": partial(DDPStrategy, static_graph=True)}, {**SGD, "strategy": "ddp"}),
     (SGD, {**SGD, "strategy": "ddp"}),
+    (
+        {"strategy": {"optimizer": {"type": "Adam", "params": UNCORRECTED}, "zero_optimization": {"stage": 2}}},
+        {"strategy": "zero2+disk", "optimizer": {"name": "adamw", "weight_decay": 0.0, **UNCORRECTED}},
+    ),
 ]
 
 

@@ -446,9 +446,10 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def step_without_hooks(optimizer: Optimizer) -> None:
-    """Call ``optimizer.step`` without hooks, without a profiler record, and without the step count for schedulers."""
-    step: Any = type(optimizer).step
+def step_without_hooks(optimizer: Optimizer, kind: type[Optimizer] | None = None) -> None:
+    """Call ``step`` of ``kind``, by default the class of ``optimizer``, without hooks, without a profiler record, and
+    without the step count for schedulers."""
+    step: Any = (kind or type(optimizer)).step
     if getattr(step, "hooked", False):  # wrapped by Optimizer._patch_step_function
         step = step.__wrapped__
     step(optimizer)

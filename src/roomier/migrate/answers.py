@@ -9,6 +9,7 @@ from typing import Any
 
 from roomier.core.errors import PlanError, shorten
 from roomier.core.log import notice
+from roomier.plan.choices import canonical
 from roomier.plan.rules import refuse
 
 
@@ -88,7 +89,11 @@ class Answers:
         Raises:
             PlanError: settings are rejected. All errors are reported together.
         """
-        refuse(self.errors)
+        refuse(self.errors, self.source)
+        return self.accepted()
+
+    def accepted(self) -> dict[str, Any]:
+        """Return the arguments as in :meth:`keywords`, without the settings that are rejected."""
         found: dict[str, Any] = {}
         for each in self.given:
             if each.keyword:
@@ -98,7 +103,7 @@ class Answers:
                     found.setdefault(name, {})[own_key] = each.meaning
                 else:
                     found[name] = each.meaning
-        for name in _WITH_NAME & found.keys():
+        for name in _WITH_NAME.keys() & found.keys():
             if found[name].keys() == {"name"}:
                 found[name] = found[name]["name"]
         return found
@@ -129,7 +134,8 @@ class Answers:
         return "\n".join([f"{self.source}:", *lines, *(f"  {note}" for note in self.notes)])
 
 
-_WITH_NAME = {"strategy", "optimizer", "lr_schedule"}
+_WITH_NAME = {"strategy": "parallel.strategy", "optimizer": "optimizer.name", "lr_schedule": "optimizer.schedule"}
+"""Arguments that are a name, or a dict with a name, and the fields of the Plan for their names."""
 
 
 def merged(answers: Answers, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,20 +146,33 @@ def merged(answers: Answers, given: Mapping[str, Any], defaults: Mapping[str, An
             not given.
 
     Raises:
-        PlanError: an argument and a setting request different values.
+        PlanError: settings are rejected, or an argument and a setting request different values. All errors are reported
+            together.
     """
-    found = answers.keywords()
-    errors: list[PlanError] = []
-    for name in found.keys() & given.keys():
+    found = answers.accepted()
+    errors = list(answers.errors)
+    for name in sorted(found.keys() & given.keys()):
         own, value = given[name], found[name]
         if own is None or (name in defaults and own == defaults[name]):
             continue
-        is_both = isinstance(own, Mapping) and isinstance(value, Mapping)
-        if is_both and all(own[key] == value[key] for key in own.keys() & value.keys()):
-            found[name] = {**value, **own}
+        one, other = _as_settings(name, own), _as_settings(name, value)
+        is_both = isinstance(one, Mapping) and isinstance(other, Mapping)
+        if is_both and all(one[key] == other[key] for key in one.keys() & other.keys()):
+            both = {**other, **one}
+            found[name] = both["name"] if both.keys() == {"name"} else both
         elif own != value:
             settings = [each.setting for each in answers.given if each.keyword.partition(".")[0] == name]
             problem = f"differs from {value!r}, which {answers.source} requests ({', '.join(settings)})"
             errors.append(PlanError(name, own, problem, f"Remove {name}, or change the setting"))
-    refuse(errors)
+    refuse(errors, answers.source)
     return {**given, **found}
+
+
+def _as_settings(argument: str, value: Any) -> Any:
+    """Return the value of an argument in ``_WITH_NAME`` as a dict whose name has the canonical spelling."""
+    if argument not in _WITH_NAME:
+        return value
+    settings = {"name": value} if isinstance(value, str) else value
+    if not isinstance(settings, Mapping) or "name" not in settings:
+        return settings
+    return {**settings, "name": canonical(_WITH_NAME[argument], settings["name"])}

@@ -17,6 +17,7 @@ from roomier.optim.groups import Trait, trained_parameters
 from roomier.optim.lion import Lion
 from roomier.optim.muon import Muon
 from roomier.optim.onebit_adam import OneBitAdam
+from roomier.optim.uncorrected import UncorrectedAdam, UncorrectedAdamW
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -32,6 +33,10 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "lion": Lion,
     "muon": Muon,
     "onebit_adam": OneBitAdam,
+}
+_UNCORRECTED: dict[type[Optimizer], type[Optimizer]] = {
+    torch.optim.AdamW: UncorrectedAdamW,
+    torch.optim.Adam: UncorrectedAdam,
 }
 _FUSED = {"adamw", "adam", "sgd"}
 _STATE_BITS = {"adamw8bit": 8, "adamw4bit": 4}
@@ -62,7 +67,8 @@ def make_optimizer(
         network: model whose parameters the optimizer updates.
         lr: learning rate; None selects the default of the optimizer.
         weight_decay: weight decay for the weights to which it applies; None selects the default of the optimizer.
-        options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
+        options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...). For ``"adam"`` and
+            ``"adamw"``, ``bias_correction=False`` is also accepted, as in DeepSpeed.
         weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"`` or
             ``"nearest"``; None selects ``"split"``. Optimizers other than AdamW and Lion always round to nearest.
         blocks: the blocks of ``network``, whose matrices ``"muon"`` updates. None searches for blocks.
@@ -83,6 +89,8 @@ def make_optimizer(
     if not trained:
         raise PlanError("optimizer", name, "no parameter requires a gradient", "Unfreeze at least one parameter")
     options = dict(options or {})
+    if kind in _UNCORRECTED and isinstance(options.get("bias_correction"), bool):
+        kind = kind if options.pop("bias_correction") else _UNCORRECTED[kind]
     arguments = inspect.signature(kind).parameters
     known = set(arguments) - _SET_BY_NAME
     for key in options:

@@ -179,8 +179,8 @@ class OptimizerPlan(Part):
             ``configure_optimizers`` of the module.
         lr: learning rate; with a schedule, the highest learning rate. None selects the default of the optimizer class.
         weight_decay: weight decay. None selects the default of the optimizer class.
-        options: additional keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. The optimizer
-            options are checked when the optimizer is created.
+        options: additional keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. Adam and AdamW
+            also accept ``{"bias_correction": False}``. The options are checked when the optimizer is created.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None selects a constant
             learning rate of ``lr``.
         warmup_steps: number of optimizer steps in which the learning rate increases to ``lr``, linearly unless

@@ -55,6 +55,8 @@ def without_auto(
             answers.reject(
                 key, "auto", "is not supported here, because Hugging Face does not replace it", "Set a value"
             )
+        elif (own := _setting_of(key, given)) is not None:
+            found[name] = own
         else:
             argument, default = _DEFAULTS[key]
             if argument and given.get(argument) is not None:
@@ -68,6 +70,20 @@ def without_auto(
                 answers.notes.append(f"{key}='auto' means {default!r}, the default of Hugging Face")
     return found
 
+
+def _setting_of(key: str, given: Mapping[str, Any]) -> Any:
+    """Return the setting of a dict argument of the Trainer that determines ``key``, or None."""
+    argument, name = _IN_DICT.get(key, ("", ""))
+    settings = given.get(argument)
+    return settings.get(name) if isinstance(settings, Mapping) else None
+
+
+_IN_DICT = {
+    **{f"optimizer.params.{name}": ("optimizer", name) for name in ("lr", "betas", "eps", "weight_decay")},
+    "scheduler.params.warmup_num_steps": ("lr_schedule", "warmup_steps"),
+    "scheduler.params.total_num_steps": ("lr_schedule", "decay_steps"),
+}
+"""Keys of the configuration that a setting in a dict argument of the Trainer determines."""
 
 _DETERMINED = {
     "train_batch_size": "the DataLoader and the number of ranks determine the size",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
-from roomier.core.errors import did_you_mean
+from roomier.core.errors import nearest
 from roomier.migrate.answers import Answers
 from roomier.migrate.deepspeed.auto import without_auto
 from roomier.migrate.deepspeed.keys import KNOWN, MARKS, NUMBERS, REJECTED, SECTIONS, WITHOUT_EFFECT
@@ -100,7 +100,19 @@ def _answer_rest(answers: Answers, key: str, value: Any) -> None:
     elif key in NUMBERS:
         answers.reject(key, value, *NUMBERS[key])
     else:
-        answers.reject(key, value, "is not a key of DeepSpeed's configuration", did_you_mean(key, KNOWN))
+        answers.reject(key, value, "is not a key of DeepSpeed's configuration", _nearest_key(key))
+
+
+def _nearest_key(key: str) -> str:
+    """Return a suggestion for an unknown key: a similar name in the same section, otherwise in any section."""
+    section, _, name = key.rpartition(".")
+    known = {each.rpartition(".")[2]: each for each in sorted(KNOWN | MARKS, reverse=True)}
+    siblings = {each.rpartition(".")[2]: each for each in KNOWN | MARKS if each.rpartition(".")[0] == section}
+    for names in (siblings, known):
+        near = nearest(name, names)
+        if near is not None:
+            return f"Did you mean {names[near]!r}?"
+    return "Correct the name, or remove the key"
 
 
 def _answer_batch(answers: Answers, leaves: dict[str, Any], num_ranks: int) -> None:
@@ -183,7 +195,7 @@ def _answer_zero(answers: Answers, leaves: dict[str, Any]) -> None:
     strategies = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in strategies:
         answers.reject(f"{section}.stage", stage, "must be 0, 1, 2 or 3", "Correct it")
-        return
+        stage = 3  # all other keys of the section are possible, so their errors are also reported
     groups = leaves.pop(f"{section}.mics_shard_size", None)
     if groups is not None and not isinstance(groups, int):
         answers.reject(f"{section}.mics_shard_size", groups, "must be an integer", "Correct it")

@@ -74,9 +74,9 @@ def answer_optimizer(answers: Answers, section: Any) -> None:
         setting = f"optimizer.params.{name}"
         if name in _UNSUPPORTED:
             answers.reject(setting, value, *_UNSUPPORTED[name])
-        elif name == "bias_correction" and value is not True:
-            answers.reject(setting, value, "is not supported, because torch's optimizers always correct the bias", _OWN)
-        elif name in _WITHOUT_EFFECT or name == "bias_correction":
+        elif name == "bias_correction" and value is False and kind not in ("adam", "adamw"):
+            answers.reject(setting, value, "is supported only for Adam and AdamW", _OWN)
+        elif name in _WITHOUT_EFFECT or (name == "bias_correction" and value is not False):
             answers.ignore(setting, value, _WITHOUT_EFFECT.get(name, "torch corrects the bias"))
         else:
             answers.use(setting, value, f"optimizer.{name}", value)

@@ -65,10 +65,8 @@ def _with_training_arguments(given: dict[str, Any], defaults: Mapping[str, Any])
     if is_training_arguments(found.get("args")):
         sources.append(answers_to_object(found.pop("args")))
     for answers in sources:
-        name, settings = found.get("optimizer"), answers.settings_of("optimizer")
-        if isinstance(name, str):
-            found["optimizer"] = {"name": name} if settings else name
-        elif settings and name is None and answers.meaning_of("optimizer.name") is None:
+        settings = answers.settings_of("optimizer")
+        if settings and found.get("optimizer") is None and answers.meaning_of("optimizer.name") is None:
             setting, value = settings[0].setting, settings[0].value
             answers.reject(setting, value, "requires a named optimizer", "Use optimizer={'name': 'adamw', ...}")
         found = merged(answers, found, defaults)
@@ -81,9 +79,8 @@ def _with_deepspeed(field: str, value: object, given: dict[str, Any], defaults: 
     table with all keys."""
     own = {name: each for name, each in given.items() if name not in defaults or each != defaults[name]}
     answers = answers_to_source(value, num_ranks_of(given), own, field)
-    found = merged(answers, given, defaults)
-    notice(answers.table())
-    return found
+    notice(answers.table())  # also if keys are rejected, because the table answers all other keys
+    return merged(answers, given, defaults)
 
 
 def _of_strategy(value: object) -> Answers | None:
