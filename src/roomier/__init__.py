@@ -42,7 +42,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FOLDERS:
+    if name in _FOLDERS or name == "plugins":  # the module plugins contains only an error
         return import_module(f"roomier.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

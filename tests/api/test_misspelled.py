@@ -1,5 +1,6 @@
 """Misspelled and removed hooks are reported, but other names are not."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -140,3 +141,31 @@ def test_callbacks_and_data_modules_are_checked(make_trainer, capsys):
 def test_own_classes_of_roomier_are_not_reported(make_trainer, capsys):
     make_trainer(max_steps=1, enable_checkpointing=True, enable_progress_bar=True).fit(Net(), [torch.ones(1, 1)])
     assert "is not a hook" not in capsys.readouterr().err
+
+
+def test_a_hook_of_a_callback_without_self_is_rejected_before_training(tmp_path):
+    class Mine(roomier.Callback):
+        def on_train_start(trainer, pl_module):  # noqa: N805
+            raise AssertionError("the hook is not called")
+
+    trainer = roomier.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path / "runs", callbacks=[Mine()])
+    message = r"on_train_start=.*Define it as `def on_train_start\(self, trainer, pl_module\)`"
+    with pytest.raises(roomier.RoomierError, match=message):
+        trainer.fit(Net(), [torch.ones(1, 1)])
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("base", [roomier.Callback, pl.Callback])
+def test_hooks_with_the_arguments_of_a_hook_are_accepted(base):
+    class Mine(base):
+        def on_train_start(self, *arguments, **keywords):
+            return None
+
+        def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, more=None):
+            return None
+
+        @staticmethod
+        def on_train_end(trainer, pl_module):
+            return None
+
+    check_hook_names(Mine(), roomier.Callback)

@@ -258,6 +258,7 @@ OF_TRAINER = [
             "fsdp": "zero3",
             "fsdp_native": "zero3",
             "full_shard": "zero3",
+            "fully_sharded": "zero3",
             "ddp_fully_sharded": "zero3",
             "shard_grad_op": "zero2",
             "ddp_sharded": "zero2",
@@ -428,3 +429,12 @@ def test_each_argument_of_torch_has_an_answer(wrapper: type) -> None:
     names = set(inspect.signature(wrapper.__init__).parameters) - {"self", "module"}
     handled = {"find_unused_parameters", "broadcast_buffers", "sharding_strategy", "cpu_offload"}
     assert names - handled - WITHOUT_EFFECT.keys() - REJECTED.keys() == set()
+
+
+def test_an_import_of_a_plugin_is_answered_with_arguments_of_the_trainer() -> None:
+    for statement in ("from roomier.plugins import DeepSpeedPlugin", "import roomier; roomier.plugins.DeepSpeedPlugin"):
+        with pytest.raises(
+            roomier.RoomierError, match=r"roomier\.plugins\.DeepSpeedPlugin.*Trainer\(strategy=DeepSpeedPlugin"
+        ):
+            exec(statement, {})
+    assert not hasattr(roomier.plugins, "__path__")

@@ -55,6 +55,14 @@ ROWS = [
     ),
     Spelling({"optim": "sgd", "lr_scheduler_type": "polynomial"}, error="is not a schedule that roomier supports"),
     Spelling({"lr_scheduler_type": "linear", "warmup_ratio": 0.1}, error="the warm-up is a number of steps"),
+    Spelling({"torch_compile": True}, {"compile.enabled": True}),
+    Spelling(
+        {"torch_compile": True, "torch_compile_backend": "eager"}, {"compile.enabled": True, "compile.backend": "eager"}
+    ),
+    Spelling(
+        {"torch_compile_mode": "max-autotune", "torch_compile": True},
+        {"compile.enabled": True, "compile.mode": "max-autotune"},
+    ),
     Spelling({"use_cpu": True}, {"parallel.accelerator": "cpu"}),
     Spelling(
         {"fsdp": "full_shard auto_wrap", "devices": 2}, {"parallel.strategy": "zero3", "parallel.devices": 2}, ("fsdp",)
@@ -172,3 +180,9 @@ def test_an_object_trains_as_the_transformers_trainer(tmp_path: Path) -> None:
     for name, value in weights[0].items():
         # Four steps of AdamW with a rate of 1e-2, whose gradients differ by rounding.
         torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=2e-4, msg=name)
+
+
+def test_an_object_that_compiles_sets_the_backend() -> None:
+    arguments = transformers.TrainingArguments(torch_compile=True, report_to=[], use_cpu=True)
+    plan = roomier.Trainer(args=arguments, **QUIET).plan
+    assert (plan.compile.enabled, plan.compile.backend) == (True, "inductor")

@@ -129,6 +129,9 @@ def test_deepspeed_plugins() -> None:
 
 
 REJECTED: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": True}, "Use mixed_precision='fp16'"),
+    ({"bf16": True}, "Use mixed_precision='bf16'"),
+    ({"strategy": "zero3"}, r"Pass Accelerator\(plan="),
     ({"mixed_precision": "fp8"}, "mixed_precision='fp8'.*Use one of: no, fp16, bf16"),
     ({"device_placement": False}, "device_placement=False"),
     ({"dataloader_config": accelerate.DataLoaderConfiguration(even_batches=False)}, "even_batches.*gather_for_metrics"),

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Iterator
 
+from roomier.api.callback import Callback
 from roomier.api.overrides import PACKAGES, lightning_base
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -47,13 +48,16 @@ def check_hook_names(obj: object, base: type) -> None:
         base: the ``Module``, ``DataModule`` or ``Callback`` class.
 
     Raises:
-        RoomierError: ``obj`` defines a hook that was removed in Lightning 2.
+        RoomierError: ``obj`` defines a hook that was removed in Lightning 2, or is a callback with a hook that does not
+            accept the arguments of the hook.
     """
     of_lightning = lightning_base(type(obj), base)
     known = {name for cls in (base, of_lightning or base) for name in dir(cls) if not name.startswith("_")}
     hooks = {name for name in known if _is_hook(name) and inspect.isfunction(getattr(base, name, None))}
     for cls, name in _methods(type(obj), base):
         if name in known:
+            if base is Callback and name in hooks:
+                _check_arguments(obj, name)
             continue
         if name in REMOVED:
             problem = f"{cls.__name__} defines this hook of Lightning 1, but roomier never calls it"
@@ -65,6 +69,18 @@ def check_hook_names(obj: object, base: type) -> None:
         near = _near_hook(name, hooks)
         if near is not None and near not in vars(cls):
             notice(f"{cls.__name__}.{name} is not a hook and is never called; did you mean {near}?")
+
+
+def _check_arguments(callback: object, name: str) -> None:
+    """Check that the hook ``name`` of ``callback`` can be called. ``self`` is missing in a common mistake."""
+    own, hook = getattr(callback, name), inspect.signature(getattr(Callback, name))
+    needed = [each.name for each in hook.parameters.values() if each.default is inspect.Parameter.empty][1:]
+    try:
+        inspect.signature(own).bind(*needed)
+    except TypeError as error:
+        problem = f"{type(callback).__name__}.{name} does not accept the arguments of this hook ({error})"
+        arguments = ", ".join(["self", *needed])
+        raise RoomierError(name, own, problem, f"Define it as `def {name}({arguments})`") from None
 
 
 def _is_hook(name: str) -> bool:

@@ -226,6 +226,8 @@ _REJECTED = {
     "megatron_lm_plugin": ("is not implemented", _PLAN),
     "parallelism_config": ("is not implemented", _PLAN),
     "deepspeed_plugins": ("contains several plugins", "Pass one of the plugins as deepspeed_plugin"),
+    **{word: ("is not a keyword of Accelerator", f"Use mixed_precision={word!r}") for word in ("fp16", "bf16")},
+    "strategy": ("is not a keyword of Accelerator", _PLAN),
     "even_batches": ("is not supported", "Remove it, and use gather_for_metrics, which drops repeated samples"),
     "dispatch_batches": ("has not been a keyword of Accelerator since version 1.0", "Remove it"),
     "logging_dir": ("has not been a keyword of Accelerator since version 0.24", "Use project_dir"),

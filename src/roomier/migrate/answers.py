@@ -100,8 +100,10 @@ class Answers:
                 name, _, key = each.keyword.partition(".")
                 own_key = key or ("name" if name in _WITH_NAME else "")
                 if own_key:
-                    found.setdefault(name, {})[own_key] = each.meaning
-                else:
+                    if not isinstance(found.get(name), dict):  # missing, or True, which a dict includes
+                        found[name] = {}
+                    found[name][own_key] = each.meaning
+                elif not (each.meaning is True and isinstance(found.get(name), dict)):
                     found[name] = each.meaning
         for name in _WITH_NAME.keys() & found.keys():
             if found[name].keys() == {"name"}:

@@ -320,6 +320,8 @@ ALIASES: dict[str, dict[str, str]] = {
         "ddp_fully_sharded": "zero3",
         "fsdp_native": "zero3",
         "full_shard": "zero3",
+        "fully_shard": "zero3",
+        "fully_sharded": "zero3",
         "shard_grad_op": "zero2",
         "no_shard": "ddp",
         "deepspeed": "zero2",

@@ -28,6 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -256,7 +257,8 @@ def _with_measurement(row: dict[str, Any], found: dict[str, Any] | None, setting
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    """Return a table with one line for each configuration. Cells contain measured, forecast and published values."""
+    """Return a table with the measured, forecast and published values of each configuration. The table fits into 80
+    columns."""
     lines = result["lines"]
     first = lines[0]
     model = MODELS[result["model"]]
@@ -265,25 +267,28 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     shown = Table(
         title=f"{result['model']}, {result['size']}: {sizes}",
         caption=f"article: {model.text}\npublished values: {', '.join(hardware) or 'none'}; torch {first['torch']}",
+        box=box.SIMPLE_HEAD,
     )
-    shown.add_column("configuration")
-    for group in ("MiB", "epoch"):
-        for name in ("measured", "forecast", "published"):
-            shown.add_column(f"{group} {name}", justify="right")
-    shown.add_column("samples/s", justify="right")
+    for name in ("configuration", ""):
+        shown.add_column(name)
+    for name in ("measured", "forecast", "published"):
+        shown.add_column(name, justify="right")
     for line in lines:
         published = line["published"] or {}
         is_occupied = published.get("meter") == "occupied" and line["measured_bytes"] is None
-        shown.add_row(
-            line["configuration"],
-            _mib(line["measured_bytes"]),
-            _mib(line.get("forecast_bytes"), CONTEXT_MIB if is_occupied else 0),
-            _number(published.get("memory_mib")),
-            _seconds(line["epoch_s"]),
-            _seconds(line.get("forecast_epoch_s")),
-            _seconds(published.get("epoch_s")),
-            _number(line["samples_per_s"] or line.get("forecast_samples_per_s")),
-        )
+        forecast_mib = _mib(line.get("forecast_bytes"), CONTEXT_MIB if is_occupied else 0)
+        own = ("epoch_s", "samples_per_s")
+        epochs, speeds = ([line[each], line.get(f"forecast_{each}"), published.get(each)] for each in own)
+        rows = [
+            ("MiB", _mib(line["measured_bytes"]), forecast_mib, _number(published.get("memory_mib"))),
+            ("epoch", *map(_seconds, epochs)),
+            ("samples/s", *map(_number, speeds)),
+        ]
+        name = line["configuration"]
+        for quantity, *cells in rows:
+            if any(cells) or quantity == "MiB":
+                shown.add_row(name, quantity, *cells)
+                name = ""
         if line["problem"] is not None:
             shown.add_row(f"  {line['problem'].splitlines()[0]}")
         elif line.get("forecast_fits") is False:

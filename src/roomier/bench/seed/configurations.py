@@ -99,14 +99,15 @@ def _sharded() -> list[Configuration]:
 
 
 def _guide() -> list[Configuration]:
-    """Return the rows of Hugging Face's guide, which :mod:`roomier.bench.lever_rows` lists."""
+    """Return the rows of Hugging Face's guide, which :mod:`roomier.bench.lever_rows` lists, and sharded strategies."""
     rows = []
     for name, lever in ROWS.items():
         if lever.published is not None:
             samples_per_s, memory_mib = lever.published
             published = Published("v100-16gb:1", memory_mib, "occupied", 512 / samples_per_s, samples_per_s)
             rows.append(Configuration(name, {"optimizer": "adamw", **lever.roomier}, published))
-    return rows
+    strategies = ("zero2", "zero3")  # the guide uses one device
+    return [*rows, *(Configuration(name, {"optimizer": "adamw", "strategy": name}) for name in strategies)]
 
 
 def configurations_of(model: str) -> list[Configuration]:
