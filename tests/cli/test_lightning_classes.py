@@ -59,6 +59,20 @@ class Shuffled(Points):
 """
 
 
+PLAIN = """
+from torch import nn
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.line(x).square().mean()
+"""
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("sys.argv", ["main.py"])  # LightningCLI warns about arguments of pytest
@@ -201,3 +215,14 @@ def test_optimizer_options_that_contradict_each_other_are_rejected(
     classes = ["--model", "lines_of_lightning.Line", "--data", "lines_of_lightning.Points"]
     assert main(["fit", *classes, *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_optimizer_option_of_a_plain_module_trains_and_is_planned(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "plain_lines.py").write_text(PLAIN)
+    words = ["--model", "plain_lines.Plain", "--data", "lines_of_lightning.Points", "--optimizer=Adagrad"]
+    assert main(["fit", *words, "--optimizer.lr=0.5", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]) == 0
+    assert "Adagrad" in capsys.readouterr().err
+    assert main(["plan", *words, "--hardware=a100-40gb:1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] is not None

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser
 
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.plan.choices import CHOICES
+from roomier.plan.levers import LEVERS
 from roomier.plan.parts import PARTS
 
 _WIDTH = 100
@@ -36,6 +37,7 @@ class Topic:
     names: str
 
 
+_LEVERS = " ".join(lever.keyword for lever in LEVERS)
 TOPICS = {
     "run": Topic(
         "the model, its data and its configuration",
@@ -57,7 +59,7 @@ TOPICS = {
     ),
     "memory": Topic(
         "techniques that reduce memory",
-        "memory_budget offload activation_checkpointing step_in_backward chunked_loss lora auto_scale_batch_size",
+        f"memory_budget offload activation_checkpointing {_LEVERS} lora auto_scale_batch_size",
     ),
     "speed": Topic(
         "number formats and kernels", "precision matmul_precision attention compile benchmark inference_mode"
@@ -94,12 +96,12 @@ FIELDS_OF: dict[str, tuple[str, str]] = {
     "gradient_clip_algorithm": ("batch.gradient_clip_algorithm", ""),
     "optimizer": ("optimizer.name", "lr weight_decay options weight_rounding"),
     "lr_schedule": ("optimizer.schedule", "warmup_steps min_lr_ratio log_warmup decay_steps"),
-    "step_in_backward": ("optimizer.step_in_backward", ""),
     "activation_checkpointing": ("activation.policy", "every_n"),
     "offload": ("offload.optimizer_states", "parameters activations folder share update buffers"),
     "attention": ("attention.kernel", ""),
     "lora": ("adapter.lora_rank", "lora_alpha lora_dropout lora_targets lora_trained frozen_base"),
     "compile": ("compile.enabled", "backend mode"),
+    **{lever.keyword: (lever.field, "") for lever in LEVERS},
 }
 """Mapping from keywords of the Trainer to the field of the Plan that the keyword sets, and to the fields of the same
 section that a dict can set."""

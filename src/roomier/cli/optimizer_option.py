@@ -11,15 +11,15 @@ from jsonargparse import Namespace
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from roomier.api.adapt import as_module
 from roomier.api.module import Module
 from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.trainer import Trainer
 
 
-def use_optimizer(config: Namespace, model: nn.Module, trainer: Trainer) -> None:
-    """Replace the optimizer of ``model`` with the optimizer that ``config`` describes, if it describes one.
+def with_optimizer(config: Namespace, model: nn.Module) -> nn.Module:
+    """Return ``model`` with the optimizer that ``config`` describes, if it describes one.
 
     Raises:
         RoomierError: the options contain a scheduler without an optimizer, or two optimizers.
@@ -29,7 +29,7 @@ def use_optimizer(config: Namespace, model: nn.Module, trainer: Trainer) -> None
         if scheduler is not None:
             problem = "requires an optimizer, because the scheduler changes its learning rate"
             raise RoomierError("--lr_scheduler", scheduler.class_path, problem, "Pass --optimizer, such as AdamW")
-        return
+        return model
     if config.trainer.optimizer is not None:
         action = "Pass one of the two"
         raise RoomierError("--optimizer", optimizer.class_path, "cannot be combined with --trainer.optimizer", action)
@@ -45,11 +45,11 @@ def use_optimizer(config: Namespace, model: nn.Module, trainer: Trainer) -> None
         return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "monitor": monitor}}
 
     if not is_one(model, Module):
-        trainer.own_optimizer = configured
-        return
-    if overrides(model, "configure_optimizers", Module):
+        model = as_module(model)
+    elif overrides(model, "configure_optimizers", Module):
         notice(f"{optimizer.class_path} replaces the optimizer that configure_optimizers of the model returns")
     vars(model)["configure_optimizers"] = MethodType(lambda self: configured(self.parameters()), model)
+    return model
 
 
 def _made(given: Namespace, first: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from roomier.api.callback import Callback
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.cli.optimizer_option import use_optimizer
+from roomier.cli.optimizer_option import with_optimizer
 from roomier.cli.options import parse, text_of, trainer_parser
 from roomier.cli.saved_config import SavedConfig
 from roomier.core.log import notice
@@ -36,8 +36,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         if seed is not None and seed is not False:
             config.seed_everything = seed_everything(None if seed is True else seed)
         chosen = parser.instantiate(config)
-        trainer, model = chosen.trainer, chosen.model
-        use_optimizer(config, model, trainer)
+        trainer, model = chosen.trainer, with_optimizer(config, chosen.model)
         call = {name: chosen.get(name) for name in ("ckpt_path", "weights_only")} | {"datamodule": chosen.get("data")}
         if verb == "fit":
             trainer.callbacks.insert(0, SavedConfig(text_of(parser, config)))

@@ -15,7 +15,7 @@ from roomier.api.adapt import as_module
 from roomier.api.datamodule import DataModule
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.cli.optimizer_option import use_optimizer
+from roomier.cli.optimizer_option import with_optimizer
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import tensors
@@ -108,9 +108,7 @@ def class_request(
     Raises:
         RoomierError: there is no data for a batch, or the data cannot be read.
     """
-    model = _on_meta_if_it_can(parser, config)
-    use_optimizer(config, model, stand_in)
-    module = stand_in.module_of(model)
+    module = as_module(with_optimizer(config, _on_meta_if_it_can(parser, config)))
     data = None if config.get("data") is None else parser.instantiate(_only(config, "data")).data
     stand_in.begin_call(request_of(stand_in, "fit", module, {}, data))
     stand_in.estimate_steps = lambda: _NUM_STEPS

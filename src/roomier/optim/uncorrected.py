@@ -21,14 +21,14 @@ LARGE_STEP = 2.0**24
 class UncorrectedAdam(Adam):
     """:class:`torch.optim.Adam` without bias correction. The first updates are smaller than Adam's."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return _step(self, Adam, closure)
 
 
 class UncorrectedAdamW(AdamW):
     """:class:`torch.optim.AdamW` without bias correction. The first updates are smaller than AdamW's."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return _step(self, AdamW, closure)
 
 
