@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
 from roomier import checkpoint
+from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import CheckpointError, DataError, RoomierError
 
 MORE = {"max_epochs": 3}
@@ -379,3 +380,45 @@ def test_a_rejected_resume_loses_no_row_of_the_log(desk):
     with pytest.raises(CheckpointError):
         resume(desk, desk.Net(width=6))
     assert (desk.root / "version_0" / "metrics.jsonl").read_bytes() == rows
+
+
+LOST_RECORD = {
+    "with tensors": lambda folder: (folder / "run.json").unlink(),
+    "only a README": lambda folder: [path.unlink() for path in folder.iterdir() if path.name != "README.txt"],
+}
+DAMAGE = {
+    **LOST_RECORD,
+    "record": lambda folder: (folder / "run.json").write_text("{}"[:1]),
+    "tensors": lambda folder: (file := next(folder.glob("*.safetensors"))).write_bytes(flipped(file.read_bytes())),
+}
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("harm", LOST_RECORD.values(), ids=LOST_RECORD)
+def test_a_checkpoint_without_its_record_is_renamed_before_its_name_is_used(desk, harm, is_last, capsys):
+    keywords = {"max_epochs": 2, "ckpt_path": "last" if is_last else desk.good}
+    desk.fit(**keywords, callbacks=[ModelCheckpoint(save_top_k=-1)])
+    newest = desk.good.with_name("epoch=1-step=8")
+    harm(newest)
+    capsys.readouterr()
+    for renames in (True, False):  # the renamed folder is not renamed again
+        trainer = desk.fit(**keywords, callbacks=[ModelCheckpoint(save_top_k=-1)])
+        text = capsys.readouterr().err
+        assert (f"renamed {newest} to epoch=1-step=8.damaged, because" in text) == renames
+        assert (f"skipped the checkpoint {newest} (run.json is missing)" in text) == (renames and is_last)
+        assert trainer.global_step == 8
+        checkpoint.verify(newest)
+    assert newest.with_name("epoch=1-step=8.damaged").is_dir()
+
+
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
+def test_last_is_an_error_if_checkpoints_exist_and_none_can_be_used(desk, harm):
+    harm(desk.good)
+    (desk.root / "damaged-on-purpose").touch()
+    for _ in range(2):  # a second attempt does not start from step 0 either
+        with pytest.raises(CheckpointError) as error:
+            desk.fit(max_epochs=2, ckpt_path="last")
+        assert error.value.field == "ckpt_path"
+        assert str(desk.good) in f"{error.value.received} {error.value.problem}"
+        assert "pass ckpt_path=None to start from step 0" in error.value.action
+    assert desk.fit(max_epochs=2).global_step == 8

@@ -339,3 +339,47 @@ def test_file_system_of_a_folder(tmp_path: Path) -> None:
     names = {".": "nfs4", "with": "xfs", "with space/deep": "tmpfs", "without": "nfs4", "..": "ext4", "twice": "btrfs"}
     assert {name: folders.file_system_of(tmp_path / name, mounts) for name in names} == names
     assert folders.file_system_of(tmp_path, tmp_path / "missing") is None
+
+
+def overwrite(path: Path, position: int, content: bytes = b"\xff") -> None:
+    """Write to the file as another program would."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(position)
+        file.write(content)
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("call", ["take", "expect", "part", "mapped"])
+def test_overwritten_bytes_are_an_error_that_names_the_file(call: str, tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+    tier = filled(scratch)
+    if call == "mapped":
+        tier.mapped(2)  # the mapping is not accessed, so the checksums remain valid
+    overwrite(scratch.path, 4096 + 2 * 8192 + 4000)  # in the first page of the last record
+    for record in (0, 1):
+        buffer = tier.take(record)
+        assert buffer.eq(record).all()
+        tier.drop(buffer)
+    if call == "expect":
+        tier.expect([2])
+    with pytest.raises(TierError, match="is damaged: the bytes from position 20480 changed") as error:
+        tier.take(2, 4096 if call == "part" else None)
+    assert error.value.received == str(scratch.path)
+    assert "resume from the last checkpoint" in error.value.action
+    tier.close()
+    scratch.close()
+
+
+def test_records_that_code_changes_through_a_mapping_are_not_damaged(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+    tier = filled(scratch)
+    tier.mapped(1)[17] = 99
+    buffer = tier.take(1)
+    assert (int(buffer[16]), int(buffer[17])) == (1, 99)
+    tier.put(1, buffer)
+    tier.settle()
+    overwrite(scratch.path, 4096 + 8192)
+    with pytest.raises(TierError, match="changed after they were written"):
+        tier.take(1)  # the write stored the checksums again
+    tier.close()
+    scratch.close()

@@ -31,10 +31,13 @@ from pathlib import Path
 
 import psutil
 
-from roomier.checkpoint.record import RECORD_NAME
+from roomier.checkpoint.record import RECORD_NAME, has_lost_record
 from roomier.core.disk_space import NO_SPACE, shortage
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
+from roomier.core.paths import check_path
+
+SET_ASIDE_SUFFIX = ".damaged"
 
 # The processes of another machine cannot be checked, so their folders are considered stale after this time.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
@@ -93,7 +96,7 @@ def committed_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """Create an empty folder. At the end of the ``with`` block, the folder is renamed to ``target``. After an error,
     the folder is removed.
 
-    An existing checkpoint at ``target`` is replaced.
+    An existing checkpoint at ``target`` is replaced. A checkpoint without its record is renamed; see :func:`set_aside`.
 
     Args:
         target: path of the checkpoint.
@@ -134,7 +137,18 @@ def disk_errors(target: Path, num_bytes: int, aside: Path) -> Iterator[None]:
         raise _cannot_write(target, num_bytes, error, aside) from error
 
 
+def set_aside(folder: Path) -> None:
+    """Rename a checkpoint that lost its record, so that a save can use its name, and print a notice. Raises OSError."""
+    aside = folder
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}{SET_ASIDE_SUFFIX}")
+    os.rename(folder, aside)
+    notice(f"renamed {folder} to {aside.name}, because it is a checkpoint without its {RECORD_NAME}")
+
+
 def _refuse_to_overwrite(target: Path) -> None:
+    if has_lost_record(target):
+        set_aside(target)
     if not os.path.lexists(target) or (target / RECORD_NAME).exists():
         return
     if not target.is_dir() or any(target.iterdir()):
@@ -159,7 +173,12 @@ def _put_in_place(aside: Path, target: Path) -> None:
 
 
 def at_home(path: str | Path) -> Path:
-    """Return ``path`` with ``~`` replaced by the home folder."""
+    """Return ``path`` with ``~`` replaced by the home folder.
+
+    Raises:
+        CheckpointError: see :func:`roomier.core.paths.check_path`.
+    """
+    check_path("checkpoint", path, CheckpointError)
     return Path(os.path.expanduser(path))
 
 

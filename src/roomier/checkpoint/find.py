@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from roomier.checkpoint.commit import at_home, replaced_in, surviving_path
+from roomier.checkpoint.commit import SET_ASIDE_SUFFIX, at_home, replaced_in, set_aside, surviving_path
 from roomier.checkpoint.record import (
     MAX_COMMIT_NUMBER,
     DamagedCheckpointError,
@@ -13,6 +13,7 @@ from roomier.checkpoint.record import (
     Record,
     check_sizes,
     check_sums,
+    has_lost_record,
     read_commit_number,
     read_record,
     read_state,
@@ -23,6 +24,13 @@ from roomier.core.log import notice
 
 Check: TypeAlias = Callable[[Path, dict[str, Any]], None]
 """Function that raises a CheckpointError if the state that ``peek`` returned for the checkpoint cannot be used."""
+
+
+_NUM_SHOWN = 3
+
+
+class NoUsableCheckpointError(CheckpointError):
+    """Error for a folder in which checkpoints exist, but none can be used."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def list_complete(folder: str | Path) -> list[Path]:
     return [each.path for each in complete]
 
 
-def find_last(root: str | Path, check: Check | None = None) -> Path | None:
+def find_last(root: str | Path, check: Check | None = None, *, rejects_damage: bool = False) -> Path | None:
     """Return the newest complete checkpoint under ``root``; None if there is none.
 
     The newest checkpoint has the largest commit number (see [Note: commit numbers] in ``record.py``), regardless of the
@@ -70,6 +78,10 @@ def find_last(root: str | Path, check: Check | None = None) -> Path | None:
         root: a checkpoint, a folder of checkpoints, a run folder (it has ``checkpoints/``), or a folder of runs (it has
             ``version_*/checkpoints/``).
         check: function that raises a CheckpointError for complete checkpoints that the caller cannot use.
+        rejects_damage: True to raise an error if checkpoints exist but none can be used.
+
+    Raises:
+        NoUsableCheckpointError: ``rejects_damage`` is True, and no checkpoint can be used.
 
     Example:
         >>> path = find_last("runs")
@@ -87,12 +99,24 @@ def find_last(root: str | Path, check: Check | None = None) -> Path | None:
             found = newest
         except CheckpointError as error:
             damaged.append(_Damaged(newest.path, error.problem))
+    if found is None and damaged and rejects_damage:
+        shown = "; ".join(f"{each.path} ({each.problem})" for each in damaged[:_NUM_SHOWN])
+        problem = f"{len(damaged)} checkpoint(s) exist, but none can be used: {shown}"
+        action = "Restore a copy of a checkpoint, or move the damaged checkpoints to another folder"
+        raise NoUsableCheckpointError("checkpoint", str(root), problem, action)
     number = 0 if found is None else found.record.commit_number
     for each in damaged:
         if not 0 < read_commit_number(each.path) < number:
             instead = "there is no other checkpoint" if found is None else f"using {found.path}"
             notice(f"skipped the checkpoint {each.path} ({each.problem}); {instead}")
     return None if found is None else found.path
+
+
+def set_aside_incomplete(folder: Path) -> None:
+    """Rename the checkpoints in ``folder`` that lost their records, and print a notice for each. Raises OSError."""
+    for path in _candidates(folder):
+        if has_lost_record(path):
+            set_aside(path)
 
 
 def next_commit_number(target: Path) -> int:
@@ -182,4 +206,5 @@ def _candidates(folder: Path) -> list[Path]:
 
 def _may_be_checkpoint(path: Path) -> bool:
     # A link such as ModelCheckpoint's "last" is a second name of a checkpoint.
-    return path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
+    is_other = path.is_symlink() or path.name.startswith(".") or path.name.endswith(SET_ASIDE_SUFFIX)
+    return path.is_dir() and not is_other

@@ -20,6 +20,7 @@ from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.harmless_types import as_plain, harmless_types, unresolved_in
 from roomier.core.errors import CheckpointError
 from roomier.core.forms import Form, FormError, anything, count, fields, finite, flag, list_of, mapping_of, optional
+from roomier.core.untrusted import open_regular
 
 VERSION = "pytorch-lightning_version"
 HYPERPARAMETERS, HYPERPARAMETERS_NAME = "hyper_parameters", "hparams_name"
@@ -307,8 +308,10 @@ def _read(path: Path) -> dict[str, Any]:
         "again"
     )
     try:
-        is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not zip files and cannot be memory-mapped
-        if not is_zip and _first_byte(path) != _PICKLE:
+        with open_regular(path) as file:
+            first_byte = file.read(1)
+            is_zip = zipfile.is_zipfile(file)  # torch before 1.6 wrote other files, which cannot be memory-mapped
+        if not is_zip and first_byte != _PICKLE:
             raise ValueError("the file was not written by torch, or is truncated")
         with harmless_types(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
@@ -334,11 +337,6 @@ def _read(path: Path) -> dict[str, Any]:
     except FormError as error:
         raise CheckpointError("checkpoint", str(path), f"is malformed: {error}", again) from error
     return plain
-
-
-def _first_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(1)
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:

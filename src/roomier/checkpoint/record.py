@@ -34,6 +34,8 @@ from roomier.core.untrusted import open_regular, parse_json, read_regular
 RECORD_NAME = "run.json"
 TENSOR_SUFFIX = ".safetensors"
 RECORD_OF_DCP = ".metadata"
+README_NAME = "README.txt"
+README_START = "This folder is a checkpoint of roomier."
 FORMAT_VERSION = 3
 READ_VERSIONS = (2, 3)
 MAX_COMMIT_NUMBER = 2**48
@@ -216,7 +218,7 @@ def _without_record(folder: Path) -> CheckpointError:
         return NotACheckpointError(
             "checkpoint", str(folder), "is not an existing folder", "Pass the path of a checkpoint folder"
         )
-    if any(folder.glob(f"shard-*{TENSOR_SUFFIX}")):
+    if has_lost_record(folder):
         return damage(folder, f"{RECORD_NAME} is missing")
     if (folder / RECORD_OF_DCP).is_file():  # the record of DCP is a pickle file, which is never read
         program = "python -m lightning.pytorch.utilities.consolidate_checkpoint"
@@ -232,6 +234,18 @@ def _without_record(folder: Path) -> CheckpointError:
         f"is not a checkpoint: it has no {RECORD_NAME}",
         "Pass the path of a checkpoint folder",
     )
+
+
+def has_lost_record(folder: Path) -> bool:
+    """Return True if ``folder`` has no record, but other files of a checkpoint."""
+    if os.path.lexists(folder / RECORD_NAME):
+        return False
+    try:
+        with open_regular(folder / README_NAME) as file:
+            has_readme = file.read(len(README_START)) == README_START.encode()
+    except (OSError, ValueError):
+        has_readme = False
+    return has_readme or any(folder.glob(f"shard-*{TENSOR_SUFFIX}"))
 
 
 def _is_foreign_json(data: bytes) -> bool:

@@ -26,14 +26,14 @@ from roomier.checkpoint.agree import together
 from roomier.checkpoint.commit import committed_folder, disk_errors, sync_folder
 from roomier.checkpoint.find import next_commit_number
 from roomier.checkpoint.parts import Part, is_sharded, parts_to_write
-from roomier.checkpoint.record import FORMAT_VERSION, Record, StoredFile, write_record
+from roomier.checkpoint.record import FORMAT_VERSION, README_NAME, README_START, Record, StoredFile, write_record
 from roomier.checkpoint.tree import StoredTensor, leaves
 from roomier.core.errors import CheckpointError
 from roomier.core.ranks import Ranks
 
-README_NAME = "README.txt"
-README = """This folder is a checkpoint of roomier.
-
+README = (
+    f"{README_START}\n"
+    + """
 Load the model:              roomier.checkpoint.load_module(ModelClass, "{name}")
 Resume the run:              trainer.fit(model, ckpt_path="{name}")
 
@@ -44,6 +44,7 @@ torch.load and processes without roomier read files. In these cases, convert thi
 
 ModelCheckpoint(format="lightning") writes such files instead of folders.
 """
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,12 @@ import yaml
 from roomier.cli.explain import in_file
 from roomier.core.errors import RoomierError
 from roomier.core.paths import check_path
+from roomier.core.untrusted import MAX_YAML_BYTES, read_text
 from roomier.core.yaml_text import ExpansionError, UniqueKeysLoader, check_aliases
 
 _ACTION = "Pass a YAML file. `--print_config` prints a template"
 _INIT_ARGS = "init_args"
+_SECTIONS = ("trainer", "model", "data")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -24,13 +27,7 @@ def read_config(path: str) -> dict[str, Any]:
     Raises:
         RoomierError: the file cannot be read, is not YAML, or does not contain a mapping of options.
     """
-    check_path("config", path)
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeysLoader)
-    except OSError as error:
-        raise RoomierError("config", path, f"cannot be read: {error.strerror}", _ACTION) from None
-    except (ValueError, yaml.YAMLError) as error:  # a ValueError is raised for invalid UTF-8 or an invalid date
-        raise RoomierError("config", path, f"is not YAML: {_with_line(error)}", _ACTION) from None
+    content = _read_yaml("config", path)
     if not isinstance(content, dict):
         kind = "is empty" if content is None else f"contains a {type(content).__name__}"
         problem = f"must contain a mapping of options, but {kind}"
@@ -40,6 +37,16 @@ def read_config(path: str) -> dict[str, Any]:
         action = "Pass the options of the section as a mapping, such as trainer: {max_steps: 100}"
         raise RoomierError("trainer", trainer, f"must be a mapping, in {path}", action)
     return content
+
+
+def _read_yaml(field: str, path: str) -> Any:
+    check_path(field, path)
+    try:
+        return yaml.load(read_text(path, MAX_YAML_BYTES), Loader=UniqueKeysLoader)
+    except OSError as error:
+        raise RoomierError(field, path, f"cannot be read: {error.strerror}", _ACTION) from None
+    except (ValueError, yaml.YAMLError) as error:  # a ValueError is raised for invalid UTF-8 or an invalid date
+        raise RoomierError(field, path, f"is not YAML: {_with_line(error)}", _ACTION) from None
 
 
 @dataclass
@@ -85,7 +92,7 @@ def check_texts(options: Sequence[Option]) -> None:
     """Check the YAML in the options and in the strings of the ``--config`` files.
 
     Raises:
-        RoomierError: a text has aliases that expand to too many values.
+        RoomierError: a text has aliases that expand to too many values, or names a file that cannot be read.
     """
     for option in options:
         texts = [(option.field, option.value)] if option.content is None else list(_values(option.content))
@@ -94,6 +101,12 @@ def check_texts(options: Sequence[Option]) -> None:
                 check_aliases(text if isinstance(text, str) else "")
             except ExpansionError as error:
                 raise RoomierError(name, text, error.problem or "", "Write the values without aliases") from None
+            # jsonargparse opens the file of a section, and tries to open the file of any other option.
+            if isinstance(text, str) and os.path.exists(text):
+                if name in _SECTIONS and not os.path.isdir(text):
+                    _read_yaml(name, text)
+                elif Path(text).is_fifo():
+                    raise RoomierError(name, text, "is a pipe", "Pass a regular file")
 
 
 def naming_file(error: RoomierError, options: Sequence[Option]) -> RoomierError:

@@ -16,12 +16,11 @@ from roomier.cli.saved_config import FILE_NAME
 from roomier.cli.workloads import batch_of
 from roomier.core.errors import RoomierError, shorten
 from roomier.core.tree import map_tensors
-from roomier.core.untrusted import read_regular
+from roomier.core.untrusted import MAX_YAML_BYTES, check_regular, read_text
 from roomier.core.yaml_text import BoundedLoader
 from roomier.export.plain import fill, plain_model
 
 _ARGUMENT = "--model."
-_MAX_CONFIG_BYTES = 2**24
 _HIGHEST_NUMBER = 2
 """Exclusive upper bound of the integers in generated inputs. The integers may be token ids or classes, and few models
 have fewer tokens or classes."""
@@ -122,7 +121,7 @@ def _named_in(config: Path) -> dict[str, Any] | None:
     """Return the class and arguments of the model in ``config``, read as plain data; None if ``config`` contains no
     model."""
     try:
-        found = yaml.load(read_regular(config, _MAX_CONFIG_BYTES), Loader=BoundedLoader)
+        found = yaml.load(read_text(config, MAX_YAML_BYTES), Loader=BoundedLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = f"cannot be read: {' '.join(str(error).split())[:200]}"
         action = "Pass --model package.module.Class with the trained class"
@@ -134,6 +133,7 @@ def _named_in(config: Path) -> dict[str, Any] | None:
 
 def _from_file(text: str) -> Any:
     try:
+        check_regular(text)
         return torch.load(text, weights_only=True)
     except Exception as error:  # an invalid file can raise any error
         problem = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roomier.cli.plain_parser import PlainParser
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes, format_count
+from roomier.core.untrusted import lines_of, parse_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,16 +83,16 @@ def rates_of(folder: Path) -> dict[str, float]:
     """Return the last throughput that the run logged, keyed by metric name; empty if the run logged no throughput."""
     path = folder / _METRICS
     found: dict[str, float] = {}
-    if not path.is_file():
+    if not path.exists():
         return found
-    with path.open(encoding="utf-8", errors="replace") as rows:
-        for row in rows:
-            try:
-                values = json.loads(row)
-            except ValueError:
-                continue  # the last row of a killed run can be incomplete
-            if isinstance(values, dict):
-                found.update({name: values[name] for name in _RATES if isinstance(values.get(name), (int, float))})
+    try:
+        for row in lines_of(path):
+            with suppress(ValueError):  # the last row of a killed run can be incomplete
+                values = parse_json(row)
+                if isinstance(values, dict):
+                    found.update({name: values[name] for name in _RATES if isinstance(values.get(name), (int, float))})
+    except OSError as error:
+        raise RoomierError("run", str(path), f"cannot be read: {error.strerror}", "Move the file") from None
     return found
 
 

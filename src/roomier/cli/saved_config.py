@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from roomier.api.callback import Callback
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import read_text
 
 FILE_NAME = "config.yaml"
 
@@ -27,6 +29,7 @@ class SavedConfig(Callback):
         if not trainer.keeps_files or not trainer.is_global_zero:
             return
         path = Path(trainer.log_dir) / FILE_NAME
-        if path.exists() and path.read_text() != self._text:
+        if path.exists() and read_text(path) != self._text:
             path = path.with_stem(f"config-step={trainer.global_step}")
-        path.write_text(self._text)
+        with replacing(path) as file:
+            file.write(self._text)

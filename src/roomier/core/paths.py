@@ -1,5 +1,6 @@
 """Check of the paths that users pass."""
 
+import errno
 import os
 import re
 
@@ -13,8 +14,8 @@ def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError
         kind: class of the error.
 
     Raises:
-        RoomierError: ``path`` is neither a string nor a Path, contains a NUL byte, or is an address such as
-            ``"s3://..."``.
+        RoomierError: ``path`` is neither a string nor a Path, contains a NUL byte, is too long for the file system, or
+            is an address such as ``"s3://..."``.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise kind(field, path, "is not a path", "Pass a string or a Path")
@@ -27,3 +28,9 @@ def check_path(field: str, path: object, kind: type[RoomierError] = RoomierError
         raise kind(field, path, problem, action)
     if "\0" in text:
         raise kind(field, path, "contains a NUL byte, which no path can contain", "Remove the NUL byte")
+    try:
+        os.lstat(os.path.expanduser(path))
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            problem = f"has {len(text)} characters, which is too long for the file system"
+            raise kind(field, path, problem, "Pass a shorter path") from None

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from roomier.core.errors import DataError
+from roomier.core.untrusted import open_regular
 
 _MAGIC = b"roomtok\0"
 _VERSION = 1
@@ -172,7 +173,7 @@ class _WriteAside:
 
 def _read_header(path: Path) -> _Header:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(_HEADER_BYTES)
             num_bytes = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
@@ -304,13 +305,9 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     def _mapped(self) -> NDArray[Any]:
         if self._tokens is None:
-            self._tokens = np.memmap(
-                self.path,
-                dtype=_DTYPES[self._header.token_bytes],
-                mode="r",
-                offset=_HEADER_BYTES,
-                shape=(self.num_tokens,),
-            )
+            with open_regular(self.path) as file:
+                dtype = _DTYPES[self._header.token_bytes]
+                self._tokens = np.memmap(file, dtype, mode="r", offset=_HEADER_BYTES, shape=(self.num_tokens,))
         return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from roomier.adapters.layers import is_adapter
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.sharded import local_part
+from roomier.core.untrusted import read_json
 from roomier.models.hugging_face import Conversion, conversions_from_files, find_pretrained
 from roomier.parallel.pages import local_rows
 
@@ -207,8 +207,8 @@ def _files_of(path: Path) -> list[Path]:
     if not path.name.endswith(".index.json"):
         raise RoomierError("weights", str(path), f"is not a {SUFFIX} file", action)
     try:
-        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(read_json(path)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         action = "Copy the folder again"
         raise RoomierError("weights", str(path), f"is not a valid index of files ({error})", action) from error
     missing = [name for name in names if not (path.parent / name).is_file()]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from roomier.core.log import notice
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import read_json
 
 _VERSION = 1
 
@@ -41,18 +42,11 @@ def write(section: str, value: Any) -> bool:
     print a notice and return False."""
     content = {**_read_all(), "version": _VERSION, section: value}
     target = cache_file()
-    aside = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=".hardware-", delete=False) as file:
-            aside = Path(file.name)
+        with replacing(target) as file:
             json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(target)
     except OSError as error:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
         notice(f"{target} cannot be written ({error}), so the next run repeats the measurement")
         return False
     return True
@@ -69,7 +63,7 @@ def forget() -> bool:
 def _read_all() -> dict[str, Any]:
     path = cache_file()
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path, parse_constant=float)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields
@@ -14,6 +13,7 @@ import yaml
 
 from roomier.core.errors import RoomierError, did_you_mean, nearest
 from roomier.core.units import parse_bytes
+from roomier.core.untrusted import MAX_YAML_BYTES, read_json, read_text
 from roomier.core.yaml_text import BoundedLoader
 from roomier.device.names import is_known_to_torch
 from roomier.hardware.devices import MOST_PER_NODE, SHEETS, known_names, plain_name, sheet_of
@@ -70,8 +70,8 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
         RoomierError: the file cannot be read, or :func:`machine_of_dict` rejects its content.
     """
     try:
-        text = path.read_text()
-        content = json.loads(text) if path.suffix.lower() == ".json" else yaml.load(text, Loader=BoundedLoader)
+        is_json = path.suffix.lower() == ".json"
+        content = read_json(path) if is_json else yaml.load(read_text(path, MAX_YAML_BYTES), Loader=BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = f"cannot be read: {' '.join(str(error).split())}"
         raise RoomierError(

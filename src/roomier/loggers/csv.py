@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from roomier.api.logger import STEP_COLUMN
-from roomier.core.log import notice
-from roomier.loggers.files import FileLogger, replacing
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import lines_of, open_to_append
+from roomier.loggers.files import FileLogger, drop_rows
 
 _FORMULA = ("=", "+", "-", "@")  # spreadsheets evaluate cells that start with one of these characters
 
@@ -66,36 +67,35 @@ class CSVLogger(FileLogger):
         self._file.flush()
 
     def _prepare_file(self, resumed_step: int | None) -> None:
-        self._columns = ["step", "time"]
-        if not self._path.exists() or not self._path.stat().st_size:
+        self._columns = []
+        if self._path.exists():
+            drop_rows(self._path, lambda line: self._judge(line, resumed_step))
+        if not self._columns:
+            self._columns = ["step", "time"]
             self._rewrite([])
-            return
-        with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
-            lines = file.readlines()
-        # A line without a newline is incomplete, even if it looks complete, because its write was interrupted.
-        complete = [line for line in lines if line.endswith("\n")]
-        self._columns, *rows = csv.reader(complete or ["step,time"])
-        kept = [row for row in rows if len(row) == len(self._columns) and _step_of(row) is not None]
-        num_torn = len(rows) - len(kept) + len(lines) - len(complete)
-        if resumed_step is not None:
-            kept = [row for row in kept if (self._step_of_run(row) or 0) <= resumed_step]
-        self._rewrite(kept)
-        if num_torn:
-            notice(f"{self._path}: dropped {num_torn} incomplete row(s) from an interrupted run")
 
-    def _step_of_run(self, row: list[str]) -> int | None:
-        marked = [cell for name, cell in zip(self._columns, row, strict=True) if name.endswith(STEP_COLUMN) and cell]
-        return int(float(marked[0])) if marked else _step_of(row)
+    def _judge(self, line: bytes, resumed_step: int | None) -> str:
+        try:
+            # A line without a newline is incomplete, even if it looks complete, because its write was interrupted.
+            row = next(csv.reader([line.decode()])) if line.endswith(b"\n") else []
+            if not self._columns:
+                self._columns = row
+                return "kept" if row else "torn"
+            marked = [cell for name, cell in zip(self._columns, row, strict=True) if name.endswith(STEP_COLUMN)]
+            step = int(row[0])
+            done = next((int(float(cell)) for cell in marked if cell), step)
+        except (ValueError, OverflowError, csv.Error):
+            return "torn"
+        return "dropped" if resumed_step is not None and done > resumed_step else "kept"
 
     def _add_columns(self, names: list[str]) -> None:
         assert self._file is not None
         self._file.close()
         self._columns += names
-        with self._path.open(encoding="utf-8", newline="") as file:
-            rows = csv.reader(file)
-            next(rows)
-            self._rewrite(row + [""] * len(names) for row in rows)
-        self._file = self._path.open("a", encoding="utf-8", newline="")
+        rows = csv.reader(line.decode() for line in lines_of(self._path))
+        next(rows)
+        self._rewrite(row + [""] * len(names) for row in rows)
+        self._file = open_to_append(self._path)
 
     def _rewrite(self, rows: Iterable[list[str]]) -> None:
         with replacing(self._path) as file:
@@ -104,10 +104,3 @@ class CSVLogger(FileLogger):
 
 def _column(name: str) -> str:
     return f"'{name}" if name.startswith(_FORMULA) else name
-
-
-def _step_of(row: list[str]) -> int | None:
-    try:
-        return int(row[0])
-    except (ValueError, IndexError):
-        return None

@@ -1,36 +1,34 @@
-"""Base class of the file loggers, with functions that replace files atomically and write the hyperparameter file."""
+"""Base class of the file loggers, with functions that drop rows and write the hyperparameter file."""
 
 from __future__ import annotations
 
 import json
-import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from roomier.core.log import notice
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import lines_of, open_to_append, read_text
 from roomier.loggers.guarded import GuardedLogger
 from roomier.loggers.run_ids import OwnFolder
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """Yield a temporary text file that replaces ``path`` if the block ends without an error.
+def drop_rows(path: Path, judge: Callable[[bytes], str]) -> None:
+    """Rewrite ``path`` atomically without the lines for which ``judge`` returns ``"dropped"`` or ``"torn"``. Print a
+    notice if a line is torn, because its write was interrupted.
 
-    If the process is killed, ``path`` contains either the complete old file or the complete new file.
+    Raises:
+        OSError: see :func:`roomier.core.untrusted.lines_of`.
     """
-    aside = path.with_name(f".{path.name}.aside")
-    try:
-        with aside.open("w", encoding="utf-8", newline="") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    kinds = [judge(line) for line in lines_of(path)]
+    if kinds.count("kept") < len(kinds):
+        with replacing(path) as kept:
+            kept.writelines(line.decode() for line, kind in zip(lines_of(path), kinds, strict=True) if kind == "kept")
+    if num_torn := kinds.count("torn"):
+        notice(f"{path}: dropped {num_torn} incomplete row(s) from an interrupted run")
 
 
 def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: int | None = None) -> None:
@@ -42,11 +40,11 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
     """
     text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
-    if resumed_step is not None and path.is_file():
-        if path.read_text(encoding="utf-8") == text:
+    if resumed_step is not None and path.exists():
+        if _contains(path, text):
             return
         path = run_dir / f"hparams-from-step={resumed_step}.json"
-        if path.is_file() and path.read_text(encoding="utf-8") == text:  # written by another logger of this run
+        if _contains(path, text):  # written by another logger of this run
             return
         notice(
             "the hyperparameters differ from the first run; hparams.json is unchanged, and the new values are in "
@@ -54,6 +52,12 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
         )
     with replacing(path) as file:
         file.write(text)
+
+
+def _contains(path: Path, text: str) -> bool:
+    with suppress(OSError, ValueError):  # an unreadable file has another content
+        return read_text(path) == text
+    return False
 
 
 def _with_names(value: Any) -> Any:
@@ -98,7 +102,7 @@ class FileLogger(GuardedLogger):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resumed_step = resumed_step
         self._prepare_file(resumed_step)
-        self._file = self._path.open("a", encoding="utf-8", newline="")
+        self._file = open_to_append(self._path)
 
     @property
     def is_in_run_folder(self) -> bool:

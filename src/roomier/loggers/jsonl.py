@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 from roomier.api.logger import STEP_COLUMN
-from roomier.core.log import notice
-from roomier.loggers.files import FileLogger, replacing
+from roomier.core.untrusted import parse_json
+from roomier.loggers.files import FileLogger, drop_rows
 
 
 class JSONLLogger(FileLogger):
@@ -47,7 +46,7 @@ class JSONLLogger(FileLogger):
 
     def _prepare_file(self, resumed_step: int | None) -> None:
         if self._path.exists():
-            drop_rows(self._path, resumed_step)
+            drop_rows(self._path, lambda row: _judge(row, resumed_step))
 
 
 def json_number(value: float) -> float | str:
@@ -57,28 +56,9 @@ def json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def drop_rows(path: Path, after_step: int | None) -> None:
-    """Rewrite ``path`` atomically without incomplete rows and without rows whose step is greater than
-    ``after_step``."""
-    num_torn = num_dropped = 0
-    with path.open("rb") as rows:
-        for row in rows:
-            kind = _judge(row, after_step)
-            num_torn += kind == "torn"
-            num_dropped += kind == "dropped"
-    if num_torn + num_dropped == 0:
-        return
-    with path.open("rb") as rows, replacing(path) as kept:
-        for row in rows:
-            if _judge(row, after_step) == "kept":
-                kept.write(row.decode("utf-8"))
-    if num_torn:
-        notice(f"{path}: dropped {num_torn} incomplete row(s) from an interrupted run")
-
-
 def _judge(row: bytes, after_step: int | None) -> str:
     try:
-        cells = json.loads(row)
+        cells = parse_json(row.decode())
         step = cells["step"]
         done = next((int(cells[name]) for name in cells if name.endswith(STEP_COLUMN)), step)
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import read_json
 
 FILE_NAME = "loggers.json"
 
@@ -22,14 +24,13 @@ def write_id(run_dir: Path, key: str, run_id: str) -> None:
     if known.get(key) == run_id:
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    aside = run_dir / f".{FILE_NAME}.aside"
-    aside.write_text(json.dumps({**known, key: run_id}, indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, run_dir / FILE_NAME)
+    with replacing(run_dir / FILE_NAME) as file:
+        file.write(json.dumps({**known, key: run_id}, indent=2) + "\n")
 
 
 def _read(run_dir: Path) -> dict[str, str]:
     try:
-        found = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
+        found = read_json(run_dir / FILE_NAME)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -114,7 +114,7 @@ RANGES: dict[str, _Range] = {
     ),
     "activation.budget_fraction": _Range(0, "Use 0 for the least memory, or 1 for the least computation", high=1),
     "offload.share": _Range(0, "Use 1.0 for all optimizer states, or a fraction such as 0.5", high=1),
-    "offload.buffers": _Range(1, "Use 3, or 1 for the least memory"),
+    "offload.buffers": _Range(1, "Use 3, or 1 for the least memory", high=1024),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
     "choice.memory_budget_bytes": _Range(MIN_BUDGET_BYTES, "Use a size such as '22GiB', or None", is_in_bytes=True),
     "adapter.lora_rank": _Range(1, "Use a rank such as 8, or None for no adapters"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.core.untrusted import MAX_TEXT_BYTES, MAX_YAML_BYTES, parse_json, read_text
 from roomier.plan.parts import FIELDS, PARTS, OptimizerPlan, Options, Part
 from roomier.plan.rules import refuse
 
@@ -69,6 +70,7 @@ def load_yaml(text: str, source: str | None = None) -> object:
 
     from roomier.plan.yaml_dialect import load
 
+    _check_is_text(text, "YAML")
     try:
         return load(text)
     except PlanError:
@@ -92,8 +94,9 @@ def load_json(text: str, source: str | None = None) -> object:
     Raises:
         PlanError: the text is not JSON.
     """
+    _check_is_text(text, "JSON")
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return parse_json(text, object_pairs_hook=_unique_keys)
     except PlanError:
         raise
     except ValueError as error:
@@ -107,12 +110,17 @@ def read_file(path: Path) -> object:
         PlanError: the file cannot be read, or is not valid YAML or JSON.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_TEXT_BYTES if path.suffix == ".json" else MAX_YAML_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a file that is not UTF-8, or an invalid path
         action = "Pass the path of a YAML or JSON file that contains a plan"
         raise PlanError("plan", str(path), f"cannot be read: {error}", action) from error
     load = load_json if path.suffix == ".json" else load_yaml
     return load(text, source=str(path))
+
+
+def _check_is_text(text: object, format_name: str) -> None:
+    if not isinstance(text, (str, bytes)):
+        raise PlanError("plan", text, f"must be {format_name} text", "Pass a string. Plan.of reads other values")
 
 
 def _unreadable(source: str, format_name: str, error: Exception) -> PlanError:

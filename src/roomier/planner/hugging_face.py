@@ -4,7 +4,6 @@ that the model class expects."""
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.untrusted import read_json
 from roomier.planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        values = json.loads(file.read_text(), object_hook=_special_float)
+        values = read_json(file, object_hook=_special_float, parse_constant=float)
     except OSError as error:
         action = "Pass the path of a config.json, or a model folder that contains one"
         raise RoomierError("hf", str(path), f"cannot be read: {error.strerror}", action) from None

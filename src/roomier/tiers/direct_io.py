@@ -17,6 +17,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from roomier.tiers.buffers import ALIGNMENT_BYTES, allocate, padded
+from roomier.tiers.page_sums import PageSums
 
 CHUNK_BYTES = 2**22  # Larger chunks are not faster, and smaller chunks require more processor time.
 
@@ -48,7 +49,7 @@ def set_direct(file: int) -> bool:
     return False
 
 
-def read(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
+def read(file: int, buffer: Tensor, position: int, reserved_bytes: int, sums: PageSums) -> None:
     """Fill ``buffer`` (uint8) with the content of the file, starting at ``position``.
 
     If ``buffer`` is not aligned, the content is read through an aligned chunk.
@@ -56,31 +57,32 @@ def read(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
     Args:
         position: aligned position in the file.
         reserved_bytes: size of the file.
+        sums: checksums of the file. A read compares them, and a write replaces them.
 
     Raises:
-        OSError: the transfer failed, or the file is shorter than ``reserved_bytes``.
+        OSError: the transfer failed, the file is shorter than ``reserved_bytes``, or a checksum differs.
     """
     if _is_aligned(buffer):
-        _transfer(os.preadv, file, buffer, position, reserved_bytes)
+        _transfer(os.preadv, file, buffer, position, reserved_bytes, sums)
         return
     for start in range(0, len(buffer), CHUNK_BYTES):
         part = buffer[start : start + CHUNK_BYTES]
         chunk = _chunk()[: padded(len(part))]
-        _transfer(os.preadv, file, chunk, position + start, reserved_bytes)
+        _transfer(os.preadv, file, chunk, position + start, reserved_bytes, sums)
         part.copy_(chunk[: len(part)])
 
 
-def write(file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
+def write(file: int, buffer: Tensor, position: int, reserved_bytes: int, sums: PageSums) -> None:
     """Write ``buffer`` to the file, padded to a multiple of the alignment. For the arguments and errors, see
     :func:`read`."""
     if _is_aligned(buffer):
-        _transfer(os.pwritev, file, buffer, position, reserved_bytes)
+        _transfer(os.pwritev, file, buffer, position, reserved_bytes, sums)
         return
     for start in range(0, len(buffer), CHUNK_BYTES):
         part = buffer[start : start + CHUNK_BYTES]
         chunk = _chunk()[: padded(len(part))]
         chunk[: len(part)].copy_(part)
-        _transfer(os.pwritev, file, chunk, position + start, reserved_bytes)
+        _transfer(os.pwritev, file, chunk, position + start, reserved_bytes, sums)
 
 
 def _is_aligned(buffer: Tensor) -> bool:
@@ -98,14 +100,22 @@ def _chunk() -> Tensor:
     return memory
 
 
-def _transfer(call: Callable[..., int], file: int, buffer: Tensor, position: int, reserved_bytes: int) -> None:
-    view = buffer.numpy().data
-    done = 0
-    while done < len(view):
-        # A write after the file was truncated extends the file with zeros, so a later read would not detect the
-        # truncation.
-        size = os.fstat(file).st_size
-        moved = call(file, [view[done : done + CHUNK_BYTES]], position + done) if size >= reserved_bytes else 0
-        if moved == 0:
-            raise TruncatedError(f"the file was truncated to {size} bytes")
-        done += moved
+def _transfer(
+    call: Callable[..., int], file: int, buffer: Tensor, position: int, reserved_bytes: int, sums: PageSums
+) -> None:
+    content = buffer.numpy()
+    for start in range(0, len(content), CHUNK_BYTES):
+        chunk = content[start : start + CHUNK_BYTES]
+        if call is os.pwritev:
+            sums.store(position + start, chunk)
+        done = 0
+        while done < len(chunk):
+            # A write after the file was truncated extends the file with zeros, so a later read would not detect the
+            # truncation.
+            size = os.fstat(file).st_size
+            moved = call(file, [chunk.data[done:]], position + start + done) if size >= reserved_bytes else 0
+            if moved == 0:
+                raise TruncatedError(f"the file was truncated to {size} bytes")
+            done += moved
+        if call is os.preadv:
+            sums.check(position + start, chunk)

@@ -27,6 +27,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from roomier.core.errors import TierError
+from roomier.core.units import format_bytes
 from roomier.tiers.buffers import buffer_sizes, discard_content, padded, record_memory
 from roomier.tiers.scratch import Scratch
 from roomier.tiers.transfers import Job
@@ -74,7 +76,7 @@ class DiskTier:
     The attributes are described in :class:`roomier.tiers.tier.Tier`.
 
     Raises:
-        TierError: the disk is full.
+        TierError: the disk is full, or the buffers do not fit into the host memory.
     """
 
     uses_threads = True
@@ -100,7 +102,11 @@ class DiskTier:
         start = scratch.reserve(self.disk_bytes)
         self._positions = [start + each for each in starts[:-1]]
         equal = [max(map(padded, sizes), default=0)] * num_buffers
-        memory, self.host_bytes = record_memory(buffer_sizes(sizes, num_buffers) if shares_large else equal, pinned)
+        try:
+            memory, self.host_bytes = record_memory(buffer_sizes(sizes, num_buffers) if shares_large else equal, pinned)
+        except (MemoryError, OSError) as error:
+            problem = f"buffers of {format_bytes(equal[0])} do not fit into the host memory"
+            raise TierError("offload.buffers", num_buffers, problem, "Use fewer buffers, such as 3") from error
         self.bytes_read = self.bytes_written = 0
         self._slots = [_Slot(each) for each in memory]
         self._free = list(self._slots)
@@ -112,6 +118,7 @@ class DiskTier:
         self._mapping: tuple[Tensor, mmap.mmap] | None = (
             None  # one mapping of all records, because each mapping uses a file descriptor
         )
+        self._shown: set[int] = set()  # records that code may have accessed through the mapping
         self._claims: list[int] = []  # sizes of the buffers for which calls wait
         self._is_open = True
 
@@ -224,6 +231,7 @@ class DiskTier:
         if self._mapping is None:
             self._mapping = self._scratch.mapped(self._positions[0], self.disk_bytes)
         first = self._positions[record] - self._positions[0]
+        self._shown.add(record)
         return self._mapping[0][first : first + self._sizes[record]]
 
     def close(self) -> None:
@@ -250,7 +258,12 @@ class DiskTier:
 
     def _unmap(self) -> None:
         if self._mapping is not None:
-            self._mapping[1].flush()  # after this call, direct reads return the written bytes
+            content, mapping = self._mapping
+            mapping.flush()  # after this call, direct reads return the written bytes
+            for record in self._shown:
+                position, size = self._positions[record], padded(self._sizes[record])
+                self._scratch.sums.drop_accessed(position, content[position - self._positions[0] :][:size])
+            self._shown.clear()
             self._mapping = None
 
     def _claim(self, record: int) -> _Slot:

@@ -22,6 +22,7 @@ from roomier.tiers import direct_io
 from roomier.tiers.buffers import ALIGNMENT_BYTES, padded, register
 from roomier.tiers.folder import FIELD, PREFIX, SUFFIX, file_system_of, lock, offload_folder
 from roomier.tiers.folder import remove_abandoned as remove_abandoned_files
+from roomier.tiers.page_sums import ChangedError, PageSums
 from roomier.tiers.transfers import Transfers
 
 
@@ -41,6 +42,7 @@ class Scratch:
         is_direct: True if transfers bypass the page cache.
         reserved_bytes: size of the file.
         transfers: the threads that read and write the file.
+        sums: checksums of the pages of the file.
 
     Raises:
         TierError: the folder cannot be used.
@@ -50,7 +52,7 @@ class Scratch:
         self.folder = offload_folder(folder)
         remove_abandoned_files(self.folder)
         self.path, self._file = _create(self.folder)
-        self.reserved_bytes = 0
+        self.reserved_bytes, self.sums = 0, PageSums()
         try:
             first = self.reserve(ALIGNMENT_BYTES)
             assert first == 0
@@ -90,6 +92,7 @@ class Scratch:
                 os.ftruncate(self._file, start)
             raise self._full(num_bytes, error) from error
         self.reserved_bytes += num_bytes
+        self.sums.grow(self.reserved_bytes)
         return start
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -154,10 +157,10 @@ class Scratch:
             self.path.unlink(missing_ok=True)
 
     def _read(self, buffer: Tensor, position: int) -> None:
-        direct_io.read(self._file, buffer, position, self.reserved_bytes)
+        direct_io.read(self._file, buffer, position, self.reserved_bytes, self.sums)
 
     def _write(self, buffer: Tensor, position: int) -> None:
-        direct_io.write(self._file, buffer, position, self.reserved_bytes)
+        direct_io.write(self._file, buffer, position, self.reserved_bytes, self.sums)
 
     def _full(self, num_bytes: int, error: OSError | None = None) -> TierError:
         number = errno.ENOSPC if error is None else error.errno or 0
@@ -172,6 +175,8 @@ class Scratch:
             available = "no longer exists"
         problem = f"cannot be read or written: {error}. The file has {format_bytes(self.reserved_bytes)}; its folder "
         problem += available
+        if isinstance(error, ChangedError):
+            problem = f"is damaged: {error.strerror}"
         action = "Check the disk, ensure that no other program changes the file, and resume from the last checkpoint"
         return TierError(FIELD, str(self.path), problem, action)
 

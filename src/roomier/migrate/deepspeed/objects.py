@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roomier.core.errors import PlanError
+from roomier.core.untrusted import read_text
 from roomier.migrate.answers import Answers
 from roomier.migrate.deepspeed.config import answers_to_config, is_config
 from roomier.migrate.lightning_strategies import answer_environment
@@ -114,7 +115,7 @@ def read_config(source: object, field: str = "deepspeed") -> Mapping[str, Any]:
         raise PlanError(field, source, "is not a DeepSpeed configuration", action)
     path = Path(fspath(source))
     try:
-        config = load_json(path.read_text(encoding="utf-8"), source=str(path))
+        config = load_json(read_text(path), source=str(path))
     except PlanError as error:
         key = "" if error.received == str(path) else f"contains {error.received!r}, which "
         raise PlanError(field, str(path), key + error.problem, "Correct the file") from error

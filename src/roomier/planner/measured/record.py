@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from roomier.core.errors import RoomierError
+from roomier.core.replacing import replacing
 from roomier.core.units import format_bytes
+from roomier.core.untrusted import read_json
 from roomier.hardware.machine import Device, Link, Machine
-from roomier.loggers.files import replacing
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker
 from roomier.plan import Plan
@@ -179,11 +180,11 @@ def read_record(folder: Path) -> Record:
     """
     path = folder / FILE_NAME
     action = "Repeat the run with Trainer(callbacks=[roomier.callbacks.MemoryForecast()])"
-    if not path.is_file():
+    if not path.exists():
         problem = f"has no {FILE_NAME}, because the run compared no forecast with a measured step"
         raise RoomierError("run", str(folder), problem, action)
     try:
-        return record_from(json.loads(path.read_text(encoding="utf-8")))
+        return record_from(read_json(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise RoomierError("run", str(path), f"{problem}, so it is damaged or from another version", action) from error

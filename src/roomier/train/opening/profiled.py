@@ -19,6 +19,7 @@ import torch
 from roomier.api.callback import Callback
 from roomier.api.hooks import CALLBACK_HOOKS, SHARED_HOOKS
 from roomier.core.log import notice
+from roomier.core.replacing import replacing
 from roomier.run.run import Run
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -99,7 +100,8 @@ def _report(profiler: Any, folder: Path | None, *, is_first: bool) -> None:
     text = profiler.summary()
     if folder is not None:
         (folder / "profile").mkdir(exist_ok=True)
-        (folder / "profile" / f"{name}.txt").write_text(text + "\n")
+        with replacing(folder / "profile" / f"{name}.txt") as file:
+            file.write(text + "\n")
     print(f"roomier: profiler {name!r}\n{text}", file=sys.stderr, flush=True)
 
 

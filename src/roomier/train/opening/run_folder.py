@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from roomier.core.errors import CheckpointError
-from roomier.loggers.files import replacing
+from roomier.core.replacing import replacing
 
 PREFIX = "version_"
 

@@ -17,6 +17,7 @@ from roomier.checkpoint.record import RECORD_OF_DCP
 from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
+from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 from roomier.engine.weights_file import WeightsFile, prepare_nothing
 from roomier.migrate.deepspeed.checkpoints import refuse_deepspeed_checkpoint
@@ -84,6 +85,7 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
     if ckpt_path is not None:
         notice(f"weights={str(weights)!r} is not read, because the run resumes from {ckpt_path}")
         return FirstWeights()
+    check_path("weights", weights)
     path = at_home(weights)
     if (path / _RECORD_OF_CHECKPOINT).is_file():
         if plan.adapter.lora_rank is not None and not _has_adapters(path):

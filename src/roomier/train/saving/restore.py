@@ -21,6 +21,7 @@ from roomier.api.callback import ChecksState, PlacesTensors
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.find import NoUsableCheckpointError, set_aside_incomplete
 from roomier.checkpoint.lightning import SUFFIX, is_lightning_file
 from roomier.checkpoint.record import DamagedCheckpointError, malformed
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
@@ -40,6 +41,8 @@ from roomier.train.opening.run_folder import PREFIX
 from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, report_kept_values
 from roomier.train.saving.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
 
+_START_ANEW = "Restore a copy of the checkpoint, or pass ckpt_path=None to start from step 0"
+
 
 def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str | None) -> Path | None:
     """Return the checkpoint that ``ckpt_path`` names.
@@ -48,24 +51,17 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
         ckpt_path: a checkpoint folder; ``"last"`` for the newest complete checkpoint folder under ``root``, or the
             newest ``.ckpt`` file if there is no such folder; ``"best"`` for the best checkpoint of the ModelCheckpoint;
             or None. If no checkpoint exists for ``"last"``, print a notice and return None. With ``"last"``, the
-            temporary files of terminated saves are removed.
+            temporary files of terminated saves are removed, and checkpoints without a record are renamed.
         root: the folder that contains the run folders.
         best_path: path of the best checkpoint; None or empty if no best checkpoint exists.
 
     Raises:
-        CheckpointError: the checkpoint does not exist.
+        CheckpointError: the checkpoint does not exist, or checkpoints exist for ``"last"``, but none can be used.
     """
     if ckpt_path is None:
         return None
     if ckpt_path == "last":
-        for folder in root.glob(f"{PREFIX}*/checkpoints"):
-            with suppress(OSError):  # removal is optional, and another user may own the folder
-                checkpoint.clear_stale(folder)
-        found = checkpoint.find_last(root, check_run_state) if root.exists() else None
-        found = found or max(root.glob(f"{PREFIX}*/checkpoints/*{SUFFIX}"), key=os.path.getmtime, default=None)
-        if found is None:
-            notice(f"ckpt_path='last': no complete checkpoint under {root}; starting from step 0")
-        return found
+        return _newest(root)
     if ckpt_path == "best":
         if not best_path:
             raise CheckpointError(
@@ -81,6 +77,30 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     path = at_home(ckpt_path)
     refuse_deepspeed_checkpoint("ckpt_path", path)
     return path
+
+
+def _newest(root: Path) -> Path | None:
+    folders = sorted(root.glob(f"{PREFIX}*/checkpoints"))
+    for folder in folders:
+        with suppress(OSError):  # removal is optional, and another user may own the folder
+            checkpoint.clear_stale(folder)
+    unusable = None
+    try:
+        found = checkpoint.find_last(root, check_run_state, rejects_damage=True)
+    except NoUsableCheckpointError as error:
+        found, unusable = None, error
+    found = found or max(root.glob(f"{PREFIX}*/checkpoints/*{SUFFIX}"), key=os.path.getmtime, default=None)
+    if found is None:
+        if unusable is not None:
+            raise CheckpointError("ckpt_path", "last", unusable.problem, _START_ANEW)
+        notice(f"ckpt_path='last': no complete checkpoint under {root}; starting from step 0")
+        return None
+    if unusable is not None:
+        notice(f"ckpt_path='last': {unusable.problem}; using {found}")
+    for folder in folders:
+        with suppress(OSError):
+            set_aside_incomplete(folder)
+    return found
 
 
 def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None]) -> Path:
@@ -105,7 +125,7 @@ def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None])
                 restore_one(run, older)
                 notice(f"skipped the checkpoint {path} ({error.problem}); using {older}")
                 return older
-        raise
+        raise type(error)(error.field, error.received, error.problem, _START_ANEW) from error
 
 
 def _older_than(path: Path) -> list[Path]:

@@ -20,8 +20,9 @@ from roomier import checkpoint
 from roomier.api.module import Module
 from roomier.core.log import notice, quiet
 from roomier.core.ranks import Ranks
+from roomier.core.replacing import replacing
+from roomier.core.untrusted import read_json
 from roomier.launch.job import job_names, num_restarts
-from roomier.loggers.files import replacing
 from roomier.plan import Plan
 from roomier.run.global_batch import GlobalBatch
 from roomier.run.loaders import RunLoaders
@@ -61,19 +62,23 @@ class Job:
 
     def find_earlier(self, root: Path) -> Earlier | None:
         """Return the newest complete checkpoint of this fit under ``root``, with its global batch; None if none
-        exists."""
+        exists.
+
+        Raises:
+            CheckpointError: checkpoints of this fit exist, but none can be used.
+        """
         folders = [each for each in root.glob("*") if is_run_folder(each)]
         for folder in sorted(folders, key=lambda each: int(each.name.rpartition("_")[2]), reverse=True):
             try:
-                record = json.loads((folder / FILE_NAME).read_text())
-            except (OSError, ValueError):
+                record = read_json(folder / FILE_NAME)
+                is_own = record["fit"] == self.fit and not self.names.isdisjoint(record["names"])
+                batch = GlobalBatch(**record["batch"])
+            except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if record["fit"] != self.fit or self.names.isdisjoint(record["names"]):
-                continue
-            found = checkpoint.find_last(folder)
+            found = checkpoint.find_last(folder, rejects_damage=True) if is_own else None
             if found is not None:
                 notice(f"this job was restarted and resumes from {found}")
-                return Earlier(found, GlobalBatch(**record["batch"]))
+                return Earlier(found, batch)
         if num_restarts(os.environ):
             notice(f"this job was restarted, but found no complete checkpoint under {root}. Training starts at step 0")
         return None

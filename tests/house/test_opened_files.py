@@ -1,0 +1,86 @@
+"""``core/untrusted.py`` opens every file that the sources read. This test lists all other calls, with their reasons."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "src" / "roomier"
+FUNCTIONS = {"open", "fdopen", "FileIO", "safe_open", "load_file", "memmap", "fromfile", "copy2", "copyfile", "mkstemp"}
+METHODS = FUNCTIONS | {"read_text", "read_bytes", "write_text", "write_bytes", "is_zipfile", "ZipFile"}
+METHODS |= {"NamedTemporaryFile"}
+OF_MODULES = {"torch.load", "torch.save", "np.load", "numpy.load", "torch.export.load", "shutil.copy", "mmap.mmap"}
+FOLDERS = {"bench/": "benchmarks read only their own results and /proc"}
+NEW = "creates a file in a folder that this process has just created"
+OF_USER = "writes to a path that the user names"
+ALLOWED = {
+    ("checkpoint/commit.py", "os.open"): "opens a folder, to flush its entries",
+    ("checkpoint/lightning.py", "torch.load"): "needs the path for memory mapping; open_regular has checked the file",
+    ("checkpoint/lightning.py", "zipfile.is_zipfile"): "its argument is a file of open_regular, or a checked path",
+    ("checkpoint/record.py", "open"): NEW,
+    ("checkpoint/saving.py", "(folder / README_NAME).write_text"): NEW,
+    ("checkpoint/tensor_file.py", "self._path.open"): "creates a new file (mode x)",
+    ("cli/exported_model.py", "torch.load"): "check_regular has checked the file",
+    ("cli/plan_verb.py", "path.write_text"): OF_USER,
+    ("cli/report_verb.py", "path.write_text"): OF_USER,
+    ("core/replacing.py", "aside.open"): "creates a new file (mode x)",
+    ("core/untrusted.py", "FileIO"): "the reader",
+    ("core/untrusted.py", "os.fdopen"): "the reader",
+    ("core/untrusted.py", "os.open"): "the reader",
+    ("data/tokens.py", "np.memmap"): "its argument is a file of open_regular",
+    ("data/tokens.py", "self._aside.open"): OF_USER,
+    ("engine/weights_file.py", "safe_open"): "needs the path; _files_of accepts only regular files",
+    ("export/hugging_face.py", "shutil.copy2"): "_processor_files accepts only regular files",
+    ("export/lightning.py", "torch.save"): NEW,
+    ("export/onnx.py", "target.read_bytes"): NEW,
+    ("export/output_file.py", "os.open"): NEW,
+    ("export/output_file.py", "path.open"): NEW,
+    ("export/shards.py", "path.open"): NEW,
+    ("export/torch_export.py", "torch.export.load"): NEW,
+    ("callbacks/prediction_writer.py", "torch.save"): OF_USER,
+    ("hardware/host.py", "Path('/proc/cpuinfo').read_text"): "a file of the kernel",
+    ("hardware/host.py", "(folder / 'memory.current').read_text"): "a file of the kernel",
+    ("hardware/host.py", "(folder / 'memory.max').read_text"): "a file of the kernel",
+    ("hardware/host.py", "(folder / 'memory.stat').read_text"): "a file of the kernel",
+    ("hardware/host.py", "own.read_text"): "a file of the kernel",
+    ("hardware/measuring.py", "(scratch / f'rank-{rank}.err').open"): NEW,
+    ("hardware/measuring.py", "(scratch / f'rank-{rank}.err').read_text"): NEW,
+    ("hardware/measuring.py", "result.read_text"): NEW,
+    ("hardware/rank_worker.py", "Path(settings['result']).write_text"): NEW,
+    ("parallel/pages.py", "page.open"): "opens a page of a parameter, not a file",
+    ("prepared/storage.py", "torch.save"): OF_USER,
+    ("tiers/buffers.py", "mmap.mmap"): "anonymous memory",
+    ("tiers/folder.py", "mounts.read_text"): "a file of the kernel",
+    ("tiers/folder.py", "os.open"): "opens an abandoned scratch file, to lock and remove it; nothing is read",
+    ("tiers/page_sums.py", "open"): "a file of the kernel",
+    ("tiers/scratch.py", "mmap.mmap"): "maps the scratch file of this process",
+    ("tiers/scratch.py", "os.open"): "creates the scratch file of this process",
+}
+
+
+def opening_calls(tree: ast.Module) -> Iterator[str]:
+    """Yield the function of each call that opens a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            is_method = isinstance(node.func, ast.Attribute)
+            if function in OF_MODULES or function.rpartition(".")[2] in (METHODS if is_method else FUNCTIONS):
+                yield function
+
+
+def test_calls_that_open_files_are_found() -> None:
+    tree = ast.parse(
+        "open(p); p.open(); os.open(p, 0); p.read_text(); torch.load(p); shutil.copy(a, b)\nx.copy(); read_text(p)"
+    )
+    expected = ["open", "p.open", "os.open", "p.read_text", "torch.load", "shutil.copy"]
+    assert list(opening_calls(tree)) == expected
+
+
+def test_only_the_validating_reader_opens_files() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith(tuple(FOLDERS)):
+            found |= {(name, call) for call in opening_calls(ast.parse(path.read_text()))}
+    unlisted, unused = sorted(found - ALLOWED.keys()), sorted(ALLOWED.keys() - found)
+    assert not unlisted, "Read files with core/untrusted.py and replace files with core/replacing.py"
+    assert not unused
