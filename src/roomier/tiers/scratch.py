@@ -134,7 +134,8 @@ class Scratch:
         try:
             mapping = mmap.mmap(self._file, before + num_bytes, offset=position - before)
         except OSError as error:
-            raise self._failed(error) from error
+            action = "Raise the limits of this process (`ulimit -v`, `ulimit -n`)"
+            raise TierError(FIELD, str(self.path), f"cannot be mapped: {error.strerror}", action) from error
         register(mapping, is_file=True)
         return torch.frombuffer(mapping, dtype=torch.uint8)[before:], mapping
 
