@@ -2,7 +2,6 @@
 answering."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ from roomier.launch import heartbeat
 from roomier.launch.failure import FailureNews
 from roomier.launch.heartbeat import Heartbeat, WatchedRun
 from roomier.launch.judge import Limits
-from roomier.launch.records import Activity, Position
+from roomier.launch.late_messages import end_of
+from roomier.launch.records import Activity, Late, Position, Record
 
 WAIT_S = 60.0  # on a busy machine; the bounds below are much shorter
 END_S = 1.2
@@ -102,10 +102,17 @@ def test_the_other_ranks_report_a_silent_rank_and_end(
     assert "has sent no heartbeat for" in printed
     for rank in (0, 1):
         assert f"roomier: heartbeat: rank {rank}: training step, step 7, batch 3\n  File of the stack\n" in printed
-    ends = [line for line in printed.splitlines() if "heartbeat: the run ends: " in line]
-    [end] = [line for line in ends if re.search(r"hang_timeout=\{'seconds': [\d.]+\}: rank 2 ", line)]
-    assert "(position in its last heartbeat: " in end
-    assert "See the reported stack" not in end  # a silent rank prints no stack
+    assert "heartbeat: the run ends: hang_timeout=" in printed
+
+
+def test_the_error_refers_only_to_printed_stacks() -> None:
+    record = Record(1, Position(Activity.STEP, "training step", 7, 3), host="node", pid=1234)
+    silent, behind = Late(2, record, 90.0, 0.0, is_silent=True), Late(1, record, 90.0, 0.0)
+    text = str(end_of([silent], 90.0))
+    assert text.startswith("hang_timeout={'seconds': 90.0}: rank 2 (process 1234 on node) has sent no heartbeat for")
+    assert "(position in its last heartbeat: training step, step 7, batch 3)" in text
+    assert "See the reported stack" not in text
+    assert "See the reported stack of rank 1. " in str(end_of([silent, behind], 90.0))
 
 
 def test_the_other_ranks_judge_rank_0_if_the_store_does_not_answer(
