@@ -9,7 +9,6 @@ from torch import nn
 
 import roomier
 from roomier.api.adapt import as_module
-from roomier.api.step_arguments import num_step_arguments
 
 
 class Net(roomier.Module):
@@ -104,13 +103,6 @@ def test_compiled_module_is_rejected():
         roomier.RoomierError, match=r"model='Net': is wrapped by torch\.compile.* Pass the module itself"
     ):
         as_module(torch.compile(Net(), backend="eager"))
-
-
-def test_step_with_an_iterator_argument_is_rejected():
-    module = Net()
-    module.training_step = lambda dataloader_iter: None
-    with pytest.raises(roomier.RoomierError, match=r"Define it as training_step\(self, batch, batch_idx\)"):
-        num_step_arguments(module, "training_step", 2)
 
 
 def test_print(capsys):

@@ -227,14 +227,14 @@ def test_dataset_with_an_iterator_is_rejected_before_it_is_read(make_trainer: An
     assert next(data.numbers) == 0
 
 
-def test_manual_optimization_is_rejected(make_trainer: Any) -> None:
+def test_manual_optimization_is_rejected_with_a_budget(make_trainer: Any) -> None:
     class ByHand(Net):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
 
     with pytest.raises(RoomierError, match="strategy='auto': ByHand uses manual optimization"):
-        make_trainer(strategy="auto").fit(ByHand(), batches())
+        make_trainer(strategy="auto", memory_budget="1GiB").fit(ByHand(), batches())
 
 
 def test_strategy_over_the_budget_is_rejected_before_the_run(make_trainer: Any) -> None:

@@ -32,6 +32,8 @@ class StepHooks:
             Lightning. If None, the gradients are freed before this forward pass, which lowers the peak memory.
         keeps_gradients: True if ``Engine.step`` does not free the gradients, because hooks may read them after the
             update. The gradients are then freed by ``Engine.free_gradients``, or in the next window.
+        frees_gradients: True if the loop calls ``Engine.free_gradients`` after each step. A window then zeroes
+            gradients only if some exist, for example because user code ran a backward pass before the fit.
         backward: called instead of ``loss.backward()``.
         transfer: called instead of moving a micro-batch to the device.
         batch_start: called with each micro-batch on the device and its index in the window, before its forward pass.
@@ -45,6 +47,7 @@ class StepHooks:
     after_backward: tuple[Callable[[], Any], ...] = ()
     zero_grad: Callable[[Optimizer], Any] | None = None
     keeps_gradients: bool = False
+    frees_gradients: bool = False
     backward: Callable[..., Any] = Tensor.backward
     transfer: Callable[[Any], Any] | None = None
     batch_start: Callable[[Any, int], Any] = _do_nothing

@@ -93,6 +93,9 @@ class Logger(ABC):
         """Identifier of the run: the name of the run folder, or the id in a logging service."""
         return None if self.log_dir is None else Path(self.log_dir).name
 
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Write the graph of ``model``. By default, do nothing."""
+
     def save(self) -> None:
         """Flush pending data. By default, do nothing."""
 

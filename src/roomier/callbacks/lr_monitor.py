@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -31,14 +32,15 @@ class LearningRateMonitor(Callback):
     - The names of the momentum and the weight decay have the suffixes ``-momentum`` and ``-weight_decay``.
 
     Args:
-        logging_interval: ``"step"`` (at log steps) or ``"epoch"``. The default is the interval of the scheduler, or
-            ``"step"`` for an optimizer without a scheduler.
+        logging_interval: ``"step"`` (at log steps) or ``"epoch"``. The default is the interval of the scheduler. As in
+            Lightning, the default for an optimizer without a scheduler is both.
         log_momentum: if True, also log the momentum (the first value of ``betas``), which is 0 if the optimizer has no
             momentum.
         log_weight_decay: if True, also log the weight decay.
 
     Attributes:
-        lrs: all logged values of each metric.
+        lrs: all recorded learning rates of each metric. The rate of an epoch is recorded at its start.
+        last_momentum_values, last_weight_decay_values: last recorded value of each metric; None if there is none.
 
     Raises:
         RoomierError: ``logging_interval`` is unknown. The error is also raised when training starts if the Trainer has
@@ -63,9 +65,11 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
         self._step_rates: dict[str, float] = {}
         self._read_at_step = 0
-        self._max_steps_per_batch = 1
+        self._logged: tuple[int, dict[str, float]] = (-1, {})  # the last step with a row, and the values of this row
         self._log_every_n_steps = 1
         self._epoch_rates: dict[str, float] = {}
 
@@ -74,46 +78,56 @@ class LearningRateMonitor(Callback):
             raise RoomierError(
                 "callbacks", type(self).__name__, "requires a logger", "Remove this callback, or use logger=True"
             )
-        # With manual optimization, one batch can step several optimizers, and each optimizer step is counted.
-        self._log_every_n_steps = trainer.log_every_n_steps
-        self._max_steps_per_batch = max(1, len(trainer.optimizers))
+        self._log_every_n_steps, self._logged = trainer.log_every_n_steps, (-1, {})
+        names = [f"{name}{suffix}" for _, name, _, suffixes in _named_optimizers(trainer) for suffix in suffixes]
+        self.last_momentum_values = {f"{name}-momentum": None for name in names}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         # A run that resumes within an epoch does not call on_train_epoch_start, so the current rate is read here.
         self._epoch_rates = self._rates(trainer, "epoch")
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._epoch_rates = self._rates(trainer, "epoch")
+        self._record(trainer, self._epoch_rates)
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         # Schedulers step before on_train_batch_end, so the learning rate of the current step is read in this hook.
-        step, every = trainer.global_step, self._log_every_n_steps
-        if (step + self._max_steps_per_batch) // every != step // every:
+        step = run_of(trainer, "lrs").log_step
+        if (step + 1) % self._log_every_n_steps == 0:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
 
     def on_train_batch_end(
         self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        every = self._log_every_n_steps
-        if self._step_rates and trainer.global_step // every != self._read_at_step // every:
-            rates, self._step_rates = self._step_rates, {}
-            self._log(trainer, rates)
+        step = run_of(trainer, "lrs").log_step
+        if self._step_rates and step > self._read_at_step:
+            self._logged, self._step_rates = (step, self._step_rates), {}
+            self._record(trainer, self._logged[1])
+            trainer.log_metrics(self._logged[1])
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if self._epoch_rates:
-            self._log(trainer, self._epoch_rates)
+        step, of_step = self._logged
+        in_row = of_step if step == run_of(trainer, "lrs").log_step else {}
+        rates = {name: rate for name, rate in self._epoch_rates.items() if name not in in_row}
+        if rates:
+            trainer.log_metrics(rates)
 
-    def _log(self, trainer: TrainerView, rates: dict[str, float]) -> None:
+    def _record(self, trainer: TrainerView, rates: dict[str, float]) -> None:
         for name, rate in rates.items():
-            self.lrs.setdefault(name, []).append(rate)
-        trainer.log_metrics(rates)
+            if name.endswith("-momentum"):
+                self.last_momentum_values[name] = rate
+            elif name.endswith("-weight_decay"):
+                self.last_weight_decay_values[name] = rate
+            else:
+                self.lrs.setdefault(name, []).append(rate)
         trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
 
     def _rates(self, trainer: TrainerView, interval: str) -> dict[str, float]:
         """Return the current values of all optimizers that are logged at ``interval``."""
         rates: dict[str, float] = {}
-        for optimizer, name, own_interval in _named_optimizers(trainer):
-            if (self.logging_interval or own_interval) != interval:
+        for optimizer, name, own_interval, suffixes in _named_optimizers(trainer):
+            if (self.logging_interval or own_interval or interval) != interval:
                 continue
-            for group, suffix in zip(optimizer.param_groups, _group_suffixes(name, optimizer), strict=True):
+            for group, suffix in zip(optimizer.param_groups, suffixes, strict=True):
                 full_name = name + suffix
                 rates[full_name] = float(group["lr"])
                 if self.log_momentum:
@@ -124,25 +138,26 @@ class LearningRateMonitor(Callback):
         return rates
 
 
-def _named_optimizers(trainer: TrainerView) -> list[tuple[Optimizer, str, str]]:
-    """Return each optimizer with its name and logging interval. Optimizers with a scheduler come first."""
+def _named_optimizers(trainer: TrainerView) -> list[tuple[Optimizer, str, str | None, list[str]]]:
+    """Return each optimizer with its name, the interval of its scheduler, and the suffixes of its parameter groups.
+    Optimizers with a scheduler come first."""
     seen: Counter[str] = Counter()
-    named: list[tuple[Optimizer, str, str]] = []
+    named: list[tuple[Optimizer, str, str | None, list[str]]] = []
 
-    def add(optimizer: Optimizer, name: str | None, interval: str) -> None:
+    def add(optimizer: Optimizer, name: str | None, interval: str | None) -> None:
         if name is None:
             name = f"lr-{type(optimizer).__name__}"
             seen[name] += 1
             if seen[name] > 1:
                 name = f"{name}-{seen[name] - 1}"
-        named.append((optimizer, name, interval))
+        named.append((optimizer, name, interval, _group_suffixes(name, optimizer)))
 
     for config in trainer.lr_scheduler_configs:
-        if all(config.scheduler.optimizer is not optimizer for optimizer, _, _ in named):
+        if all(config.scheduler.optimizer is not optimizer for optimizer, *_ in named):
             add(config.scheduler.optimizer, config.name, config.interval)
     for optimizer in trainer.optimizers:
-        if all(optimizer is not known for known, _, _ in named):
-            add(optimizer, None, "step")
+        if all(optimizer is not known for known, *_ in named):
+            add(optimizer, None, None)
     return named
 
 

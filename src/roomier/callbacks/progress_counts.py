@@ -19,6 +19,17 @@ class BatchCounts:
     _shown_trainer: TrainerView | None = None
 
     @property
+    def trainer(self) -> TrainerView:
+        """The Trainer of the last call.
+
+        Raises:
+            TypeError: the bar has not been used yet, as in Lightning.
+        """
+        if self._shown_trainer is None:
+            raise TypeError(f"The `{type(self).__name__}._trainer` reference has not been set yet.")
+        return self._shown_trainer
+
+    @property
     def total_train_batches(self) -> float:
         """Number of training batches per epoch."""
         return 0 if self._shown_trainer is None else self._shown_trainer.num_training_batches

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR
 
 from roomier.api.kept_weights import KeptWeights
-from roomier.api.step_arguments import num_step_arguments
+from roomier.api.step_arguments import step_of
 from roomier.callbacks.holds_average import HoldsAverage
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
@@ -272,13 +272,8 @@ def update_batch_norms(trainer: TrainerView) -> None:
 def _forward(trainer: TrainerView, batch: Any, batch_idx: int) -> None:
     run = run_of(trainer, "update_batch_norms")
     moved = run.results.batch = run.engine.move(batch)
-
-    takes_index = num_step_arguments(run.module, "training_step", 2) > 1
-
-    def step(moved: Any) -> Any:
-        return run.module.training_step(moved, batch_idx) if takes_index else run.module.training_step(moved)
-
-    run.engine.forward(step, moved)
+    step = step_of(run.module, "training_step")
+    run.engine.forward(lambda batch: step(batch, batch_idx), moved)
 
 
 @contextmanager

@@ -79,6 +79,10 @@ class PlanError(RoomierError):
     """Error for a Plan that is invalid or that requests an unsupported combination."""
 
 
+class NoForecastError(RoomierError):
+    """Error for a step that the planner cannot run without values, although the model may be trainable."""
+
+
 class DataError(RoomierError):
     """Error for data that cannot be read or has an unexpected shape."""
 

@@ -13,7 +13,7 @@ from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.data.batch_feeds import ListFeed, ReplayedFeed
+from roomier.data.batch_feeds import ListFeed, ReplayedFeed, length_of
 from roomier.data.choose import check_is_one_loader, in_own_processes, no_batch, training_feed
 from roomier.data.combined import CombinedLoader, JointBatches
 from roomier.data.combined_feed import CombinedFeed
@@ -81,6 +81,7 @@ class Source:
         shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, for overfitting on a few
             batches.
         training: True for a training loop. In evaluation, the user's sampler is not replaced.
+        allows_empty: True to accept a training loader with the length 0.
         pin_memory: True to make a DataLoader yield batches in pinned memory, for a run on a CUDA device.
 
     Attributes:
@@ -89,7 +90,8 @@ class Source:
         ahead: iterator that the next :meth:`start` returns, if the loop created it before the hooks of the epoch.
 
     Raises:
-        DataError: ``loader`` does not yield batches, or :attr:`num_batches` is 0.
+        DataError: ``loader`` does not yield batches, or :attr:`num_batches` is 0. ``allows_empty`` allows the length
+            0 of the loader itself.
 
     Example:
         >>> source = Source(loader, name="train_dataloaders", seed=0)
@@ -108,6 +110,7 @@ class Source:
         draws_order: bool = False,
         shuffle_allowed: bool = True,
         training: bool = True,
+        allows_empty: bool = False,
         pin_memory: bool = False,
     ) -> None:
         self.loader = loader
@@ -117,10 +120,11 @@ class Source:
         self._turns: Turns | None = None
         self._reports_dropped = True
         self._feed: Feed
+        is_empty = allows_empty and length_of(loader) == 0
         check_lengths(loader, name, ranks, training=training)
         if training:
             self._feed = training_feed(
-                loader,
+                [] if is_empty else loader,
                 name=name,
                 seed=seed,
                 ranks=ranks,
@@ -134,7 +138,7 @@ class Source:
             self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
             if not ranks.is_alone:
                 self._turns = Turns(whole, name=name, ranks=ranks, seed=ranks.from_zero(seed))
-        if self._feed.num_batches == 0:
+        if self._feed.num_batches == 0 and not is_empty:
             raise self._empty()
         # A run does not terminate workers that the user started before the run.
         self._kept_before = [(each, torch_loaders.kept_iterator(each)) for each in self._loaders_read()]

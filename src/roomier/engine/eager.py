@@ -104,7 +104,12 @@ class EagerEngine:
         return self._end_window(window)
 
     def _begin_window(self, step: Step, batches: Sequence[Any]) -> Window:
-        if self.hooks.zero_grad is None and not self._freed_gradients:
+        hooks = self.hooks
+        if (
+            hooks.zero_grad is None
+            and not self._freed_gradients
+            and (not hooks.frees_gradients or any(each.grad is not None for each in self._parameters()))
+        ):
             self.zero_grad()
         self._freed_gradients = False
         weights: tuple[float | Tensor, ...] = ()

@@ -8,7 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.api.wrapped import network_of
 from roomier.core import torch_private
 from roomier.core.errors import PlanError
@@ -42,12 +44,17 @@ def configure(
         blocks: the blocks of the network. If None, they are found automatically.
 
     Raises:
-        PlanError: both the module and the Plan define an optimizer, or, with automatic optimization, neither does.
+        PlanError: both the module and the Plan define an optimizer, or, with automatic optimization, neither does. If
+            ``configure_optimizers`` of a LightningModule returns None, a notice is printed instead, as in Lightning.
     """
     configured = read_configured(module.configure_optimizers())
     wanted = plan.optimizer
     if wanted.name is None:
-        if not configured.optimizers and module.automatic_optimization:
+        if configured.optimizers or not module.automatic_optimization:
+            return configured
+        if isinstance(module, LightningAdapter) and overrides(module, "configure_optimizers", Module):
+            notice(f"{type(module).__name__}.configure_optimizers returned None, so this fit updates no parameters")
+        else:
             raise PlanError(
                 "optimizer",
                 None,

@@ -132,6 +132,9 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
         problem = f"exited with code 0 {where()}, but ranks {missing} did not exit"
         action = "Exit on all ranks in the same step, or set trainer.should_stop = True, which stops all ranks"
         raise TrainingError("rank", _news.world.rank, problem, action) from exit
+    except KeyboardInterrupt:
+        _news.claim("KeyboardInterrupt")
+        raise
     _news.where = before
 
 

@@ -64,7 +64,10 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
         raise _not_a_logger(flag)
     loggers = [_one(item) for item in flag]
     if loggers and not any(isinstance(logger, FileLogger) for logger in loggers):
-        loggers += [JSONLLogger(), CSVLogger()]
+        added = [JSONLLogger(), CSVLogger()]
+        for each in added:
+            each.is_added = True
+        loggers += added
     for kind in (JSONLLogger, CSVLogger):
         if sum(isinstance(logger, kind) and logger.is_in_run_folder for logger in loggers) > 1:
             raise PlanError(

@@ -82,6 +82,8 @@ class FileLogger(GuardedLogger):
     """
 
     file_name: ClassVar[str]
+    is_added: bool = False
+    """True if roomier added this logger to the loggers that the user passed."""
 
     def __init__(
         self,

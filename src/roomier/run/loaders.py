@@ -122,6 +122,7 @@ class RunLoaders:
                 seed=torch.initial_seed() % 2**63,
                 ranks=self._ranks,
                 draws_order=isinstance(self._module, LightningAdapter),
+                allows_empty=isinstance(self._module, LightningAdapter),  # a fit of Lightning then ends without a step
                 shuffle_allowed=not self._options.overfit_batches,
                 pin_memory=self._pins,
             )

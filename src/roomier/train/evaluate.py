@@ -12,7 +12,7 @@ import torch
 from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.api.step_arguments import num_step_arguments
+from roomier.api.step_arguments import step_of
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.data.turns import Turn
@@ -151,12 +151,11 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
     module, results, engine = run.module, run.results, run.engine
     starts = getattr(run.hooks, f"on_{stage}_batch_start")
     ends = getattr(run.hooks, f"on_{stage}_batch_end")
-    own_step = getattr(module, STEP_NAMES[stage])
-    num_arguments = num_step_arguments(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
+    own_step = step_of(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
     last = () if dataloader_idx is None else (dataloader_idx,)
 
     def run_batch(host_batch: Any, batch_idx: int, counts: bool) -> Any:
-        step = partial(_with_index, own_step, (batch_idx, *last)[: num_arguments - 1])
+        step = partial(_with_index, own_step, (batch_idx, *last))
         batch = results.batch = engine.move(host_batch)
         results.is_in_batch = True
         try:

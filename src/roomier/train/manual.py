@@ -3,14 +3,18 @@ hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from roomier.api.adapt import seen_by_user
+from roomier.core.errors import TrainingError
 from roomier.optim.proxy import OptimizerProxy
+from roomier.plan.levers import lever_that_frees_gradients
 
 if TYPE_CHECKING:
     from roomier.run.run import Run
@@ -28,7 +32,7 @@ class ManualOptimizer(OptimizerProxy):
         super().__init__(optimizer)
         self._run = run
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, **options: Any) -> Any:
         """Run one optimizer step: ``closure``, then ``on_before_optimizer_step``, then the update.
 
         The step increments ``global_step``.
@@ -36,16 +40,25 @@ class ManualOptimizer(OptimizerProxy):
         Args:
             closure: function that computes the loss and the gradients. Optimizers such as LBFGS call the closure
                 several times.
+            options: further arguments of the optimizer's ``step``.
 
         Returns:
             The value that the first call of ``closure`` returned; None if no closure was passed.
         """
-        loss = self._update(closure, self._run.hooks.on_before_optimizer_step)
+        loss = self._update(closure, self._run.hooks.on_before_optimizer_step, options)
         self._run.progress.global_step += 1
         return loss
 
-    def _update(self, closure: Any, before: Sequence[Callable[[Optimizer], Any]]) -> Any:
+    def _update(
+        self,
+        closure: Any,
+        before: Sequence[Callable[[Optimizer], Any]],
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
         """Run ``closure``, ``before`` and the update. Return the value that the first call of ``closure`` returned."""
+        if options:
+            with self._passing(options):
+                return self._update(closure, before)
         engine, optimizer = self._run.engine, self.optimizer
         losses: list[Any] = []
 
@@ -68,6 +81,21 @@ class ManualOptimizer(OptimizerProxy):
         if not leaves_out():
             engine.step(optimizer)
         return losses[0]
+
+    @contextmanager
+    def _passing(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Inside the context, pass ``options`` to the ``step`` of the optimizer, which the engine calls."""
+        plan, optimizer, own = self._run.plan, self.optimizer, vars(self.optimizer).get("step")
+        if plan.offload.optimizer_states != "none" or lever_that_frees_gradients(plan) is not None:
+            problem = "is not supported with offloaded states or updates in backward, which do not call optimizer.step"
+            raise TrainingError("optimizer.step", sorted(options), problem, "Call optimizer.step(closure)")
+        vars(optimizer)["step"] = partial(optimizer.step, **options)
+        try:
+            yield
+        finally:
+            del vars(optimizer)["step"]
+            if own is not None:  # such as the step that a scheduler replaced
+                vars(optimizer)["step"] = own
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

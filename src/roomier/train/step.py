@@ -14,7 +14,7 @@ from roomier.api.datamodule import DataModule
 from roomier.api.engine import StepHooks
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.api.step_arguments import num_step_arguments
+from roomier.api.step_arguments import step_of
 from roomier.core.errors import TrainingError
 from roomier.run.run import Run, call
 from roomier.train.manual import ManualOptimizer
@@ -46,11 +46,10 @@ class TrainingStep:
         self._starts = run.hooks.on_train_batch_start
         self._ends = run.hooks.on_train_batch_end
         self._module = run.module
-        self._training_step = run.module.training_step
+        self._training_step = step_of(run.module, "training_step")
         self.counts_batches = not run.module.automatic_optimization
         is_share = run.module.loss_reduction == "mean"  # the loss is a share of the mean over all ranks
         self._num_shares = run.ranks.world.size if is_share else 1
-        self._num_arguments = num_step_arguments(run.module, "training_step", 2)
         self.batch_idx, self.first_step, self._first_batch = -1, 0, 0
         self._batch: Any = None
         self._output: Any = None
@@ -61,9 +60,7 @@ class TrainingStep:
     def __call__(self, batch: Any, index: int) -> Any:
         if self.skips_epoch:
             return None
-        self._output = output = (
-            self._training_step(batch, self.batch_idx) if self._num_arguments > 1 else self._training_step(batch)
-        )
+        self._output = output = self._training_step(batch, self.batch_idx)
         return output
 
     def start_window(self) -> None:
@@ -128,7 +125,7 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
         backward=module.backward if overrides(module, "backward", Module) else Tensor.backward,
         transfer=transfer_of(run),
     )
-    step.frees_gradients = _frees_gradients(run)
+    step.frees_gradients = engine.hooks.frees_gradients = _frees_gradients(run)
 
 
 def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
@@ -294,5 +291,5 @@ class _StepWithClosure(ManualOptimizer):
         super().__init__(optimizer, run)
         self._before_update = before_update_of(run)
 
-    def step(self, closure: Any = None) -> Any:
-        return self._update(closure, self._before_update)
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        return self._update(closure, self._before_update, options)

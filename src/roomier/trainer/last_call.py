@@ -132,7 +132,7 @@ class LastCall(Settings):
         vars(copied).update(vars(self))
         copied.state = replace(self.state)
         if self.is_running:
-            copied.callbacks, copied.loggers = [], []
+            copied.callbacks, copied.loggers, copied.file_loggers = [], [], []
         copied.forget_runs(Progress(**self.run.progress.state()) if self.run else self.copied_progress)
         return vars(copied)
 

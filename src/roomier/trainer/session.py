@@ -109,7 +109,8 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
         adds_callbacks: True to add the callbacks from ``configure_callbacks`` and a memory forecast.
 
     Raises:
-        SystemExit: SIGTERM or Ctrl-C ended the run at a save point. The exit code is 128 + the number of the signal.
+        SystemExit: SIGTERM or Ctrl-C ended the run at a save point, or user code raised KeyboardInterrupt. The exit
+            code is 128 + the number of the signal.
     """
     module = request.module
     check_call(request)
@@ -126,6 +127,7 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
 def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool) -> Iterator[Run]:
     status, module = "failed", request.module
     run: Run | None = None
+    stop = GracefulStop(trainer.ranks.is_alone)
     pins = capabilities_of(resolve_device(request.plan.parallel.accelerator)).copies_asynchronously
     data = RunLoaders(module, request.loaders, request.datamodule, request.options, trainer.ranks, pins=pins)
     try:
@@ -134,7 +136,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
                 stack.enter_context(with_methods_of_module(module, trainer))
             at_step = partial(_at_step, trainer, request)
             stack.enter_context(exits_together(trainer.ranks, at_step))
-            stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
+            stack.enter_context(stop)
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(watch_for_hangs(request, trainer.ranks))
             stack.enter_context(process_settings(request.plan, request.options))
@@ -156,6 +158,13 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
             request.datamodule.on_exception(error)
         if isinstance(error, OutOfMemoryError) and request.is_fit:
             raise explain_out_of_memory(error, _failed(trainer, request, run)) from error
+        if isinstance(error, KeyboardInterrupt):
+            status = "interrupted"
+            if stop.noted is None:  # raised by user code; Ctrl-C ends a run at its save point
+                notice(
+                    f"stopped by a KeyboardInterrupt {_at_step(trainer, request)}, without a checkpoint of this step"
+                )
+                raise SystemExit(128 + signal.SIGINT) from error
         raise
     finally:
         trainer.was_interrupted = status == "interrupted"
@@ -189,7 +198,8 @@ def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: 
     """Settle the call and open its run. Store each value on the Trainer immediately after it is determined."""
     module, ranks = request.module, trainer.ranks
     best = trainer.checkpoint_callback
-    found = find_start(request, ranks, trainer.loggers, None if best is None else best.best_model_path)
+    loggers = [*trainer.loggers, *trainer.file_loggers]
+    found = find_start(request, ranks, loggers, None if best is None else best.best_model_path)
     start = found.start
     trainer.log_dir = str(start.folder or request.root)
     trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)
@@ -211,7 +221,7 @@ def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: 
         job, folder, whole = found.job, start.folder, global_batch_of(settled.plan, data, request.world.size)
         ranks.on_zero(lambda: job.write(folder, whole))
     hooked = trainer.hooked_callbacks(request.stage)
-    return open_run(settled, module, stop=stop, loggers=trainer.loggers, hooked=hooked)
+    return open_run(settled, module, stop=stop, loggers=loggers, hooked=hooked)
 
 
 def _show(trainer: Trainer, run: Run) -> None:

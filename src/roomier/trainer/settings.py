@@ -92,7 +92,8 @@ class Settings:
         self.world = world
         self.ranks = Ranks()
         self.callbacks = callbacks
-        self.loggers = loggers
+        self.file_loggers = [each for each in loggers if getattr(each, "is_added", False)]
+        self.loggers = [each for each in loggers if each not in self.file_loggers]
         self.logger_is_on = logger_is_on
         self.enable_checkpointing = enable_checkpointing
         self.auto_lr_find, self.auto_scale_batch_size = auto_lr_find, auto_scale_batch_size

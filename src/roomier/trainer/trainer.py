@@ -461,7 +461,7 @@ class Trainer(LastCall):
             if not run.batches.evaluated:  # the limit on batches is 0
                 return []
             evaluate(run, step, run.batches.evaluated, run.batches.limits)
-            metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
+            metrics = {name: float(value) for name, value in run.results.evaluated.items()}
             of_loaders = by_loader(metrics, run.results.loader_of, len(run.batches.evaluated))
         if verbose and self.is_global_zero:
             print(metrics_table(stage, of_loaders), file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ def copied_for_trial(trainer: T, plan: Plan, options: LoopOptions, callback: Cal
     own.update({name: _container(value) for name, value in own.items()})
     own["options"] = options
     trial.callbacks = [callback]
-    trial.loggers = [SilentLogger()] if trainer.loggers else []
+    trial.loggers, trial.file_loggers = [SilentLogger()] if trainer.loggers else [], []
     trial.plan = trial.requested_plan = plan
     trial.logger_is_on = trial.enable_checkpointing = False
     trial.state = TrainerState()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from roomier.activation.budget import BudgetTooSmallError
-from roomier.core.errors import PlanError, RoomierError
+from roomier.core.errors import NoForecastError, PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
@@ -112,11 +112,15 @@ def _no_plan_priced(plan: Plan, priced: Priced) -> RoomierError:
     if priced.failures:
         error = priced.failures[0]
         if isinstance(error, RoomierError):
-            return error
+            return NoForecastError(error.field, error.received, error.problem, error.action)
         problem = f"cannot be forecast, because the step fails in a dry run ({type(error).__name__}: {error})"
-        return RoomierError("strategy", plan.parallel.strategy, problem, "Set a strategy, and remove memory_budget")
+        action = "Set a strategy, and remove memory_budget"
+        return NoForecastError("strategy", plan.parallel.strategy, problem, action)
     if len({(each.field, each.problem) for each in priced.errors}) == 1:  # all plans failed with the same error
         return priced.errors[0]
+    unknown = next((each for each in priced.errors if isinstance(each, NoForecastError)), None)
+    if unknown is not None:
+        return unknown
     too_small = [each for each in priced.errors if isinstance(each, BudgetTooSmallError)]
     if too_small and len(too_small) == len(priced.errors):
         return min(too_small, key=lambda each: each.least_bytes)

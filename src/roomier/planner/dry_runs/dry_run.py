@@ -18,7 +18,7 @@ from roomier.activation.block_forward import Keep
 from roomier.activation.budget import BudgetedRecompute
 from roomier.api.kept_weights import KeptWeights
 from roomier.api.module import Module
-from roomier.api.step_arguments import num_step_arguments
+from roomier.api.step_arguments import step_of
 from roomier.core.world import World
 from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
@@ -214,7 +214,7 @@ def _tracked_step(
 ) -> DryRun:
     # DDP is constructed in the second step. A run with an activation budget measures its second step.
     num_steps_before = 2 if plan.parallel.strategy == "ddp" or plan.activation.policy == "budget" else 1
-    takes_index = num_step_arguments(module, "training_step", 2) > 1
+    own_step = step_of(module, "training_step")
     places = named_places(engine.module, engine.blocks)
     counter = WorkCounter()
     at_hand: list[Any] = []  # batches that a loop still retains; the last batch is retained until the update ends
@@ -222,7 +222,7 @@ def _tracked_step(
     engine.hooks.batch_end = lambda _: at_hand.clear()
 
     def training_step(batch: Any, _: int) -> Any:
-        return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+        return own_step(batch, 0)
 
     def step(tracker: MemoryTracker) -> None:
         tracker.enter("forward")

@@ -24,7 +24,7 @@ from roomier.api.lightning import lend_to_lightning
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core import torch_fake, torch_private
-from roomier.core.errors import RoomierError
+from roomier.core.errors import NoForecastError, RoomierError
 from roomier.core.tree import map_tensors
 from roomier.core.wrapped_forward import unwrap
 from roomier.planner.fake import known_values
@@ -39,7 +39,8 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
         weight_dtype: dtype of the floating-point weights of the copy; None retains the dtype of each weight.
 
     Raises:
-        RoomierError: a layer is lazy, an earlier run sharded the module, or the module cannot be copied.
+        RoomierError: a layer is lazy, an earlier run sharded the module, or the module cannot be copied
+            (NoForecastError).
     """
     _refuse(module)
     makers = _Makers(module, weight_dtype)
@@ -55,7 +56,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
     except Exception as error:
         problem = f"cannot be copied, so a dry run of its step is not possible: {type(error).__name__}: {error}"
         action = "Move the objects that cannot be copied out of the module, or set a strategy and measure a step"
-        raise RoomierError("model", type(module).__name__, problem, action) from error
+        raise NoForecastError("model", type(module).__name__, problem, action) from error
     of_lightning = lend_to_lightning(copied, trainer)
     for part in (*of_lightning, *(each for each in copied.modules() if isinstance(each, Module))):
         for name in ("log", "log_dict", "print"):

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from roomier.core import torch_private
-from roomier.core.errors import RoomierError, shorten
+from roomier.core.errors import NoForecastError, RoomierError, shorten
 
 _INTERNAL = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _READS_MEMORY = ("data is not allocated", "not supported for tensor subclasses", "data pointer", "data_ptr")
 
 
-class DryRunError(RoomierError):
+class DryRunError(NoForecastError):
     """Error for a step that failed in a dry run. The same step may succeed in a run."""
 
 

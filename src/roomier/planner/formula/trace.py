@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.module import Module
-from roomier.api.step_arguments import num_step_arguments
+from roomier.api.step_arguments import step_of
 from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build
@@ -364,11 +364,8 @@ class _Place(str):
 def _tracked(
     engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_sharded: bool
 ) -> tuple[list[Execution], Mapping[str, tuple[int, ...]], Mapping[Part, Work]]:
-    takes_index = num_step_arguments(module, "training_step", 2) > 1
+    training_step = step_of(module, "training_step")
     counter = WorkCounter()
-
-    def training_step(given: Any) -> Any:
-        return module.training_step(given, 0) if takes_index else module.training_step(given)
 
     batches = [batch]
     del batch
@@ -376,7 +373,7 @@ def _tracked(
         stack.enter_context(_reporting_complete_bytes(tracker, engine, inner, is_sharded=is_sharded))
         stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
         tracker.enter("forward")
-        engine.forward_backward(lambda batch, _: training_step(batch), batches)
+        engine.forward_backward(lambda batch, _: training_step(batch, 0), batches)
         executions = list(_executions(tracker.moments()))
         saved_bytes = tracker.saved_bytes()
     engine.close()

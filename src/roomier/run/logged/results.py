@@ -67,6 +67,7 @@ class Results:
             ignored.
         loader_of: for each name in the last evaluation, the index of its loader; None if the name was logged for
             several loaders.
+        evaluated: epoch values of the last evaluation that the loggers received, by column.
         num_evaluated: for each loader index, the number of batches that completed evaluations processed on this rank.
         logged_step: number of the last step whose values were logged; -1 before the first log step.
         logged_loss: loss of this step over all ranks; None if the step had no loss.
@@ -90,6 +91,7 @@ class Results:
         self._unsaved: set[str] = set()
         self._not_logged: set[str] = set()
         self.loader_of: dict[str, int | None] = {}
+        self.evaluated: dict[str, Tensor] = {}
         self.num_evaluated: dict[str, int] = {}
         self.logged_step = -1
         self.logged_loss: float | None = None
@@ -343,6 +345,7 @@ class Results:
             entry.reset()
         if stage != "train":
             self._agree_on_loaders(stage)
+            self.evaluated = logged
             self._entries.pop(stage, None)
         return logged
 

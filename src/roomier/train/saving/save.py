@@ -269,7 +269,9 @@ def report_nothing_to_do(run: Run) -> None:
         run.now.is_interrupted = True
         notice(f"stopped by {run.stop.received.name} at {at}, before the first step. There is no state to save")
     elif run.batches.num_training == 0:
-        notice("nothing to train: limit_train_batches=0 skips all batches")
+        has_none = run.source.num_batches == 0
+        reason = f"{run.source.name} yields no batches" if has_none else "limit_train_batches=0 skips all batches"
+        notice(f"nothing to train: {reason}")
     else:
         limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"
         notice(f"nothing to train: the run is at {at}, and its limits are {limits}. Raise the limits to continue")

@@ -19,7 +19,7 @@ import torch
 from roomier.api.kept_weights import kept_by
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.core.errors import RoomierError
+from roomier.core.errors import NoForecastError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.device.rng import rng_state, set_rng_state
@@ -61,9 +61,17 @@ def settle(
     start = start or Start()
     settled = Settled(request, start, request.plan, data, ranks, callbacks)
     if not request.is_fit:
-        return dataclasses.replace(settled, plan=_plan_of_evaluation(request.plan))
+        return dataclasses.replace(settled, plan=_plan_without_forecast(request.plan))
     if request.is_planned:
-        settled = _planned(settled)
+        try:
+            settled = _planned(settled)
+        except NoForecastError as error:
+            if request.plan.parallel.strategy != "auto" or request.plan.choice.memory_budget_bytes is not None:
+                raise
+            plan = _plan_without_forecast(request.plan)
+            if ranks.is_zero:
+                notice(f"strategy='auto' uses {plan.parallel.strategy!r}, because no forecast is possible: {error}")
+            settled = dataclasses.replace(settled, plan=plan)
     plan = settled.plan
     if request.cut is not None:
         plan = request.cut(plan, data, request)
@@ -94,10 +102,13 @@ def _planned(settled: Settled) -> Settled:
     return dataclasses.replace(settled, plan=chosen.plan, choice=choice)
 
 
-def _plan_of_evaluation(asked: Plan) -> Plan:
+def _plan_without_forecast(asked: Plan) -> Plan:
+    """Return ``asked`` with Lightning's meaning of ``strategy="auto"``: each rank has a full replica.
+
+    In an evaluation, a later fit can then shard the model in any way.
+    """
     if asked.parallel.strategy != "auto":
         return asked
-    # The model remains unsharded on each rank, because a later fit may shard it in any way.
     strategy = "single" if asked.parallel.num_ranks == 1 else "ddp"
     parallel = dataclasses.replace(asked.parallel, strategy=strategy)
     return dataclasses.replace(asked, parallel=parallel, choice=ChoicePlan(asked.choice.memory_budget_bytes))
@@ -113,7 +124,7 @@ def _check_optimizes_itself(asked: Plan, module: Module) -> None:
         f"{type(module).__name__} uses manual optimization (automatic_optimization=False), so the memory of a step is "
         "unknown before it runs"
     )
-    raise RoomierError(field, value, problem, "Use a strategy such as 'zero3', and remove memory_budget")
+    raise NoForecastError(field, value, problem, "Use a strategy such as 'zero3', and remove memory_budget")
 
 
 def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
