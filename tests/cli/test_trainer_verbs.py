@@ -242,6 +242,8 @@ def test_help_of_topics_describes_each_option(verb: str, capsys: pytest.CaptureF
     assert not {"``", "Plan``", "%(", ":class:"} & set(everything.split())
     assert "``" not in everything
     assert "LazyConv1d" not in everything  # a class of torch
+    assert "micro-batches per optimizer step. (int; default: 1)" in everything
+    assert "optimizer steps. -1 means no limit. (int; default: -1)" in everything
     parser = trainer_parser("fit") if verb == "fit" else plan_parser(None)
     described = {block.split()[0]: block for block in everything.split("\n\n") if block.startswith("--")}
     shown = {text for action in parser._actions for text in action.option_strings if action.help != SUPPRESS}

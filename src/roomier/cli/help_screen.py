@@ -224,7 +224,8 @@ def _type_of(option: Action) -> str:
         return ""
     kinds = [_KINDS.get(getattr(each, "__name__", ""), "") for each in get_args(hint) or (hint,)]
     types = " or ".join(filter(None, kinds)) if all(kinds) else ""
-    shown = "null" if option.default is None else str(option.default).lower()
+    own = option.default
+    shown = "null" if own is None else str(own).lower() if isinstance(own, bool) else own
     default = "" if "default" in str(option.help) else f"default: {shown}"
     both = "; ".join(filter(None, (types, default)))
     return f"({both})" if both else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -230,9 +230,11 @@ def copies_of_options(config: Namespace) -> tuple[KeptWeights, ...]:
     callbacks = config.trainer.callbacks or ()
     made: list[Any] = []
     for each in callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,):
-        module, _, name = str(each.class_path).rpartition(".")
-        found = getattr(import_module(module), name)
-        if hasattr(found, "held_weights") or name in ("WeightAveraging", "EMAWeightAveraging"):  # also Lightning's
+        found = resolve_name(each.class_path)
+        if hasattr(found, "held_weights") or found.__name__ in (
+            "WeightAveraging",
+            "EMAWeightAveraging",
+        ):  # also Lightning's
             arguments = each.get("init_args")
             made.append(found(**({} if arguments is None else arguments.as_dict())))
     return kept_by(adopted(made))
