@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import roomier
 from roomier.callbacks import EMAWeightAveraging, ModelCheckpoint
+from roomier.plan import OffloadPlan
 from tests.engine.test_step_in_backward import make_network
 
 MODES = ["plain", "deferred", "speculative", "plain, parameters", "deferred, parameters"]
@@ -126,3 +127,40 @@ def test_a_parameter_that_is_read_outside_its_block(mode: str, tmp_path: Path, c
         return
     check_same(fit(tmp_path / "tier", mode, Language(reads=True)), expected)
     assert ("read outside the forward pass of its block" in capsys.readouterr().err) == (mode == "deferred")
+
+
+HOST = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "deepspeed_stage_2_offload"},
+        {"strategy": "deepspeed_stage_3_offload"},
+        {"strategy": "fsdp_cpu_offload"},
+        {"strategy": "zero2+offload"},
+        {"offload": True},
+        {"offload": {"optimizer_states": "cpu", "parameters": "cpu", "share": 0.5, "update": "deferred"}},
+        {"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST}}},
+    ],
+)
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
+def test_offload_to_host_memory_has_no_effect_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], accelerator: str
+) -> None:
+    if accelerator == "auto" and torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    common: dict[str, Any] = {"max_steps": 2, "optimizer": "adamw", "logger": False, "default_root_dir": tmp_path}
+    trainer = roomier.Trainer(accelerator=accelerator, **common, **settings)
+    assert trainer.plan.offload.optimizer_states == "cpu"
+    trained = []
+    for each in (trainer, roomier.Trainer(accelerator="cpu", **common)):
+        torch.manual_seed(0)
+        trained.append(Language())
+        each.fit(trained[-1], data())
+    assert trainer.plan.offload == OffloadPlan()
+    printed = capsys.readouterr().err
+    assert "optimizer_states='cpu'" in printed
+    assert "on a CPU, these tensors are already in host memory, so they are not offloaded" in printed
+    for one, other in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
+        torch.testing.assert_close(one.detach(), other.detach())

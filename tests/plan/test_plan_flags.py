@@ -161,16 +161,6 @@ def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any
         ),
         ({"strategy": {"name": "zero2", "shard_size": 2}}, "strategy.shard_size=2: is supported only with", "'hsdp'"),
         (
-            {"strategy": "zero2+offload", "accelerator": "cpu"},
-            "strategy='zero2+offload': saves no memory on a CPU",
-            "offload={'optimizer_states': 'disk'}",
-        ),
-        (
-            {"strategy": "deepspeed_stage_3_offload", "accelerator": "cpu"},
-            "strategy='deepspeed_stage_3_offload': saves no memory on a CPU",
-            "offload={'optimizer_states': 'disk', 'parameters': 'disk'}",
-        ),
-        (
             {"strategy": "zero2+disk", "offload": {"optimizer_states": "cpu"}},
             "offload.optimizer_states='cpu': is already set by strategy",
             "Remove offload.optimizer_states or strategy",
@@ -247,7 +237,6 @@ def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any
         ({"lora": "8"}, "lora='8': must be an integer", "an integer"),
         ({"lora": {"r": 8}}, "lora='r': is an unknown setting", "'rank'"),
         ({"lora": {"rank": 8, "base": "fp4"}}, "lora.base='fp4': is not implemented", "'nf4'"),
-        ({"offload": True, "accelerator": "cpu"}, "offload=True: saves no memory on a CPU", "'disk'"),
         ({"offload": {"parameters": "dsk"}}, "offload.parameters='dsk': is unknown", "Did you mean 'disk'?"),
         ({"offload": {"share": "half"}}, "offload.share='half': must be a number", "without quotes"),
         ({"offload": {"optimizr": "cpu"}}, "offload='optimizr': is an unknown field", "'optimizer_states'?"),

@@ -1,14 +1,13 @@
 """Invalid Plans are rejected. Each error contains the field, the value and an alternative."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
 from roomier.core.errors import PlanError
 from roomier.plan import CombinedPlanError, OptimizerPlan, Options, ParallelPlan, Plan, PrecisionPlan
 from roomier.plan.choices import CHOICES, REFUSED
-from roomier.plan.offload_rules import check_offload
+from roomier.plan.offload_rules import without_host_tiers
 from roomier.plan.rules import each_error
 
 ADAMW = {"name": "adamw"}
@@ -203,18 +202,6 @@ WRONG_VALUES = [
     ({"optimizer": ADAMW | {"weight_rounding": "split"}}, "optimizer.weight_rounding", "'split'", "Remove it"),
     ({"optimizer": {"step_in_backward": "stale_norm"}}, "optimizer.step_in_backward", "'stale_norm'", "Use 'exact'"),
     # incompatible parts
-    (
-        {"offload": {"optimizer_states": "cpu"}, "parallel": {"accelerator": "cpu"}},
-        "offload.optimizer_states",
-        "'cpu'",
-        "Use offload={'optimizer_states': 'disk'}",
-    ),
-    (
-        {"offload": {"optimizer_states": "disk", "parameters": "cpu"}, "parallel": {"accelerator": "cpu"}},
-        "offload.parameters",
-        "'cpu'",
-        "Use offload={'optimizer_states': 'disk', 'parameters': 'disk'}",
-    ),
     *(
         (
             {"offload": {"parameters": "cpu"}, "parallel": {"strategy": strategy, "devices": 2}},
@@ -385,15 +372,23 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
     return Plan.from_dict({**elsewhere, section: {**needed.get(section, {}), **fields}})
 
 
-def test_the_device_is_checked_if_the_plan_does_not_name_it() -> None:
-    plan = Plan.from_dict({"offload": {"optimizer_states": "cpu", "activations": "cpu"}})
-    check_offload(plan, "cuda")
-    with pytest.raises(PlanError, match=r"offload.optimizer_states='cpu': saves no memory on a CPU") as caught:
-        check_offload(plan, "cpu")
-    with pytest.raises(PlanError) as named:
-        replace(plan, parallel=ParallelPlan(accelerator="cpu"))
-    assert str(named.value) == str(caught.value)
-    check_offload(Plan.from_dict({"offload": {"optimizer_states": "disk", "activations": "cpu"}}), "cpu")
+@pytest.mark.parametrize("parameters", CHOICES["offload.parameters"])
+@pytest.mark.parametrize("states", CHOICES["offload.optimizer_states"])
+def test_host_tiers_are_removed_only_on_a_cpu(capsys: pytest.CaptureFixture[str], states: str, parameters: str) -> None:
+    used: dict[str, object] = {"share": 0.5} if states != "none" else {}
+    if {states, parameters} != {"none"}:
+        used["update"] = "plain"
+    offload = {"optimizer_states": states, "parameters": parameters, "activations": "cpu", **used}
+    plan = Plan.from_dict({"parallel": {"accelerator": "cpu"}, "offload": offload})
+    assert without_host_tiers(plan, "cuda") is plan
+    assert not capsys.readouterr().err
+    runs = without_host_tiers(plan, "cpu").offload  # the rules of the Plan have accepted these settings
+    assert (runs.optimizer_states, runs.parameters) == (
+        states.replace("cpu", "none"),
+        parameters.replace("cpu", "none"),
+    )
+    assert runs.activations == "cpu"
+    assert ("on a CPU, these tensors" in capsys.readouterr().err) == ("cpu" in (states, parameters))
 
 
 def test_a_budget_supports_offload() -> None:

@@ -118,6 +118,13 @@ class DeepSpeedPlugin:
         self.deepspeed_config = config
 
 
+def test_offload_to_host_memory_has_no_effect_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    plan = roomier.Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config)).plan
+    assert plan.offload == roomier.plan.OffloadPlan()
+    assert "offload.optimizer_states='cpu': on a CPU" in capsys.readouterr().err
+
+
 def test_deepspeed_plugins() -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
     plan = roomier.Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config)).plan

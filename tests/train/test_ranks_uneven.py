@@ -175,5 +175,4 @@ def test_missing_validation_data_on_one_rank_is_an_error_on_all(on_ranks, strate
     problems = {kind: problem for kind, (_, problem) in first.items()}
     assert "but rank 1 has no batch" in problems.pop("iterable, own data")
     assert problems.pop("on one rank alone").startswith("has 1 loaders on rank 0")
-    assert {problems.pop("iterable"), problems.pop("generator")} == {SAME_BATCHES}
     assert all(problem.startswith("yields no batches on rank 1") for problem in problems.values())

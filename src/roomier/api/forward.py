@@ -8,7 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from roomier.api.loss_terms import count_loss_terms
-from roomier.api.pretrained_loss import compares_samples, counts_samples, ignored_label, is_shifted_inside, reduction_of
+from roomier.api.pretrained_loss import (
+    compares_samples,
+    counts_samples,
+    ignored_label,
+    is_shifted_inside,
+    num_objects,
+    reduction_of,
+    weights_classes,
+)
 from roomier.api.wrapped import WrappedModule
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -42,9 +50,9 @@ class ForwardModule(WrappedModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the network and log it as ``train_loss``."""
-        if not self._has_reported and compares_samples(batch):
-            self._report_compared_samples()
         loss = self._loss(batch)
+        if not self._has_reported:
+            self._report_inseparable_loss(batch, loss)
         self.log("train_loss", loss.detach(), prog_bar=True)
         return loss
 
@@ -64,16 +72,24 @@ class ForwardModule(WrappedModule):
         """Return the number of terms of the loss, according to the class and configuration of the network."""
         if self._counts_samples:
             return batch_size_of(batch)
+        objects = num_objects(batch)
+        if objects is not None:
+            return objects
         return count_loss_terms(batch, is_shifted_inside=self._is_shifted_inside, ignored_label=self._ignored_label)
 
-    def _report_compared_samples(self) -> None:
+    def _report_inseparable_loss(self, batch: Any, loss: Tensor) -> None:
         self._has_reported = True
         num_parts = self.trainer.accumulate_grad_batches * self.trainer.world_size if self.is_attached else 1
-        if num_parts > 1:
+        reason = None
+        if compares_samples(batch):
+            reason = "compares the samples of a batch with each other", "Samples are compared only within a part"
+        elif weights_classes(loss):
+            reason = "divides by the class weights of the targets", "Each part is divided by the weights of its targets"
+        if num_parts > 1 and reason is not None:
             notice(
-                f"the loss of {type(self.network).__name__} compares the samples of a batch with each other, but a "
-                f"global batch is split into {num_parts} parts. Samples are compared only within a part, so the mean "
-                "of the gradients over the parts differs from the gradient of the full batch"
+                f"the loss of {type(self.network).__name__} {reason[0]}, but a global batch is split into {num_parts} "
+                f"parts. {reason[1]}, so the mean of the gradients over the parts differs from the gradient of the "
+                "full batch"
             )
 
     def _log_loss(self, name: str, batch: Any) -> None:

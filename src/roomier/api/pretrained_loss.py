@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from roomier.api.loss_terms import IGNORE_INDEX
+from roomier.core.tree import nodes_of
 
 # Models that do not shift their labels, mostly decoders of encoder-decoder models (transformers 5.23).
 _UNSHIFTED = frozenset(
@@ -26,6 +27,7 @@ _UNSHIFTED = frozenset(
         *("Pegasus", "ProphetNet", "TrOCR", "Whisper"),
     )
 ) | {"XLNetLMHeadModel", "XLMWithLMHeadModel", "FlaubertWithLMHeadModel"}
+_MEAN = 1  # torch's number of the reduction "mean"
 _SHIFTED_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -57,6 +59,35 @@ def counts_samples(network: nn.Module) -> bool:
     """Return True if each label sequence is one term of the loss, as in CTC."""
     is_ctc = any(cls.__name__.endswith("ForCTC") for cls in type(network).__mro__)
     return is_ctc and getattr(network, "config", None) is not None
+
+
+def num_objects(batch: Any) -> int | None:
+    """Return the number of labeled objects in ``batch``; None if the targets are not lists of objects.
+
+    Models for detection and instance segmentation divide their losses by this number, but at least by 1. Their targets
+    are a list with the ``class_labels`` of each sample, or a list of dicts that contain them.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    found: Any = batch.get("class_labels")
+    if found is None and isinstance(batch.get("labels"), (list, tuple)):
+        found = [each.get("class_labels") if isinstance(each, Mapping) else None for each in batch["labels"]]
+    if not isinstance(found, (list, tuple)) or not all(isinstance(each, Tensor) for each in found):
+        return None
+    return max(1, sum(len(each) for each in found))
+
+
+def weights_classes(loss: Tensor) -> bool:
+    """Return True if the graph of ``loss`` contains a mean of cross-entropies with class weights.
+
+    This mean is divided by the weights of the targets in a micro-batch. In models such as DETR, the targets depend on
+    the predictions, so no weights of micro-batches can reproduce the loss of the full batch.
+    """
+    return any(
+        getattr(node, "_saved_weight", None) is not None and getattr(node, "_saved_reduction", None) == _MEAN
+        for node in nodes_of(loss)
+        if type(node).__name__.startswith("NllLoss")
+    )
 
 
 def compares_samples(batch: Any) -> bool:

@@ -23,6 +23,7 @@ from roomier.hardware.spec import machine_of
 from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
+from roomier.plan.offload_rules import without_host_tiers
 from roomier.trainer import Trainer
 from roomier.trainer.keywords.arguments import plan_of
 from roomier.trainer.lightning.callbacks import adopted
@@ -264,7 +265,7 @@ def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bo
             keywords["optimizer"] = "adamw"
         if config.memory_budget is not None:
             keywords["memory_budget"] = config.memory_budget
-        return plan_of(keywords, Trainer.__init__, None)
+        return without_host_tiers(plan_of(keywords, Trainer.__init__, None), machine.device.kind)
     given = Plan.of(keywords["plan"])
     settled = Plan.from_dict({"parallel": {**ranks, "strategy": name}, "choice": _budget_of(config)})
     parallel = replace(settled.parallel, reduce_dtype=given.parallel.reduce_dtype)
@@ -272,7 +273,8 @@ def plan_of_options(config: Namespace, machine: Machine, *, optimizes_itself: bo
     optimizer = given.optimizer
     if optimizer.name is None and not optimizes_itself:
         optimizer = replace(optimizer, name="adamw")
-    return replace(given, parallel=parallel, choice=choice, optimizer=optimizer)
+    given = replace(given, parallel=parallel, choice=choice, optimizer=optimizer)
+    return without_host_tiers(given, machine.device.kind)
 
 
 def _budget_of(config: Namespace) -> dict[str, object]:

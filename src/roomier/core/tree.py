@@ -58,6 +58,18 @@ def _same_mapping(batch: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         return mapped
 
 
+def leaves(batch: Any) -> Iterator[Any]:
+    """Iterate over the objects in ``batch`` that are not containers, depth first."""
+    if isinstance(batch, (list, tuple, Mapping)):
+        for each in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from leaves(each)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from leaves(getattr(batch, field.name))
+    else:
+        yield batch
+
+
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Iterate over the tensors of ``batch``, depth first."""
     if isinstance(batch, Tensor):
@@ -71,6 +83,18 @@ def tensors(batch: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
             yield from tensors(getattr(batch, field.name))
+
+
+def nodes_of(loss: Tensor) -> set[Any]:
+    """Return the nodes of the graph that computed ``loss``."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(each for each, _ in node.next_functions)
+    return seen
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -22,6 +22,7 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.data.by_length import LengthGroupedBatchSampler
 from roomier.data.common_draws import CommonDraws
+from roomier.data.compared import FirstBatch
 from roomier.data.feeds import PASS, Feed, OwnGenerators, begin
 from roomier.data.same import is_same
 from roomier.data.sampler import WalkedSampler
@@ -103,6 +104,7 @@ class BatchFeed(Feed):
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws() if share.divides or draws_apart else None
+        self._first_batch, self._is_compared = FirstBatch(share, ranks, name, loader), False
         # Numbers of batches of the epoch, on all ranks and on this rank, that were done before this feed started.
         self._num_before = 0
         self._first = 0
@@ -121,6 +123,7 @@ class BatchFeed(Feed):
 
     def _begin(self, epoch: int, num_before: int = 0) -> None:
         self._num_before = num_before
+        self._is_compared = self._share.world.size > 1 and epoch < PASS  # ranks can restart a loader at different times
         num_ranks, length = self._share.world.size, length_of(self._loader)
         if self._share.divided_by is not None or math.isinf(length):
             self._first = num_before // num_ranks
@@ -137,7 +140,10 @@ class BatchFeed(Feed):
 
     def _own_part(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self.reading = iterator
-        return iterator if self._draws is None else self._share.of(self._draws.read(iterator))
+        batches = iterator if self._draws is None else self._draws.read(iterator)
+        if self._is_compared:
+            batches = self._first_batch.compared(batches)
+        return batches if self._draws is None else self._share.of(batches)
 
     def position(self, num_batches: int) -> dict[str, Any]:
         num_ranks = self._share.world.size
@@ -182,6 +188,8 @@ class ListFeed(BatchFeed):
         if not self._share.divides:
             return islice(batches, num_before, None) if num_before else iter(batches)
         world = self._share.world
+        if self._is_compared and batches:
+            self._first_batch.compare(batches[0])
         stop = num_before + (len(batches) - num_before) // world.size * world.size
         return islice(batches, num_before + world.rank, stop, world.size)
 
@@ -255,6 +263,7 @@ class WalkedFeed(BatchFeed):
     def _start_at(self, epoch: int, num_skipped: int) -> Iterator[Any]:
         if self._epoch_seed is not None:
             self._epoch_seed.set(self._seed, epoch)
+        self._sampler.first_batch = self._first_batch if self._share.divides and self._is_compared else None
         self._sampler.skip(num_skipped)
         return begin(self._loader, had_workers=self.continues)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, TypeGuard
 
 import torch
@@ -173,9 +174,18 @@ def _with_notice(feed: BatchFeed, share: Share) -> BatchFeed:
 
 
 def speaks_state(loader: object) -> TypeGuard[Any]:
-    """Return True if ``loader`` has the two methods of :class:`SpeaksState`."""
-    methods = ("state_dict", "load_state_dict")
-    return all(callable(getattr(loader, method, None)) for method in methods)
+    """Return True if ``loader`` has the two methods of :class:`SpeaksState`.
+
+    The ``state_dict`` of a dataset of litdata or mosaicml-streaming requires arguments, so its state cannot be read.
+    """
+    state_dict = getattr(loader, "state_dict", None)
+    if not callable(state_dict) or not callable(getattr(loader, "load_state_dict", None)):
+        return False
+    try:
+        signature(state_dict).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from roomier.core.errors import DataError
 from roomier.core.tree import map_tensors
@@ -129,10 +129,10 @@ class JointBatches(Iterable[Any]):
 
     Args:
         combined: the CombinedLoader to read.
-        shards_by_rank: True if the loaders shard themselves across ranks.
+        shards_by_rank: True if the loaders shard themselves across ranks; otherwise None.
     """
 
-    def __init__(self, combined: CombinedLoader, *, shards_by_rank: bool) -> None:
+    def __init__(self, combined: CombinedLoader, *, shards_by_rank: Literal[True] | None) -> None:
         self.combined = combined
         self.shards_by_rank = shards_by_rank
 

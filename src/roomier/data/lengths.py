@@ -9,14 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torch.utils.data.distributed import DistributedSampler
+
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.core.world import World
 from roomier.data.batch_feeds import length_of
 from roomier.data.combined import CombinedLoader
 from roomier.data.divided import share_of
-
-_SAME = "Pass the same loader on every rank, or a dataset with shards_by_rank = True if each rank has its own data"
+from roomier.data.rebuild import parts_of
+from roomier.data.share import SAME_LOADER, no_batch_on
 
 
 def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> None:
@@ -41,18 +44,34 @@ def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> No
     parts = {name: loader}
     if isinstance(loader, CombinedLoader):
         parts = {f"{name}{part}": each for part, each in zip(loader.part_names, loader.flattened, strict=True)}
-    of_ranks = ranks.gather([length_of(each) for each in parts.values()])
-    check_counts([len(lengths) for lengths in of_ranks], name, loader)
-    for (part, each), lengths in zip(parts.items(), zip(*of_ranks, strict=True), strict=True):
+    divided_by = [_divided_by(each, ranks.world, training) for each in parts.values()]
+    of_ranks = ranks.gather(
+        [(length_of(each), by is None) for each, by in zip(parts.values(), divided_by, strict=True)]
+    )
+    check_counts([len(of_rank) for of_rank in of_ranks], name, loader)
+    for part, each, by, of_part in zip(parts, parts.values(), divided_by, zip(*of_ranks, strict=True), strict=True):
+        lengths, are_whole = zip(*of_part, strict=True)
+        if len(set(are_whole)) > 1:
+            problem = f"shards itself across ranks, but not on rank {are_whole.index(True)}"
+            action = "Create the loader in train_dataloader(), which runs on each rank after the ranks have started"
+            raise DataError(part, each, problem, action)
         if 0 in lengths and any(lengths):
             raise no_batch_on([rank for rank, length in enumerate(lengths) if length == 0], part, each)
         if len(set(lengths)) == 1 or math.inf in lengths:
             continue
         problem = f"has {_by_rank(lengths, 'batches')}"
         if training:
-            notice(f"{part}: {problem}; each epoch has as many batches as the shortest loader. {_SAME}")
-        elif share_of(each, ranks.world).divided_by is None:
-            raise DataError(part, each, f"{problem}, but the ranks take turns with the batches of one loader", _SAME)
+            notice(f"{part}: {problem}; each epoch has as many batches as the shortest loader. {SAME_LOADER}")
+        elif by is None:
+            raise DataError(
+                part, each, f"{problem}, but the ranks take turns with the batches of one loader", SAME_LOADER
+            )
+
+
+def _divided_by(loader: Any, world: World, training: bool) -> str | None:
+    if not training and any(isinstance(part, DistributedSampler) for part in parts_of(loader)):
+        return DistributedSampler.__name__  # an evaluation replaces it, so it can be created for other ranks
+    return share_of(loader, world).divided_by
 
 
 def check_counts(counts: Sequence[int], name: str, loaders: Any) -> None:
@@ -63,12 +82,6 @@ def check_counts(counts: Sequence[int], name: str, loaders: Any) -> None:
     """
     if len(set(counts)) > 1:
         raise DataError(name, loaders, f"has {_by_rank(counts, 'loaders')}", "Pass the same loaders on every rank")
-
-
-def no_batch_on(ranks: Sequence[int], name: str, loader: Any) -> DataError:
-    """Return the error for a loader that is empty on ``ranks`` but not on all ranks."""
-    on_ranks = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return DataError(name, loader, f"yields no batches on {on_ranks}, but every rank requires a batch", _SAME)
 
 
 def _by_rank(numbers: Sequence[float], unit: str) -> str:

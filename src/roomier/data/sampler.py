@@ -15,6 +15,7 @@ from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data.common_draws import CommonDraws
+from roomier.data.compared import FirstBatch
 from roomier.data.seeding import NumberedIndices, mix_seed
 from roomier.data.share import ALONE, Share
 
@@ -203,11 +204,13 @@ class WalkedSampler(Sampler[Any]):
     Attributes:
         inner: the argument ``inner``.
         draws: separate random states with which ``inner`` runs; None for the global generators.
+        first_batch: comparison of the first batch of ``inner`` with the other ranks, if any.
     """
 
     def __init__(self, inner: Iterable[Any], *, numbered: bool, share: Share | None = None) -> None:
         self.inner = inner
         self.draws: CommonDraws | None = None
+        self.first_batch: FirstBatch | None = None
         self._numbered = numbered
         self._share = share or Share()
         self._num_skipped = 0
@@ -248,6 +251,8 @@ class WalkedSampler(Sampler[Any]):
         # A loader with workers creates two iterators and reads only the second one, so the first iterator must have no
         # effect before its first read.
         iterator, self._walked = self._walked or self._at_position(), None
+        if self.first_batch is not None:
+            iterator = self.first_batch.compared(iterator)
         if self._numbered:
             numbers = count(self._num_skipped)
             if self._share.divided_by is not None:  # number the batches of all ranks, not of this rank

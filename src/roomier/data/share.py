@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,9 @@ from roomier.core.world import World
 T = TypeVar("T")
 
 ALONE = World()
+SAME_LOADER = (
+    "Pass the same loader on every rank, or a dataset with shards_by_rank = True if each rank has its own data"
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,13 @@ class Share:
         divided_by: name of the object that already shards the loader across ranks, or None if no object does. If an
             object shards the loader, every batch of the loader belongs to this rank.
         keeps_order: True if ``divided_by`` shards one order that does not depend on the number of ranks.
+        is_declared: True if the user set ``shards_by_rank``. The first batches of the ranks are not compared then.
     """
 
     world: World = ALONE
     divided_by: str | None = None
     keeps_order: bool = False
+    is_declared: bool = False
 
     @property
     def divides(self) -> bool:
@@ -80,3 +85,9 @@ class Share:
                 f"Resume with {before} ranks, or start a new run from the weights of the checkpoint",
             )
         return own
+
+
+def no_batch_on(ranks: Sequence[int], name: str, loader: Any) -> DataError:
+    """Return the error for a loader that is empty on ``ranks`` but not on all ranks."""
+    on_ranks = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return DataError(name, loader, f"yields no batches on {on_ranks}, but every rank requires a batch", SAME_LOADER)

@@ -19,9 +19,9 @@ from roomier.data.combined import CombinedLoader, JointBatches
 from roomier.data.combined_feed import CombinedFeed
 from roomier.data.divided import share_of
 from roomier.data.feeds import Feed
-from roomier.data.lengths import check_lengths, no_batch_on
+from roomier.data.lengths import check_lengths
 from roomier.data.rebuild import plain_sampler, set_loader_epoch, with_sampler
-from roomier.data.share import Share
+from roomier.data.share import Share, no_batch_on
 from roomier.data.turns import Turn, Turns, without_padding
 from roomier.data.workers import end_with_signals
 from roomier.device.rng import rng_state, set_rng_state
@@ -458,7 +458,7 @@ def _evaluated(loader: Any, name: str, world: World, pin_memory: bool, shuffle_a
                 problem,
                 "Set shards_by_rank = False on the loaders that shard themselves, so that roomier shards all loaders",
             )
-        return JointBatches(whole, shards_by_rank=True in divide)
+        return JointBatches(whole, shards_by_rank=True in divide or None)
     check_is_one_loader(loader, name)
     single: Any = without_padding(loader, name, world)
     if not shuffle_allowed and isinstance(single, DataLoader) and plain_sampler(single) is not None:

@@ -24,6 +24,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data.batch_feeds import length_of
 from roomier.data.common_draws import CommonDraws
+from roomier.data.compared import FirstBatch
 from roomier.data.divided import share_of
 from roomier.data.rebuild import can_be_rebuilt, rebuilt
 
@@ -50,6 +51,7 @@ class TurnSampler(Sampler[Any]):
         inner: sampler or batch sampler of the user.
         world: rank and number of ranks.
         draws: random states with which ``inner`` runs. These states are identical on all ranks.
+        first_batch: comparison of the first batch of ``inner`` with the other ranks.
 
     Attributes:
         inner: the argument ``inner``.
@@ -57,12 +59,13 @@ class TurnSampler(Sampler[Any]):
         order: ``(number, counts)`` of each batch that has been yielded but not yet evaluated.
     """
 
-    def __init__(self, inner: Iterable[Any], world: World, draws: CommonDraws) -> None:
+    def __init__(self, inner: Iterable[Any], world: World, draws: CommonDraws, first_batch: FirstBatch) -> None:
         self.limit = math.inf
         self.order: deque[tuple[int, bool]] = deque()
         self.inner = inner
         self._world = world
         self._draws = draws
+        self._first_batch = first_batch
 
     def __len__(self) -> int:
         return math.ceil(min(len(self.inner), self.limit) / self._world.size)  # type: ignore[arg-type]
@@ -70,7 +73,8 @@ class TurnSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         with self._draws.inside():
             iterator = iter(self.inner)
-        for indices, number, counts in in_rounds(self._draws.read(iterator), self._world, self.limit):
+        batches = self._first_batch.compared(self._draws.read(iterator))
+        for indices, number, counts in in_rounds(batches, self._world, self.limit):
             self.order.append((number, counts))
             yield indices
 
@@ -109,7 +113,9 @@ class Turns:
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws()
-        self._divided_by = share_of(loader, ranks.world).divided_by
+        share = share_of(loader, ranks.world)
+        self._divided_by = share.divided_by
+        self._first_batch = FirstBatch(share, ranks, name, loader)
         self._sampler: TurnSampler | None = None
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if self._divided_by is not None:
@@ -120,7 +126,7 @@ class Turns:
             self._longest = max(ranks.gather(length_of(loader)))
         elif is_map and can_be_rebuilt(loader):
             field = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            self._sampler = TurnSampler(getattr(loader, field), ranks.world, self._draws)
+            self._sampler = TurnSampler(getattr(loader, field), ranks.world, self._draws, self._first_batch)
             changes = {"in_order": True} if loader.num_workers else {}
             self.loader = rebuilt(loader, **{field: self._sampler}, **changes)
 
@@ -144,6 +150,7 @@ class Turns:
         world, draws, loader = self._ranks.world, self._draws, self.loader
         draws.seed(self._seed, 0)
         if isinstance(loader, (list, tuple)):
+            self._first_batch.compare(loader[0])
             return _of_list(loader, world, int(min(limit, len(loader))))
         if self._divided_by is not None:
             return self._of_own(limit)
@@ -151,7 +158,7 @@ class Turns:
             return self._of_indices(self._sampler, limit)
         with draws.inside():
             iterator = iter(loader)
-        return self._checked(in_rounds(draws.read(iterator), world, limit))
+        return self._checked(in_rounds(self._first_batch.compared(draws.read(iterator)), world, limit))
 
     def _of_indices(self, sampler: TurnSampler, limit: float) -> Iterator[Turn]:
         """Yield the turns of a loader whose sampler selects the batches of this rank, so that only these batches are

@@ -13,7 +13,6 @@ from roomier.api.wrapped import network_of
 from roomier.core.ranks import Ranks
 from roomier.device.capability import usable_device
 from roomier.plan import Plan
-from roomier.plan.offload_rules import check_offload
 from roomier.precision.policy import Precision, precision_of
 
 
@@ -44,11 +43,10 @@ def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
     Techniques replace parameters and ``forward`` methods of the network, but its blocks remain the same modules.
 
     Raises:
-        RoomierError: the device is not available, the device does not support the precision or the tiers of the plan,
-            or ``model_blocks()`` returns a module that is not part of the network.
+        RoomierError: the device is not available, the device does not support the precision of the plan, or
+            ``model_blocks()`` returns a module that is not part of the network.
     """
     device = usable_device(plan.parallel.accelerator, plan.precision.mode)
-    check_offload(plan, device.type)
     precision = precision_of(plan.precision.mode, device)
     network = network_of(module)
     is_manual = not module.automatic_optimization

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from roomier.core.tree import nodes_of
 
 
 @contextmanager
@@ -21,23 +22,12 @@ def zero_gradients(loss: Tensor) -> Iterator[Tensor]:
     Args:
         loss: the loss (0-dim) with its graph.
     """
-    hooks = [node.register_prehook(_zeros) for node in _nodes_of(loss)]
+    hooks = [node.register_prehook(_zeros) for node in nodes_of(loss)]
     try:
         yield torch.nan_to_num(loss) * 0.0
     finally:
         for hook in hooks:  # the nodes that accumulate gradients in parameters outlive the graph
             hook.remove()
-
-
-def _nodes_of(loss: Tensor) -> set[Any]:
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting.extend(each for each, _ in node.next_functions)
-    return seen
 
 
 def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

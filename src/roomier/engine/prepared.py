@@ -20,6 +20,7 @@ from roomier.engine.optimizers import configure_by_name
 from roomier.launch import join, place, present_launch
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
+from roomier.plan.offload_rules import without_host_tiers
 from roomier.plan.rules import refuse
 from roomier.precision.policy import set_matmul_precision
 
@@ -141,7 +142,8 @@ def build_prepared(
     network = network_of(wrapped)
     replace_parameters = replacement_of_parameters(network, given)
     world = place(plan.parallel.devices, plan.parallel.num_nodes, present_launch())
-    ranks = join(world, resolve_device(plan.parallel.accelerator).type)
+    device_type = resolve_device(plan.parallel.accelerator).type
+    plan, ranks = without_host_tiers(plan, device_type), join(world, device_type)
     built = build(plan, wrapped, optimizers, engine_class, ranks)
     set_matmul_precision(plan.precision.matmul)
     return built

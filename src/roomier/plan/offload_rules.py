@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from roomier.core.errors import PlanError
+from roomier.core.log import notice
 from roomier.plan.levers import lever_that_frees_gradients
 from roomier.plan.parts import OffloadPlan
 
@@ -16,21 +18,27 @@ _STATES = "offload.optimizer_states"
 _PARAMETERS = "offload.parameters"
 
 
-def check_offload(plan: Plan, device_type: str) -> None:
-    """Reject tiers that save no memory on the device of a rank.
+def without_host_tiers(plan: Plan, device_type: str) -> Plan:
+    """Return ``plan`` without offloading of parameters and optimizer states to host memory if the device is a CPU.
 
-    If the Plan names an accelerator, the rules of the Plan perform this check. With ``accelerator="auto"``, the device
-    is not known until the engine is built.
+    On a CPU, these tensors are already in host memory. A script that offloads them from a GPU can therefore be tried on
+    a machine without a GPU. A notice is printed, and the returned Plan shows that nothing is offloaded.
 
     Args:
-        plan: plan to check.
+        plan: requested plan.
         device_type: type of the device, such as ``"cpu"``.
-
-    Raises:
-        PlanError: parameters or optimizer states are offloaded to host memory, but the device is a CPU.
     """
-    for error in _tiers_below(plan, device_type):
-        raise error
+    names = [name for name in ("optimizer_states", "parameters") if getattr(plan.offload, name) == "cpu"]
+    if device_type != "cpu" or not names:
+        return plan
+    fields = " and ".join(f"offload.{name}='cpu'" for name in names)
+    notice(f"{fields}: on a CPU, these tensors are already in host memory, so they are not offloaded")
+    changes: dict[str, Any] = dict.fromkeys(names, "none")
+    if "optimizer_states" in names:
+        changes["share"] = OffloadPlan.share
+    if "disk" not in (plan.offload.optimizer_states, plan.offload.parameters):
+        changes["update"] = OffloadPlan.update
+    return replace(plan, offload=replace(plan.offload, **changes))
 
 
 def update_mode(plan: Plan) -> str:
@@ -76,21 +84,6 @@ def offload_settings_have_a_tier(plan: Plan) -> Iterator[PlanError]:
     if offload.optimizer_states == offload.parameters == "none" and offload.update != default.update:
         problem = "has no effect if neither optimizer states nor parameters are offloaded"
         yield PlanError("offload.update", offload.update, problem, action)
-
-
-def tiers_are_below_the_device(plan: Plan) -> Iterator[PlanError]:
-    """Reject parameters and optimizer states in host memory if the plan names the CPU."""
-    yield from _tiers_below(plan, plan.parallel.accelerator)
-
-
-def _tiers_below(plan: Plan, device_type: str) -> Iterator[PlanError]:
-    tiers = {"optimizer_states": plan.offload.optimizer_states, "parameters": plan.offload.parameters}
-    in_memory = [name for name, tier in tiers.items() if tier == "cpu"]
-    if device_type != "cpu" or not in_memory:
-        return
-    on_disk = {name: "disk" for name, tier in tiers.items() if tier != "none"}
-    problem = "saves no memory on a CPU, where parameters and optimizer states are already in host memory"
-    yield PlanError(f"offload.{in_memory[0]}", "cpu", problem, f"Use offload={on_disk}, or a GPU")
 
 
 def parameters_are_sharded_or_single(plan: Plan) -> Iterator[PlanError]:
@@ -147,7 +140,6 @@ def speculation_has_reduced_gradients(plan: Plan) -> Iterator[PlanError]:
 
 OFFLOAD_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     offload_settings_have_a_tier,
-    tiers_are_below_the_device,
     parameters_are_sharded_or_single,
     offloaded_updates_have_their_optimizer,
     speculation_has_reduced_gradients,

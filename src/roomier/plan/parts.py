@@ -241,7 +241,7 @@ class OffloadPlan(Part):
     accelerator) or ``"disk"``. ``"none"`` keeps the tensors on the device.
 
     Tensors move in units. A unit consists of the parameters of one block. On a CPU, parameters and optimizer states
-    are already in host memory, so ``optimizer_states`` and ``parameters`` support only ``"disk"`` there. The Trainer's
+    are already in host memory, so a run there does not offload them to ``"cpu"`` and prints a notice. The Trainer's
     ``offload`` argument also accepts the tier of the optimizer states as a string. True means ``"cpu"``.
 
     Attributes:

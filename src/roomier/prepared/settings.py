@@ -10,6 +10,7 @@ from typing import Any
 
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
+from roomier.device.resolve import resolve_device
 from roomier.engine.prepared import planner_errors
 from roomier.launch import present_launch
 from roomier.migrate.accelerate import answers_to_keywords
@@ -17,6 +18,7 @@ from roomier.migrate.answers import Answers
 from roomier.migrate.deepspeed.objects import answers_to_source
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.levers import lever_that_frees_gradients, used_levers
+from roomier.plan.offload_rules import without_host_tiers
 from roomier.plan.rules import refuse
 
 _FIELDS = {
@@ -50,6 +52,7 @@ def plan_of(plan: Plan | Mapping[str, Any] | str | Path | None, keywords: Mappin
     wanted = plan_from_flags(**flags) if plan is None else _completed(Plan.of(plan), flags, answers)
     found = _on_launched_ranks(wanted)
     _check(found)
+    found = without_host_tiers(found, resolve_device(found.parallel.accelerator).type)
     if found.offload.optimizer_states != "none":
         found = replace(found, offload=replace(found.offload, update="plain"))
     return found

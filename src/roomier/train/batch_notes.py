@@ -3,11 +3,10 @@ batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roomier.core.errors import RoomierError, TrainingError, shorten
-from roomier.core.tree import tensors
+from roomier.core.tree import leaves, tensors
 from roomier.core.world import World
 from roomier.run.progress import Window
 
@@ -32,15 +31,7 @@ def note_text(error: Exception, batch: Any, name: str) -> None:
     Args:
         name: name of the user's argument that contains the loader, for the message.
     """
-    is_text = any(isinstance(leaf, (str, bytes)) for leaf in _leaves(batch)) and next(tensors(batch), None) is None
+    is_text = any(isinstance(leaf, (str, bytes)) for leaf in leaves(batch)) and next(tensors(batch), None) is None
     if is_text and not isinstance(error, RoomierError):
         action = "Convert the text to tensors in the dataset or in collate_fn, with a tokenizer"
         error.add_note(f"{name}={shorten(batch)}: the batch contains text and no tensor. {action}")
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, (list, tuple, Mapping)):
-        for each in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _leaves(each)
-    else:
-        yield batch

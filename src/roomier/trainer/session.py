@@ -29,6 +29,7 @@ from roomier.device.capability import capabilities_of
 from roomier.device.resolve import resolve_device
 from roomier.launch import exits_together, join
 from roomier.launch.job import may_requeue, requeue
+from roomier.plan.offload_rules import without_host_tiers
 from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
@@ -80,6 +81,7 @@ def request_of(
 ) -> Request:
     """Return a Request that describes a call of ``trainer``."""
     fitted = trainer.fitted
+    plan = trainer.requested_plan if stage == "fit" else trainer.plan
     is_cut = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
     return Request(
         stage=stage,
@@ -88,7 +90,7 @@ def request_of(
         datamodule=datamodule,
         ckpt_path=trainer.set_path if ckpt_path is None else ckpt_path,
         weights=weights,
-        plan=trainer.requested_plan if stage == "fit" else trainer.plan,
+        plan=without_host_tiers(plan, resolve_device(plan.parallel.accelerator).type),
         options=trainer.options,
         world=trainer.world,
         root=Path(trainer.default_root_dir),
