@@ -96,6 +96,8 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes(
     # SLURM compares the times of jobs every 30 s. With an earlier limit, a slow start could exceed the limit.
     job = start(slurm, tmp_path, "--time=10", f"--signal={signal}@30")
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    wait_until(lambda: slurm.values_of(job)["JobState"] == "PENDING", lambda: str(slurm.values_of(job)))
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # the second start must not exceed its limit
     check_resumed(slurm, job, tmp_path, on_ranks)
 
 
