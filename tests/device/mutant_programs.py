@@ -199,16 +199,20 @@ class _Later:
 
 @contextmanager
 def _late_communication() -> Iterator[None]:
-    exchange, reduce = dist.batch_isend_irecv, dist.all_reduce
+    exchange, pairwise, reduce = dist.batch_isend_irecv, roomier.parallel.collectives.exchange, dist.all_reduce
 
     def exchange_later(operations: list[Any]) -> list[Any]:
         return [_Later(lambda: [each.wait() for each in exchange(operations)])]
+
+    def pairwise_later(*args: Any) -> list[Any]:
+        return [_Later(lambda: [each.wait() for each in pairwise(*args)])]
 
     def reduce_later(tensor: Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
         return _Later(lambda: reduce(tensor, op)) if async_op else reduce(tensor, op)
 
     with (
         mock.patch.object(dist, "batch_isend_irecv", exchange_later),
+        mock.patch.object(roomier.parallel.collectives, "exchange", pairwise_later),
         mock.patch.object(dist, "all_reduce", reduce_later),
     ):
         yield

@@ -59,7 +59,7 @@ def fit(strategy: Any, by_rank: bool, num_ranks: int) -> int:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_ranks_that_run_different_blocks_raise(on_ranks: RankPool, strategy: str) -> None:
-    with pytest.raises(RankFailed, match=r"ran different parts of the model, .*, in step [12] or"):
+    with pytest.raises(RankFailed, match=r"blocks\.\d.*ran different parts of the model.*find_unused_parameters"):
         on_ranks(2, fit, strategy, True, 2)
 
 
@@ -121,5 +121,5 @@ def test_layer_used_on_one_rank_trains_with_find_unused_parameters(on_ranks: Ran
 
 
 def test_layer_used_on_one_rank_does_not_hang(on_ranks: RankPool) -> None:
-    with pytest.raises(RankFailed, match=r"waited 0:00:03 for a shard|Connection closed|collective mismatch|ended"):
+    with pytest.raises(RankFailed, match=r"'extra'.*ran different parts of the model.*find_unused_parameters"):
         on_ranks(2, fit_with_extra_layer, "zero2", 3.0)

@@ -64,6 +64,15 @@ WRONG_VALUES = [
     ),
     ({"parallel": {"reduce_dtype": "16"}}, "parallel.reduce_dtype", "'16'", "Did you mean 'bf16'?"),
     ({"parallel": {"find_unused_parameters": 1}}, "parallel.find_unused_parameters", "1", "True or False"),
+    (
+        {
+            "parallel": {"strategy": "zero2", "find_unused_parameters": True},
+            "optimizer": {"name": "adamw", "lr": 1e-3, "step_in_backward": "exact"},
+        },
+        "optimizer.step_in_backward",
+        "'exact'",
+        "use strategy='ddp', or remove find_unused_parameters",
+    ),
     ({"parallel": {"accelerator": "hpu"}}, "parallel.accelerator", "'hpu'", "Use accelerator='cuda'"),
     ({"parallel": {"accelerator": "cpuu"}}, "parallel.accelerator", "'cpuu'", "Did you mean 'cpu'?"),
     ({"parallel": {"devices": 2}}, "parallel.devices", "2", "Use strategy='ddp'"),

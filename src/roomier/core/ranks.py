@@ -7,6 +7,7 @@ model.
 
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roomier.core import torch_private
 from roomier.core.wire import decode, encode
 from roomier.core.world import World
 
 T = TypeVar("T")
+_ANNOUNCED = "roomier/announced_error"
+_NEVER_SENT = 2**31 - 1  # tag that no message has
 
 
 class Ranks:
@@ -123,6 +127,34 @@ class Ranks:
         """Wait until every rank calls this method."""
         if not self.is_alone:
             dist.barrier(group=self._group)
+
+
+def announce(error: Exception) -> None:
+    """Report ``error`` to the other ranks without a collective, before this rank raises it. See :func:`announced`."""
+    torch_private.default_store().set(_ANNOUNCED, encode(error))
+
+
+def close_connections() -> None:
+    """Close the connections to the other ranks, so that ranks that wait for this rank fail."""
+    with suppress(RuntimeError):  # after a timeout, gloo closes all connections
+        work = dist.irecv(torch.empty(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=_NEVER_SENT)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
+def announced() -> Exception | None:
+    """Return the error that another rank announced; None if there is no such error.
+
+    A rank calls this function if a collective failed. If another rank has ended, its error is the cause.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    with suppress(dist.DistError, RuntimeError):  # the process that serves the store may have ended
+        store = torch_private.default_store()
+        if store.check([_ANNOUNCED]):
+            error: Exception = decode(store.get(_ANNOUNCED))
+            return error
+    return None
 
 
 def _sendable(error: Exception) -> Exception:

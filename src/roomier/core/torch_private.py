@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -375,6 +376,79 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
                 "Install torch 2.13",
             )
         group.reduce_scatter_unused_params = True
+
+
+def call_before(unit: Any, moment: str, function: Callable[[], None]) -> None:
+    """Call ``function`` immediately before each ``moment`` of a ``fully_shard`` module: ``"pre_forward"``,
+    ``"pre_backward"`` or ``"post_backward"``. A module without parameters has no moments."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        original = getattr(group, moment)
+
+        def run(*args: Any, _original: Any = original) -> Any:
+            function()
+            return _original(*args)
+
+        setattr(group, moment, run)
+
+
+def _parameters_of(unit: Any) -> list[Any]:
+    return [each for group in unit._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params]
+
+
+def sharded_parameters_of(unit: Any) -> list[nn.Parameter]:
+    """Return the sharded parameters of a ``fully_shard`` module."""
+    return [each.sharded_param for each in _parameters_of(unit)]
+
+
+def _has_gradient(each: Any) -> bool:
+    if each.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None
+
+
+def with_gradient(unit: Any) -> int:
+    """Return a bit for each parameter of a ``fully_shard`` module: whether its gradient is about to be reduced."""
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    if not all(group.reduce_grads for group in groups):
+        return 0
+    return sum(1 << bit for bit, each in enumerate(_parameters_of(unit)) if _has_gradient(each))
+
+
+def used_in_window(unit: Any, before: Sequence[bool]) -> list[bool]:
+    """Return for each parameter of a ``fully_shard`` module whether this rank has contributed to its gradient.
+
+    Args:
+        before: the result before this backward pass, which remains valid while the parameters have gradients.
+    """
+    return [
+        _has_gradient(each) or (was_used and each.sharded_param.grad is not None)
+        for each, was_used in zip(_parameters_of(unit), before, strict=True)
+    ]
+
+
+def unshard_and_reshard(unit: Any) -> None:
+    """All-gather the parameters of a ``fully_shard`` module, and reshard them as its forward pass does."""
+    unit.unshard()
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        if group._reshard_after_forward:
+            unit.reshard()
+
+
+def end_backward_of(unit: Any) -> None:
+    """Reduce the gradients of a ``fully_shard`` module now, even if its backward pass did not run."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group.post_backward()
+
+
+def unreduced_parameters(ddp: DistributedDataParallel) -> list[int] | None:
+    """Return the indices of the parameters whose missing gradients prevented the last reduction of DDP; None if all
+    gradients were reduced."""
+    try:
+        ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        *_, indices = str(error).partition("did not receive grad for rank")
+        return [int(each) for each in re.findall(r"\d+", indices.partition("\n")[0])[1:]]
+    return None
 
 
 def default_store() -> Any:

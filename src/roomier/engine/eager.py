@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.engine import Step, StepHooks
 from roomier.core.errors import TrainingError
+from roomier.core.ranks import announced
 from roomier.device.transfer import BatchMover
 from roomier.engine.engine_state import check_optimizers, load_optimizers, optimizer_places, optimizer_states
 from roomier.engine.facts import Facts
@@ -270,10 +271,12 @@ class EagerEngine:
                 self._updates.backward(partial(self._run_backward, loss, *args, **kwargs))
             else:
                 self._run_backward(loss, *args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
             if loss.is_complex() and not (args or kwargs):
                 raise complex_loss_error(loss) from None
-            raise
+            if (cause := announced()) is None:
+                raise
+            raise cause from error
         for after in hooks.after_backward:
             after()
 

@@ -14,8 +14,6 @@ class Parallel(Protocol):
     Attributes:
         loss_factor: factor by which losses are multiplied, so that the reduced gradients are the sum over the ranks.
         allows_inference_mode: whether parameters can be trained after they were unsharded in inference mode.
-        trace: hash of the units of the model that have run so far, in execution order. The hash must be equal on all
-            ranks. If the hashes differ, a rank received parameters of the wrong unit.
         late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
         root_parameters: parameters of blocks whose gradients are reduced after the gradients of all blocks.
         units: modules that each all-gather their parameters together, in forward order; empty without sharding.
@@ -24,7 +22,6 @@ class Parallel(Protocol):
 
     loss_factor: float
     allows_inference_mode: bool
-    trace: int
     late_parameters: Sequence[nn.Parameter]
     root_parameters: Sequence[nn.Parameter]
     units: Sequence[nn.Module]
@@ -36,6 +33,12 @@ class Parallel(Protocol):
 
         The module can change between two steps.
         """
+        ...
+
+    @property
+    def trace(self) -> int:
+        """Hash of the collectives of the units that have run so far. The hash must be equal on all ranks. If the hashes
+        differ, a rank received parameters or gradients of the wrong unit."""
         ...
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:

@@ -19,12 +19,32 @@ from torch import Tensor
 
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
+from roomier.core.ranks import announced
 
 PATIENCE = timedelta(minutes=15)  # longer than the default hang_timeout, which raises an error that names the late rank
 
+Check = Callable[[], None]
+SendHeader = Callable[[dist.ProcessGroup], tuple[int, Check]]
+
+
+def no_check() -> None:
+    """Compare no headers."""
+
+
+def _no_header(group: dist.ProcessGroup) -> tuple[int, Check]:
+    return 0, no_check
+
 
 class PairwiseAllGather:
-    """All-gather for :meth:`FSDPModule.set_custom_all_gather`."""
+    """All-gather for :meth:`FSDPModule.set_custom_all_gather`.
+
+    Args:
+        send_header: function that sends the header of a collective to the ranks of a group. It returns the tag of the
+            payloads, and a function that waits for the headers of the other ranks and compares them.
+    """
+
+    def __init__(self, send_header: SendHeader = _no_header) -> None:
+        self._send_header = send_header
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized buffer."""
@@ -35,11 +55,12 @@ class PairwiseAllGather:
     ) -> dist.Work:
         """Start all-gathering ``input_tensor`` ``[n]`` over ``group`` into ``output_tensor`` ``[ranks * n]``."""
         parts = list(output_tensor.chunk(group.size()))
-        work = exchange([input_tensor] * group.size(), parts, group)
+        tag, check = self._send_header(group)
+        work = exchange([input_tensor] * group.size(), parts, group, tag)
         own = parts[group.rank()]
         if not torch_private.is_same_memory(own, input_tensor):
             own.copy_(input_tensor)
-        return _AllOf(work)
+        return _AllOf(work, check)
 
 
 class Reductions:
@@ -81,9 +102,18 @@ class PairwiseReduceScatter:
         may_wait: True to allow reductions to finish later. Must be False if ``fully_shard`` reads the values of each
             result.
         wire_dtype: dtype in which gradients are sent; None means the reduction dtype of ``fully_shard``.
+        send_header: see :class:`PairwiseAllGather`.
     """
 
-    def __init__(self, reductions: Reductions, *, may_wait: bool, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        reductions: Reductions,
+        *,
+        may_wait: bool,
+        wire_dtype: torch.dtype | None = None,
+        send_header: SendHeader = _no_header,
+    ) -> None:
+        self._send_header = send_header
         self._reductions = reductions
         self._may_wait = may_wait
         self._wire_dtype = wire_dtype
@@ -116,9 +146,11 @@ class PairwiseReduceScatter:
             part if index == rank else output_tensor if is_direct and index == first else torch.empty_like(part)
             for index, part in enumerate(parts)
         ]
-        work = exchange(parts, received, group)
+        tag, check = self._send_header(group)
+        work = exchange(parts, received, group, tag)
 
         def finish() -> None:
+            check()
             wait_for(work)
             if is_direct:
                 output_tensor.add_(received[second])
@@ -136,17 +168,15 @@ class PairwiseReduceScatter:
         self._last_window = self._reductions.window
 
 
-def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:
     """Start sending ``sent[i]`` to each other rank ``i`` of ``group``, and receiving ``received[i]`` from rank
-    ``i``."""
-    operations = [
-        dist.P2POp(function, tensors[peer], group=group, group_peer=peer)
-        for peer in range(group.size())
-        if peer != group.rank()
-        for function, tensors in ((dist.isend, sent), (dist.irecv, received))
+    ``i``. Messages match only messages with the same ``tag``."""
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
+    return [
+        work
+        for peer in peers
+        for work in (group.send([sent[peer]], peer, tag), group.recv([received[peer]], peer, tag))
     ]
-    work: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    return work
 
 
 def wait_for(work: Sequence[dist.Work]) -> None:
@@ -164,7 +194,9 @@ def wait_for(work: Sequence[dist.Work]) -> None:
     except RuntimeError as error:
         # After a timeout, all later operations of gloo fail with the second of these messages.
         if not any(told in str(error).lower() for told in ("timed out", "timeout caused pair closure")):
-            raise
+            if (cause := announced()) is None:
+                raise
+            raise cause from error
         raise TrainingError(
             "strategy",
             f"rank {dist.get_rank()}",
@@ -176,10 +208,11 @@ def wait_for(work: Sequence[dist.Work]) -> None:
 class _AllOf(dist.Work):
     """Several operations that a caller waits for together."""
 
-    def __init__(self, work: Sequence[dist.Work]) -> None:
+    def __init__(self, work: Sequence[dist.Work], check: Check) -> None:
         super().__init__()
-        self._work = work
+        self._work, self._check = work, check
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._check()
         wait_for(self._work)
         return True

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError, TrainingError
-from roomier.core.ranks import Ranks
+from roomier.core.ranks import Ranks, announce, close_connections
 from roomier.parallel.fake_ddp import FakeDDP
 from roomier.parallel.powersgd import PowerSGD
 from roomier.parallel.rounded import send_rounded
@@ -102,8 +102,13 @@ class Replicas(Unsharded):
             is_unused = average_gradients(self._trained, self._ranks, self._wire_dtype)
             self._finds_unused |= is_unused
             self._wraps_next = not self._by_hand
-        elif not self._finds_unused and any(each.grad is None for each in self._trained):
-            raise self._left_out()
+        elif not self._finds_unused:
+            unreduced = torch_private.unreduced_parameters(self._ddp)
+            if unreduced is not None:
+                error = self._left_out(unreduced)
+                announce(error)
+                close_connections()  # ranks that have all gradients wait for the reduction
+                raise error
 
     def end_update(self) -> None:
         """This method is a no-op, because DDP requires no action after an update."""
@@ -154,18 +159,14 @@ class Replicas(Unsharded):
         elif self._wire_dtype is not None:
             self._ddp.register_comm_hook(self._wire_dtype, send_rounded)
 
-    def _left_out(self) -> TrainingError:
+    def _left_out(self, unreduced: Sequence[int]) -> TrainingError:
         assert self._ddp is not None
-        names = [
-            name
-            for name, each in self._ddp.module.network.named_parameters()
-            if each.requires_grad and each.grad is None
-        ]
+        trained = [name for name, each in self._ddp.module.network.named_parameters() if each.requires_grad]
         problem = f"has no gradient in this step on rank {dist.get_rank()}, but had one in the first step"
         action = (
             "If steps leave parameters unused, set Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
         )
-        return TrainingError("training_step", names[:5], problem, action)
+        return TrainingError("training_step", [trained[each] for each in unreduced[:5]], problem, action)
 
 
 def _constant_buffers(module: nn.Module) -> list[str]:

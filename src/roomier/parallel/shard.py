@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +41,9 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
+from roomier.parallel.mesh import REPLICATE, SHARD
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
+from roomier.parallel.order import Order
 from roomier.parallel.read_weights import layers_read_by_others
 from roomier.parallel.runner import StepRunner
 from roomier.parallel.whole import WholeParameters, is_whole, sharded_parameters
@@ -80,7 +81,7 @@ class Sharding:
             model), with one exception. If gradients are reduced after every micro-batch, the pairwise collectives use
             ``compute_dtype`` for the gradients of units that are all-gathered in ``compute_dtype``.
         finds_unused: if True, allow steps in which only some ranks use a parameter. A rank without a gradient
-            contributes zeros. If no rank has a gradient, the reduced gradient is zero.
+            contributes zeros. If no rank has a gradient, the parameter has no gradient.
         by_hand: whether the module uses manual optimization, in which backward and update run inside ``training_step``.
             If so, gradients are averaged over the ranks instead of summed.
         is_pairwise: if True, use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
@@ -113,9 +114,6 @@ class Shards:
         loss_factor: 1, because gradients are summed over the ranks.
         allows_inference_mode: False, because buffers that an all-gather allocates in inference mode cannot be used in
             training.
-        trace: hash of the sequence of units whose forward pass has run. Ranks match collectives by their order, so a
-            rank that runs different units would silently combine shards of different parameters. Ranks compare the
-            hashes to detect such a mismatch.
         late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
         root_parameters: parameters inside units that are sharded with the root, not with their unit; see
             :func:`root_parameters_of`.
@@ -135,7 +133,6 @@ class Shards:
         self._is_last = True
         self._parameters: list[nn.Parameter] | None = None  # sharded parameters, as registered between steps
         self.runner: nn.Module = StepRunner(network)
-        self.trace = 0
         # If some ranks may skip a layer, its forward pass must not start a collective. In this case, only blocks become
         # units, and all other layers belong to the root.
         units = closed_blocks(network, blocks) if sharding.finds_unused else units_of(network, blocks)
@@ -143,18 +140,22 @@ class Shards:
         # parameters of the root that are weights of matrix products.
         in_root = root_parameters_of(units, sharding.compute_dtype)
         in_units = {each for unit in units for each in unit.parameters()} - in_root
+        self._cuts: list[FSDPModule] = []  # one for each group of parameters; the root is the first
         root = self._cut([self.runner], None, in_units)
         sharded = (each for unit in units for each in unit.parameters() if isinstance(each, DTensor))
         self.root_parameters: Sequence[nn.Parameter] = list(sharded)
         parts = [self._shard_unit(unit) for unit in units]
-        for number, unit in enumerate(units, start=1):
-            unit.register_forward_pre_hook(partial(self._note, number))
-        self.gathers_ahead = sharding.is_pairwise and not sharding.is_sequential
+        replicas = sharding.mesh.get_group(REPLICATE) if sharding.has_copies else None
+        self._order = Order(network, self._cuts, replicas, is_fixed=sharding.finds_unused)
+        self.runner.register_forward_hook(lambda *_: self._order.end_forward())
+        # In a fixed order, ranks that run a unit must not start its all-gather earlier than ranks that skip it.
+        is_sequential = sharding.is_sequential or sharding.finds_unused
+        self.gathers_ahead = sharding.is_pairwise and not is_sequential
         if self.gathers_ahead:
             _gather_ahead([[root], *parts])
         self.units: Sequence[nn.Module] = units
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
-        if sharding.is_sequential:
+        if is_sequential:
             # An explicit list replaces implicit prefetching. Prefetching an unsharded unit is a no-op.
             for unit in self._units:
                 unit.set_modules_to_backward_prefetch([unit])
@@ -171,12 +172,15 @@ class Shards:
             is_read = any(getattr(each.forward, "reads_weights_later", False) for each in parts)
             unit.set_reshard_after_forward(self.sharding.frees_parameters and not is_read, recurse=False)
 
-    def _note(self, number: int, *_: Any) -> None:
-        self.trace = (self.trace * 1_000_003 + number) % 2**31
+    @property
+    def trace(self) -> int:
+        """Hash of the collectives that depend on the executed units; see :class:`Order`."""
+        return self._order.trace
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Configure the collectives for the next micro-batch of a step, before its forward pass."""
         self._is_last = is_last
+        self._order.begin_forward()
         if is_first:
             self._whole.begin_step()
         is_pairwise = self.sharding.is_pairwise
@@ -206,12 +210,16 @@ class Shards:
 
     def begin_backward(self) -> None:
         """Prepare for a backward pass."""
+        self._order.begin_backward()
         self._whole.begin_backward()
 
     def end_backward(self) -> None:
         """Complete the pending reductions at the end of a backward pass."""
         self._reductions.finish()
         if self._is_last:
+            if self.sharding.is_pairwise:
+                self._order.end_step(self.sharding.mesh.get_group(SHARD))
+            self._order.remove_unused()
             self._whole.end_step()
         self._gather_root_again()
 
@@ -258,8 +266,11 @@ class Shards:
     def _shard_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Shard ``unit`` as one group of parameters, or as two groups with different dtypes (see :func:`parts_of`)."""
         needs_no_weights = type(unit) is nn.Embedding  # in backward (read before fully_shard changes the type)
-        parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
-        if needs_no_weights:
+        groups = parts_of(unit, self.sharding.compute_dtype)
+        if self.sharding.finds_unused and len(groups) > 1:  # a step may skip some of the modules of a group
+            groups = [([unit], None)]
+        parts = [self._cut(modules, dtype) for modules, dtype in groups]
+        if needs_no_weights and not self.sharding.finds_unused:
             parts[0].set_unshard_in_backward(False)
         return parts
 
@@ -293,6 +304,8 @@ class Shards:
             mp_policy=policy,
             ignored_params={*self._whole.parameters, *sharded, *in_units} or None,
         )[0]
+        number = len(self._cuts)
+        self._cuts.append(unit)
         # Sum on every backend. The losses are weighted, so the sum is the gradient of the global batch.
         unit.set_force_sum_reduction_for_comms(True)
         if sharding.finds_unused:
@@ -309,8 +322,10 @@ class Shards:
                 and not sharding.by_hand
                 and not sharding.is_sequential,
                 wire_dtype=sharding.wire_dtype or own,
+                send_header=lambda group: self._order.reduce_scatter(number, group),
             )
-            unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
+            all_gather = PairwiseAllGather(lambda group: self._order.all_gather(number, group))
+            unit.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         return unit
 

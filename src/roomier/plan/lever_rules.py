@@ -183,6 +183,23 @@ def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("attention.kernel", kernel, f"is not available on {accelerator}", action)
 
 
+def unused_parameters_are_known_before_updates(plan: Plan) -> Iterator[PlanError]:
+    """Reject updates during backward or forward, and offloaded parameters, if ranks may skip units."""
+    if not (plan.parallel.find_unused_parameters and plan.parallel.may_skip_units):
+        return
+    rejected = {
+        "optimizer.step_in_backward": (plan.optimizer.step_in_backward, ("none",)),
+        "offload.update": (plan.offload.update, ("auto", "plain")),
+        "offload.parameters": (plan.offload.parameters, ("none",)),
+    }
+    for field, (value, allowed) in rejected.items():
+        if value not in allowed:
+            problem = "is not supported with find_unused_parameters=True and a sharded strategy, because parameters "
+            problem += "without a gradient are known only at the end of backward"
+            action = f"Set {field}={allowed[0]!r}, use strategy='ddp', or remove find_unused_parameters"
+            yield PlanError(field, value, problem, action)
+
+
 LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
     budget_can_be_measured,
@@ -191,6 +208,7 @@ LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     rounding_is_of_bf16_weights,
     low_bit_states_have_supported_weights,
     step_in_backward_gains_something,
+    unused_parameters_are_known_before_updates,
     quantized_base_is_unsharded,
     kernel_is_of_the_device,
 ]

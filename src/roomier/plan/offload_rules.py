@@ -47,11 +47,13 @@ def update_mode(plan: Plan) -> str:
 
     Speculative updates transfer the states during the entire step. However, speculative updates require twice the
     space, also write the weights, and must be repeated if gradients are clipped. Speculative updates are selected if
-    they are supported and the tier is a disk, because transfers to a disk take the longest time. Otherwise, updates are
-    deferred.
+    they are supported and the tier is a disk, because transfers to a disk take the longest time. Updates are plain if
+    unused parameters are known only after backward. Otherwise, updates are deferred.
     """
     if plan.offload.update != "auto":
         return plan.offload.update
+    if plan.parallel.may_skip_units:
+        return "plain"
     clips_elements = plan.batch.gradient_clip_val is not None and not plan.batch.clips_norm
     waits = plan.parallel.strategy == "ddp" or plan.precision.mode == "16-mixed" or clips_elements
     waits = waits or plan.offload.parameters != "none"

@@ -99,8 +99,10 @@ class ParallelPlan(Part):
             unit during the computation of the previous unit, and reduces gradients during the computation of the next
             unit. ``"sequential"`` completes each transfer before the computation continues, so fewer buffers exist at
             the same time. On accelerators, only the all-gathers in backward are sequential.
-        find_unused_parameters: if True, support training in which different steps or ranks use different parameters.
-            This option is not required for parameters that no rank uses in the first step.
+        find_unused_parameters: if True, support training in which different steps or ranks use different parameters,
+            such as a mixture of experts. A rank without a gradient contributes zeros, and a parameter without a
+            gradient on any rank is not updated. With a sharded strategy, ranks also all-gather units that they skip,
+            and transfers are sequential. This option is not required for parameters that no rank uses in any step.
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -115,6 +117,11 @@ class ParallelPlan(Part):
     compression_warmup_steps: int | None = None
     communication: str = "overlapped"
     find_unused_parameters: bool = False
+
+    @property
+    def may_skip_units(self) -> bool:
+        """True if ranks may skip units of a sharded model. Unused parameters are then known only after backward."""
+        return self.find_unused_parameters and self.strategy not in ("single", "ddp", "auto")
 
     @property
     def num_ranks(self) -> int:
