@@ -377,7 +377,7 @@ def test_model_created_in_configure_model_is_trained_and_saved(tmp_path):
     ("name", "value", "message"),
     [
         ("training_step", None, "Broken"),
-        ("configure_optimizers", lambda self: None, "Broken"),
+        ("configure_optimizers", pl.LightningModule.configure_optimizers, "Broken"),
         ("configure_optimizers", lambda self: [torch.optim.SGD(self.parameters(), lr=0.1)] * 2, "2 optimizers"),
         ("validation_epoch_end", lambda self, outputs: None, "on_validation_epoch_end"),
     ],
