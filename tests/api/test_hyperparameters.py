@@ -198,6 +198,32 @@ def test_arguments_replace_stored_values(tmp_path):
     assert loaded.hparams.names == ("new",)
 
 
+HPARAMS = "width: 3\ndepth: 1\nnames: !!python/tuple\n- x\n- y\n"
+
+
+@pytest.mark.parametrize("text", [HPARAMS, '{"width": 3, "depth": 1, "names": ["x", "y"]}'], ids=["yaml", "json"])
+@pytest.mark.parametrize("form", ["folder", "lightning"])
+def test_a_file_replaces_stored_values(tmp_path, form, text):
+    net = Net(3, depth=1)
+    fitted(net, tmp_path).save_checkpoint(tmp_path / "saved", format=form)
+    (tmp_path / "hparams.yaml").write_text(text)
+    loaded = Net.load_from_checkpoint(tmp_path / "saved", "meta", tmp_path / "hparams.yaml", weights_only=True)
+    assert tuple(loaded.hparams.names) == ("x", "y")
+    assert loaded.device.type == "meta"
+    again = Net.load_from_checkpoint(tmp_path / "saved", hparams_file=tmp_path / "hparams.yaml", names=("new",))
+    assert again.hparams.names == ("new",)
+    assert same_bits(net, again)
+
+
+@pytest.mark.parametrize("text", [None, "5", "a: [", "a: !!python/object/apply:os.system ['true']", "a: 1\na: 2"])
+def test_a_file_without_hyperparameters_is_rejected(tmp_path, text):
+    path = saved(Net(3), tmp_path)
+    if text is not None:
+        (tmp_path / "hparams.yaml").write_text(text)
+    with pytest.raises(roomier.RoomierError, match=r"hparams_file=.*cannot be read"):
+        Net.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml")
+
+
 def test_subclass_that_fixes_arguments_of_its_base_class(tmp_path):
     """The hyperparameters contain the arguments of the base class, which the subclass does not accept."""
 

@@ -147,7 +147,7 @@ def test_checkpoints_of_another_run_are_never_replaced_or_removed(
     assert killed.best_model_path == str(shared / "epoch=0-step=10-v1")
     resumed = ModelCheckpoint(dirpath=shared)
     make_trainer(resumed, max_epochs=3).fit(scripted(), batches, ckpt_path=killed.best_model_path)
-    assert folders(shared) == [*foreign, "epoch=2-step=30-v1"]
+    assert folders(shared) == sorted([*foreign, "epoch=0-step=10-v1", "epoch=2-step=30-v1"])
     assert {name: (shared / name / "run.json").read_bytes() for name in foreign} == before
 
 

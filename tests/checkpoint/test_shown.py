@@ -1,10 +1,12 @@
-"""Checkpoint entries that a LightningModule's hooks add: data is stored, but objects are skipped and reported."""
+"""Checkpoint entries that hooks read under the names of Lightning, and entries that hooks add. Data is stored, but
+objects are skipped and reported."""
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from roomier.checkpoint.shown import without_objects
+from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 
 
 def test_objects_are_skipped_and_reported() -> None:
@@ -26,3 +28,11 @@ def test_objects_are_skipped_and_reported() -> None:
         "[\"extra\"]['pair']",
         '["alone"]',
     ]
+
+
+@pytest.mark.parametrize(("epoch", "batch_idx", "shown"), [(0, 0, 0), (0, 3, 0), (1, 0, 0), (1, 3, 1), (2, 0, 1)])
+def test_the_epoch_of_an_earlier_checkpoint(epoch: int, batch_idx: int, shown: int) -> None:
+    progress = {"epoch": epoch, "batch_idx": batch_idx, "global_step": 7}
+    assert ShownCheckpoint({"progress": progress})["epoch"] == shown
+    assert ShownCheckpoint({"progress": progress, "epoch": 5})["epoch"] == 5
+    assert "epoch" in ShownCheckpoint({"progress": progress})

@@ -247,6 +247,25 @@ def test_a_datamodule_is_created_from_a_checkpoint(tmp_path, kind, arguments, fo
         assert kind.load_from_checkpoint(path, batch_size=8).hparams["batch_size"] == 8
 
 
+@pytest.mark.parametrize("kind", [Own, OfLightning])
+def test_a_datamodule_is_moved_and_created_from_a_file(tmp_path, kind):
+    class Holds(kind):
+        def state_dict(self):
+            return {"mean": torch.ones(2), "num_seen": 3}
+
+        def load_state_dict(self, state_dict):
+            self.state = state_dict
+
+    path = written(roomier.Trainer, Net(), Holds(batch_size=2), tmp_path, "a")
+    (tmp_path / "hparams.yaml").write_text("batch_size: 4")
+    options = {"map_location": "meta", "hparams_file": tmp_path / "hparams.yaml"}
+    for loaded in (load_datamodule(Holds, path, **options), Holds.load_from_checkpoint(path, **options)):
+        assert loaded.hparams["batch_size"] == 4
+        assert loaded.state["mean"].device.type == "meta"
+    given = kind.load_from_checkpoint(path, None, tmp_path / "hparams.yaml", weights_only=True, batch_size=8)
+    assert given.hparams["batch_size"] == 8
+
+
 def test_a_checkpoint_without_the_arguments_of_a_datamodule_is_rejected(tmp_path):
     path = written(roomier.Trainer, Net(), Own(), tmp_path, "a")
     with pytest.raises(roomier.core.errors.CheckpointError, match=r"NamedOwn cannot be constructed .*config"):

@@ -66,9 +66,9 @@ class Reporting(ModelCheckpoint):
         report(self.pipe, f"began {trainer.global_step}")
 
     def on_save_point(self, trainer: Trainer, pl_module: Module) -> None:
-        before = self.last_model_path
+        before = os.path.realpath(self.last_model_path)
         super().on_save_point(trainer, pl_module)
-        if self.last_model_path != before:
+        if os.path.realpath(self.last_model_path) != before:
             report(self.pipe, f"saved {trainer.global_step}")
 
 

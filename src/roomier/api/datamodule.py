@@ -75,21 +75,33 @@ class DataModule(HasHyperParameters):
         return datamodule
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: str | Path, **kwargs: Any) -> Self:
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: str | torch.device | None = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
         """Create the DataModule from its hyperparameters in a checkpoint and restore the state that :meth:`state_dict`
         returned.
 
         Args:
             checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.
+            map_location: device of the tensors in the state. Default: the CPU.
+            hparams_file: YAML file of hyperparameters, which replace the hyperparameters in the checkpoint.
+            weights_only: has no effect, because roomier never executes code in a checkpoint.
             kwargs: arguments of ``__init__`` that replace stored arguments, or that are not stored.
 
         Raises:
+            RoomierError: ``map_location`` is not an available device, or ``hparams_file`` cannot be read.
             CheckpointError: the checkpoint is damaged, or an argument of ``__init__`` is missing.
 
         Example:
             >>> data = Numbers.load_from_checkpoint("runs/version_0/checkpoints/last")
         """
-        loaded: Self = checkpoint_loaders().load_datamodule(cls, checkpoint_path, **kwargs)
+        load = checkpoint_loaders().load_datamodule
+        loaded: Self = load(cls, checkpoint_path, map_location, hparams_file=hparams_file, **kwargs)
         return loaded
 
     def prepare_data(self) -> None:

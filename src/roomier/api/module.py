@@ -212,7 +212,7 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
 
     @property
     def current_epoch(self) -> int:
-        """Number of completed epochs; 0 without a Trainer."""
+        """Number of completed epochs, as in the Trainer; 0 without a Trainer."""
         return self.trainer.current_epoch if self.is_attached else 0
 
     @property
@@ -428,8 +428,9 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         cls,
         checkpoint_path: str | Path,
         map_location: str | torch.device | None = None,
-        *,
+        hparams_file: str | Path | None = None,
         strict: bool | None = None,
+        weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
         """Create the module from the hyperparameters in a checkpoint and load its weights.
@@ -437,18 +438,21 @@ class Module(HasHyperParameters, Exports, ModuleHooks):
         Args:
             checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.
             map_location: device of the module; None leaves the module on the device on which ``__init__`` creates it.
+            hparams_file: YAML file of hyperparameters, which replace the hyperparameters in the checkpoint.
             strict: if True, require that the checkpoint and the module have weights with the same names. Default:
                 ``strict_loading``.
+            weights_only: has no effect, because roomier never executes code in a checkpoint.
             kwargs: arguments of ``__init__`` that replace stored arguments, or that are not stored.
 
         Raises:
-            RoomierError: ``map_location`` is not an available device.
+            RoomierError: ``map_location`` is not an available device, or ``hparams_file`` cannot be read.
             CheckpointError: the checkpoint is damaged, or its weights do not match this class.
 
         Example:
             >>> model = Net.load_from_checkpoint("runs/version_0/checkpoints/last")
         """
-        loaded: Self = checkpoint_loaders().load_module(cls, checkpoint_path, map_location, strict=strict, **kwargs)
+        load = checkpoint_loaders().load_module
+        loaded: Self = load(cls, checkpoint_path, map_location, hparams_file=hparams_file, strict=strict, **kwargs)
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:

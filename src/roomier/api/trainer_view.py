@@ -39,7 +39,7 @@ class TrainerView(Protocol):
 
     @property
     def current_epoch(self) -> int:
-        """Number of completed epochs."""
+        """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
 
     @property
     def num_steps_in_all(self) -> float:
@@ -429,7 +429,7 @@ class TrainerView(Protocol):
         *,
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
-        format: str = "folder",
+        format: str | None = None,
     ) -> None:
         """Save the run. If a hook of a running fit calls this method, the checkpoint is written at the end of the
         step."""

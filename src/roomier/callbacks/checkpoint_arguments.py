@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from roomier.core.errors import RoomierError
@@ -44,7 +45,7 @@ def check_arguments(of: Any) -> None:
         "every_n_epochs": of.every_n_epochs,
         "train_time_interval": of.train_time_interval,
     }
-    chosen = {name: value for name, value in given.items() if value}
+    chosen = {name: value for name, value in given.items() if value or isinstance(value, timedelta)}
     if len(chosen) > 1:
         raise _wrong(" and ".join(chosen), chosen, "cannot be combined", "Use two ModelCheckpoints")
 

@@ -67,6 +67,8 @@ def find_complete(name: str, folders: list[str]) -> str:
     """Return the path of the complete checkpoint ``name`` in the first folder that contains it; ``""`` if none does."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
+        if os.path.islink(path):  # the link "last", which other checkpoints may replace
+            path = os.path.join(os.path.dirname(path), os.readlink(path))
         if is_lightning_file(path):  # a single file, which peek does not support
             return path
         with suppress(CheckpointError):

@@ -21,12 +21,14 @@ class Keep:
         lower_is_better: True if a lower score is better.
         monitored: True if checkpoints have scores. If False, newer checkpoints are better.
         last: True if the newest checkpoint is also kept.
+        given_path: checkpoint that is never removed; see :attr:`roomier.run.settled.Start.given_path`.
     """
 
     top_k: int
     lower_is_better: bool
     monitored: bool
     last: bool
+    given_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,13 @@ class Ledger:
         return ranked[0]
 
     def kth(self, keep: Keep) -> Scored:
-        """Return the checkpoint that the next better checkpoint would replace.
+        """Return the worst of the top-k checkpoints, which the next better checkpoint would replace.
 
-        Return ``("", None)`` if fewer than k checkpoints are kept, or if all checkpoints are kept.
+        Return ``("", None)`` if fewer than k checkpoints are kept.
         """
         ranked = self.ranked(keep)
-        return ranked[keep.top_k - 1] if 1 <= keep.top_k <= len(ranked) else ("", None)
+        k = len(ranked) if keep.top_k == -1 else keep.top_k
+        return ranked[k - 1] if 1 <= k <= len(ranked) else ("", None)
 
     def enters(self, score: float | None, keep: Keep) -> bool:
         """Return True if a checkpoint with this score would be among the top-k.
@@ -118,7 +121,7 @@ class Ledger:
             step=step,
             newest_path=path,
         )
-        return replace(new, superseded=tuple(sorted(self.paths - new.paths)))
+        return replace(new, superseded=tuple(sorted(self.paths - new.paths - {keep.given_path})))
 
 
 def ledger_form(*, monitored: bool) -> Form:

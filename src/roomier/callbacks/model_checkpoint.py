@@ -28,6 +28,7 @@ from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 from roomier.core.paths import check_path
 from roomier.core.units import parse_duration_s
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -61,8 +62,10 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: if True, write ``step=100`` instead of ``100`` for ``{step}``.
         every_n_train_steps: number of optimizer steps between saves. Set at most one of this argument,
             ``train_time_interval`` and ``every_n_epochs``. The default is ``every_n_epochs=1``.
-        train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.
-        every_n_epochs: number of epochs between saves.
+        train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``. With
+            ``timedelta(0)``, save in each step.
+        every_n_epochs: number of epochs between saves. With 0, and without another interval, save only for
+            ``save_last``.
         save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: if True, continue training while a checkpoint is written. Training waits only until the state is
@@ -89,6 +92,7 @@ class ModelCheckpoint(Callback):
     """
 
     reads_parameters, monitors = False, True
+    FILE_EXTENSION = SUFFIX  # a name of Lightning
 
     @explain_unknown_keywords("callbacks.ModelCheckpoint", FORMER)
     def __init__(
@@ -132,7 +136,7 @@ class ModelCheckpoint(Callback):
         self._interval_s = (
             None
             if train_time_interval is None
-            else parse_duration_s("ModelCheckpoint(train_time_interval)", train_time_interval)
+            else parse_duration_s("ModelCheckpoint(train_time_interval)", train_time_interval, may_be_zero=True)
         )
         self._keep = Keep(save_top_k, mode == "min", monitor is not None, bool(save_last))
         check_arguments(self)
@@ -145,8 +149,7 @@ class ModelCheckpoint(Callback):
         self._monitored = None if monitor is None else Monitored(type(self).__name__, monitor)
         named = [each for each in metrics_named_in(self.filename) if each != monitor]
         self._named = [Monitored(type(self).__name__, each, "filename") for each in named]
-        self._due_step = self._validated_step = -1
-        self._ended_epoch = (-1, 0)
+        self._due_step = self._validated_step = self._ended_at_step = -1
         self._interval = Interval(self._interval_s) if self._interval_s is not None else None
         self._printed: set[str] = set()
 
@@ -182,22 +185,20 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the checkpoint that a better checkpoint would replace; ``""`` if fewer than k checkpoints are
-        kept.
-        """
+        """Path of the worst of the top-k checkpoints; ``""`` if fewer than k checkpoints are kept."""
         return self._ledger.kth(self._keep)[0] if self.monitor else ""
 
     @property
     def kth_value(self) -> Tensor | None:
-        """Score of the checkpoint that a better checkpoint would replace (0-dim, float64); None if fewer than k are
-        kept.
-        """
+        """Score of the worst of the top-k checkpoints (0-dim, float64); None if fewer than k are kept."""
         return _tensor(self._ledger.kth(self._keep)[1])
 
     @property
     def last_model_path(self) -> str:
-        """Path of the newest checkpoint if ``save_last`` is set; ``""`` before the first save."""
-        return self._ledger.last
+        """Path of the link to the newest checkpoint if ``save_last`` is set; ``""`` before the first save. If the file
+        system does not support links, the path of the newest checkpoint."""
+        link = self._link_in(os.path.dirname(self._ledger.last))
+        return link if self._ledger.last and os.path.islink(link) else self._ledger.last
 
     @property
     def current_score(self) -> Tensor | None:
@@ -218,6 +219,8 @@ class ModelCheckpoint(Callback):
         run_folder = Path(trainer.log_dir).absolute()
         if self.dirpath is None:
             self.dirpath = str(run_folder / "checkpoints")
+        run = run_of(trainer, "ModelCheckpoint")
+        self._keep = replace(self._keep, given_path=run.settled.start.given_path)
         # Only rank 0 reads the folder, because its content may change before other ranks read it.
         trainer.ranks.on_zero(partial(self._read_folder, Path(self.dirpath).is_relative_to(run_folder)))
         state = (self._ledger, self._foreign_names, self._due_step)
@@ -246,7 +249,7 @@ class ModelCheckpoint(Callback):
                 self._epoch_is_over(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._ended_epoch = (trainer.global_step, trainer.current_epoch)
+        self._ended_at_step = trainer.global_step
         if self._saves_after_training_epoch(trainer):
             self._epoch_is_over(trainer)
 
@@ -267,20 +270,21 @@ class ModelCheckpoint(Callback):
         run = trainer.run if self._is_fitting and self.save_on_exception and self.dirpath else None
         if run is not None and self._newest_ledger.step != run.progress.global_step and not trainer.sanity_checking:
             name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
-            save_weights_after(exception, trainer, Path(str(self.dirpath)), f"on_exception-{name}")
+            save_weights_after(exception, trainer, Path(str(self.dirpath)), f"on_exception-{name}", self._suffix)
 
     def _is_stopped(self, trainer: TrainerView) -> bool:
         """Return True if training stops within an epoch, and this step was validated before the end of the epoch."""
         is_validated = trainer.is_last_save_point and self._validated_step == trainer.global_step
-        is_within_epoch = self._ended_epoch[0] != trainer.global_step
+        is_within_epoch = self._ended_at_step != trainer.global_step
         return is_validated and is_within_epoch and self._is_due_epoch(trainer.current_epoch)
 
     def _save_at_the_end(self, trainer: TrainerView) -> None:
         """Save after the last step if no save was due at that step, unless an existing checkpoint is sufficient. The
         saved checkpoint is not ranked, because its metrics are from an earlier step.
         """
-        keep = self._keep if self._newest_ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
-        is_partial_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
+        is_sufficient = self._newest_ledger.paths or self.save_top_k == 0 or self._never_saves
+        keep = self._keep if is_sufficient else replace(self._keep, last=True)
+        is_partial_epoch = self._ended_at_step != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_partial_epoch and not keep.monitored):
             self._save(trainer, None, keep)
 
@@ -312,7 +316,15 @@ class ModelCheckpoint(Callback):
             return 1
         return self.every_n_epochs or 0
 
+    @property
+    def _never_saves(self) -> bool:
+        return not (self._num_epochs_between or self.every_n_train_steps) and self._interval_s is None
+
     # Save ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _suffix(self) -> str:
+        return self.FILE_EXTENSION if self.format == "lightning" else ""
 
     @property
     def _newest_ledger(self) -> Ledger:
@@ -369,10 +381,7 @@ class ModelCheckpoint(Callback):
         self._remove_superseded(paths_of_others)
 
     def _metrics(self, trainer: TrainerView) -> dict[str, Tensor | float]:
-        # At the save point after an epoch, trainer.current_epoch can already be the index of the next epoch.
-        ended_at_step, ended_epoch = self._ended_epoch
-        epoch = ended_epoch if ended_at_step == trainer.global_step else trainer.current_epoch
-        return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
+        return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _score(self, trainer: TrainerView) -> float | None:
         """Return the value of ``monitor``; None if no metric is monitored, or before the first validation."""
@@ -389,11 +398,11 @@ class ModelCheckpoint(Callback):
         for each in self._named:
             each.report_missing(trainer)
         name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
-        suffix = SUFFIX if self.format == "lightning" else ""
+        suffix = self._suffix
         if not self.enable_version_counter:
             return os.path.join(self.dirpath, trainer.ranks.from_zero(name) + suffix)
         here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
-        kept = {*map(os.path.basename, here), *([LAST] if self._keep.last else [])}
+        kept = {*map(os.path.basename, here), *([LAST + suffix] if self._keep.last else [])}
         folder, others = Path(self.dirpath), self._foreign_names or ()
         choose = partial(choose_name, folder, name, kept, self._own_names, others, suffix)
         name, self._foreign_names = trainer.ranks.on_zero(choose)
@@ -409,15 +418,18 @@ class ModelCheckpoint(Callback):
         if not any(os.path.exists(path) for path in ledger.paths):
             return
         for path in set(ledger.superseded) - paths_of_others:
-            if os.path.dirname(path) != self.dirpath:
+            if os.path.dirname(path) != self.dirpath or os.path.islink(path):
                 continue
             try:
                 remove_saved(path, is_file=self.format == "lightning")
             except (CheckpointError, OSError) as error:
                 notice(f"a superseded checkpoint was not removed: {error}")
 
+    def _link_in(self, folder: str) -> str:
+        return os.path.join(folder, LAST + self._suffix)
+
     def _point_last_to(self, path: str) -> None:
-        link = os.path.join(os.path.dirname(path), LAST + (SUFFIX if self.format == "lightning" else ""))
+        link = self._link_in(os.path.dirname(path))
         aside = f"{link}.aside"
         try:
             with suppress(FileNotFoundError):
@@ -448,6 +460,7 @@ class ModelCheckpoint(Callback):
             "step": ledger.step,
             "due_step": self._due_step,  # needed if a signal ends the run between a validation and its save point
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
+            "suffix": self._suffix,
         }
 
     def check_stored_state(self, state: Any, place: str) -> None:

@@ -12,6 +12,7 @@ that raises an error writes its own weights.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 from roomier import checkpoint
 from roomier.api.callback import Callback
 from roomier.api.hparams import is_plain
+from roomier.checkpoint.lightning_loops import lightning_entries
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.paths import check_path
@@ -103,13 +105,16 @@ def check_saves_weights(field: str, trainer: TrainerView) -> None:
         )
 
 
-def save_weights_after(exception: BaseException, trainer: TrainerView, folder: Path, filename: str) -> None:
-    """Save the weights of this rank to ``folder`` after an error in a step, without communication."""
+def save_weights_after(
+    exception: BaseException, trainer: TrainerView, folder: Path, filename: str, suffix: str = ""
+) -> None:
+    """Save the weights of this rank to ``folder`` after an error in a step, without communication. If ``suffix`` is not
+    empty, save a file for Lightning with this suffix."""
     run = trainer.run
     if run is None or not run.progress.global_step:
         return
     rank = trainer.global_rank
-    path = folder / (filename if rank == 0 else f"{filename}-rank={rank}")
+    path = folder / ((filename if rank == 0 else f"{filename}-rank={rank}") + suffix)
     step = run.progress.global_step
     try:
         weights = run.engine.module.state_dict()
@@ -124,7 +129,12 @@ def save_weights_after(exception: BaseException, trainer: TrainerView, folder: P
             "module": weights,
         }
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(path, state, Ranks())
+        if suffix:
+            aside = folder / f".{path.name}.aside"
+            torch.save({**lightning_entries(state), "state_dict": weights}, aside)
+            os.replace(aside, path)
+        else:
+            checkpoint.save(path, state, Ranks())
     except Exception as error:  # an error in the save must not replace the error that ended the run
         notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
         return

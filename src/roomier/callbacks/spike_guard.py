@@ -293,8 +293,8 @@ class SpikeGuard(Callback):
     @staticmethod
     def _describe(trainer: TrainerView, place: Place, size: int, problem: str) -> str:
         epoch, batch_idx = place
-        source = run_of(trainer, "SpikeGuard").source
-        samples = source.sample_indices(batch_idx, size) if epoch == trainer.current_epoch else None
+        run = run_of(trainer, "SpikeGuard")
+        samples = run.source.sample_indices(batch_idx, size) if epoch == run.progress.epoch else None
         of_ranks = [each for each in trainer.ranks.gather(samples) if each is not None]
         where = f"micro-batches {batch_idx} to {batch_idx + size - 1}" if size > 1 else f"batch {batch_idx}"
         if of_ranks:

@@ -122,7 +122,6 @@ class StochasticWeightAveraging(HoldsAverage):
         fields(form, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._stored = dict(state_dict)
         self._latest_epoch = state_dict["latest_epoch"]
 
     def on_save_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
@@ -139,6 +138,7 @@ class StochasticWeightAveraging(HoldsAverage):
         return {KEY: places} if places else {}
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        self._stored = checkpoint["callbacks"].get(self.state_key, {})
         if self._scheduler is not None:  # the run returned to an earlier checkpoint
             self._roll_back(trainer, self._scheduler)
         values, self._average = checkpoint.get(KEY), None

@@ -73,7 +73,6 @@ class WeightAveraging(HoldsAverage):
         self._average: WeightAverage | None = None
         self._same_tensor: dict[str, str] = {}  # Maps each name in a checkpoint to the name in the average.
         self._is_training = False
-        self._stored: dict[str, Any] = {}
         self._latest_update_step = 0
         self._latest_update_epoch = -1
 
@@ -97,7 +96,7 @@ class WeightAveraging(HoldsAverage):
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
-            self._average, self._is_training, self._stored = None, False, {}
+            self._average, self._is_training = None, False
             self._latest_update_step, self._latest_update_epoch = 0, -1
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -164,7 +163,6 @@ class WeightAveraging(HoldsAverage):
         fields(form, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._stored = dict(state_dict)
         self._latest_update_step = state_dict["latest_update_step"]
         self._latest_update_epoch = state_dict["latest_update_epoch"]
 
@@ -194,21 +192,21 @@ class WeightAveraging(HoldsAverage):
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Restore the average. The model already contains the weights at ``"module"``, which are the average if an
         average was saved."""
-        self._average = None
+        self._average, stored = None, checkpoint["callbacks"].get(self.state_key)
         if CURRENT not in checkpoint:
-            if not self._stored:
+            if stored is None:
                 notice(f"the checkpoint was saved without {type(self).__name__}, so the average starts here")
             return
-        if not self._stored:
+        if stored is None:
             raise RoomierError(
                 "callbacks",
                 type(self).__name__,
                 f"is not in the checkpoint under the name {self.state_key!r}, but the checkpoint has averaged weights",
                 "Resume with the callback of the saved run",
             )
-        average = self._held(trainer, set(self._stored["names"]))
+        average = self._held(trainer, set(stored["names"]))
         average.take({**trainer.engine.weights(), **checkpoint.get(WIDE, {})})
-        average.num_averaged = self._stored["num_averaged"]
+        average.num_averaged = stored["num_averaged"]
         with torch.no_grad():
             for name, own in trainer.engine.weights().items():
                 own.copy_(checkpoint[CURRENT][name])

@@ -51,7 +51,7 @@ _FORMS: Mapping[str, Form] = {
     "optimizer_states": list_of(
         fields({"state": mapping_of(_STATE, keys=anything), "param_groups": _GROUPS}, others=anything)
     ),
-    "lr_schedulers": list_of(_STATE),
+    "lr_schedulers": list_of(optional(_STATE)),
     "callbacks": _STATE,
     **dict.fromkeys(SCALERS, optional(fields({**_SCALER, "growth_interval": count, "_growth_tracker": count}))),
 }
@@ -72,6 +72,16 @@ def is_lightning_file(path: str | Path) -> bool:
     """Return True if ``path`` is a ``.ckpt`` file, or another file in the zip format of ``torch.save``."""
     path = at_home(path)
     return path.is_file() and (path.suffix == SUFFIX or zipfile.is_zipfile(path))
+
+
+def was_written_for_lightning(path: Path) -> bool:
+    """Return True if the file ``path`` contains the version of Lightning. The content is not unpickled."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            names = [name for name in file.namelist() if name.endswith("/data.pkl")]
+            return any(VERSION.encode() in file.read(name) for name in names)
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 @dataclass(frozen=True)
@@ -215,13 +225,13 @@ class LightningFile:
         return [self._named(saved, each, names) for saved, each in zip(stored, optimizers, strict=True)]
 
     def check_schedulers(self, schedulers: Sequence[Any]) -> None:
-        """Check that the scheduler states belong to ``schedulers``.
+        """Check that the scheduler states belong to ``schedulers``, and replace missing states with empty states.
 
         Raises:
             CheckpointError: the states belong to different schedulers.
         """
-        stored = self.content["lr_schedulers"]
-        own = [each.state_dict() for each in schedulers]
+        stored = self.content["lr_schedulers"] = [each or {} for each in self.content["lr_schedulers"]]
+        own = [each.state_dict() or {} for each in schedulers]
         differing = [
             type(each).__name__
             for each, mine, saved in zip(schedulers, own, stored, strict=False)

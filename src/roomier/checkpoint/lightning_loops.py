@@ -1,12 +1,25 @@
-"""State of Lightning's loops, computed from the progress of a run."""
+"""Entries of Lightning's checkpoints, computed from the state of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from roomier.checkpoint.lightning import HYPERPARAMETERS, HYPERPARAMETERS_NAME, VERSION
+
 WRITTEN_FOR = "2.6.0"
 """Version of Lightning whose format is written."""
+
+
+def lightning_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a Lightning checkpoint that contain the progress and the hyperparameters in ``state``."""
+    progress = state.get("progress", {})
+    return {
+        **loop_states(progress, is_validated=not progress.get("is_validation_due", False)),
+        VERSION: WRITTEN_FOR,
+        HYPERPARAMETERS_NAME: state.get("hyperparameters_argument", "kwargs"),
+        HYPERPARAMETERS: dict(state.get("hyperparameters", {})),
+    }
 
 
 def loop_states(progress: Mapping[str, Any], is_validated: bool) -> dict[str, Any]:
@@ -42,7 +55,13 @@ def loop_states(progress: Mapping[str, Any], is_validated: bool) -> dict[str, An
     idle = {"state_dict": {}, "batch_progress": {**_counts(0, 0), "is_last_batch": False}}
     loops = {"fit_loop": fit_loop, **{name: dict(idle) for name in ("validate_loop", "test_loop", "predict_loop")}}
     loops["predict_loop"] = {"state_dict": {}, "batch_progress": _counts(0, 0)}
-    return {"epoch": epoch, "global_step": step, "loops": loops}
+    return {"epoch": shown_epoch(progress), "global_step": step, "loops": loops}
+
+
+def shown_epoch(progress: Mapping[str, Any]) -> int:
+    """Return ``trainer.current_epoch`` at the save point of a fit that saved ``progress``."""
+    epoch: int = progress.get("epoch", 0)
+    return epoch - 1 if epoch and not progress.get("batch_idx") else epoch
 
 
 def _counts(current: int, total: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import yaml
 from torch import nn
 
 from roomier.adapters.lora import apply_lora, quantise_base
@@ -16,12 +17,19 @@ from roomier.api.hparams import HyperParameters
 from roomier.api.module import Module
 from roomier.api.overrides import is_one, overrides
 from roomier.api.wrapped import network_of
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.checkpoint.verbs import load
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.paths import check_path
+from roomier.core.tree import map_tensors
+from roomier.core.untrusted import read_regular
 from roomier.plan.parts import AdapterPlan
+from roomier.plan.yaml_dialect import Loader
+
+_MAX_HYPERPARAMETERS_BYTES = 2**24
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 T = TypeVar("T")
@@ -32,6 +40,7 @@ def load_module(
     path: str | Path,
     map_location: str | torch.device | None = None,
     *,
+    hparams_file: str | Path | None = None,
     strict: bool | None = None,
     **init_arguments: Any,
 ) -> AnyNetwork:
@@ -45,11 +54,12 @@ def load_module(
         path: checkpoint folder, or ``.ckpt`` file of Lightning.
         map_location: device of the module. None leaves the module on the device on which ``__init__`` creates it,
             usually the CPU.
+        hparams_file: YAML file of hyperparameters, which replace the stored hyperparameters.
         strict: if True, require that the names of the weights match; by default the module's ``strict_loading``.
         init_arguments: arguments of ``__init__`` that replace or complete the stored hyperparameters.
 
     Raises:
-        RoomierError: ``map_location`` is not a device of this machine.
+        RoomierError: ``map_location`` is not a device of this machine, or ``hparams_file`` cannot be read.
         CheckpointError: the checkpoint is damaged, ``cls`` cannot be constructed from the stored hyperparameters, or
             the names or shapes of its weights differ (with ``strict=False``, only the shapes).
 
@@ -59,6 +69,8 @@ def load_module(
     device = None if map_location is None else _device(map_location)
     file = LightningFile(path) if is_lightning_file(path) else None
     described = peek_run(path) if file is None else file.described
+    if hparams_file is not None:
+        described["hyperparameters"] = _hyperparameters_in(hparams_file)
     module = make_module(cls, path, described, init_arguments)
     strict = bool(getattr(module, "strict_loading", True)) if strict is None else strict
     if file is not None:
@@ -100,7 +112,14 @@ def make_module(
     return module
 
 
-def load_datamodule(cls: type[T], path: str | Path, **init_arguments: Any) -> T:
+def load_datamodule(
+    cls: type[T],
+    path: str | Path,
+    map_location: str | torch.device | None = None,
+    *,
+    hparams_file: str | Path | None = None,
+    **init_arguments: Any,
+) -> T:
     """Create a DataModule of class ``cls`` from the hyperparameters in a checkpoint and restore its state.
 
     :meth:`roomier.DataModule.load_from_checkpoint` calls this function.
@@ -108,11 +127,15 @@ def load_datamodule(cls: type[T], path: str | Path, **init_arguments: Any) -> T:
     Args:
         cls: subclass of ``roomier.DataModule`` or LightningDataModule.
         path: checkpoint folder, or ``.ckpt`` file of Lightning.
+        map_location: device of the tensors in the state; None leaves them on the CPU.
+        hparams_file: YAML file of hyperparameters, which replace the stored hyperparameters.
         init_arguments: arguments of ``__init__`` that replace or complete the stored hyperparameters.
 
     Raises:
+        RoomierError: ``map_location`` is not a device of this machine, or ``hparams_file`` cannot be read.
         CheckpointError: the checkpoint is damaged, or ``cls`` cannot be constructed from the stored hyperparameters.
     """
+    device = torch.device("cpu") if map_location is None else _device(map_location)
     if is_lightning_file(path):
         file = LightningFile(path)
         stored, state = file.described_datamodule, file.content.get(cls.__qualname__)
@@ -120,10 +143,34 @@ def load_datamodule(cls: type[T], path: str | Path, **init_arguments: Any) -> T:
         described = peek_run(path)
         stored = described.get("datamodule_init", {})
         state = load(path, only=("datamodule",))["datamodule"] if "datamodule" in described else None
-    datamodule = _constructed(cls, path, stored.get("hyperparameters", {}), stored.get("argument"), init_arguments)
+    found = stored.get("hyperparameters", {}) if hparams_file is None else _hyperparameters_in(hparams_file)
+    datamodule = _constructed(cls, path, found, stored.get("argument"), init_arguments)
     if state:
-        cast(Any, datamodule).load_state_dict(state)
+        cast(Any, datamodule).load_state_dict(map_tensors(lambda tensor: tensor.to(device), state))
     return datamodule
+
+
+class _HyperparametersLoader(Loader):
+    """Loader that also reads tuples as Lightning's loggers write them."""
+
+    def construct_tuple(self, node: yaml.SequenceNode) -> tuple[Any, ...]:
+        return tuple(self.construct_sequence(node, deep=True))
+
+
+_HyperparametersLoader.add_constructor("tag:yaml.org,2002:python/tuple", _HyperparametersLoader.construct_tuple)
+
+
+def _hyperparameters_in(hparams_file: str | Path) -> dict[str, Any]:
+    check_path("hparams_file", hparams_file)
+    try:
+        text = read_regular(at_home(hparams_file), _MAX_HYPERPARAMETERS_BYTES).decode()
+        found = yaml.load(text, Loader=_HyperparametersLoader)
+        if not isinstance(found, dict):
+            raise ValueError("it does not contain a mapping")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = f"cannot be read ({' '.join(str(error).split())})"
+        raise RoomierError("hparams_file", str(hparams_file), problem, "Pass a YAML file, such as lr: 0.1") from error
+    return found
 
 
 def _constructed(

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from roomier.checkpoint.lightning import VERSION
-from roomier.checkpoint.lightning_loops import WRITTEN_FOR, loop_states
+from roomier.checkpoint.lightning_loops import WRITTEN_FOR, loop_states, shown_epoch
 
 _SAME = {"state_dict": "module", "hyper_parameters": "hyperparameters"}
-_OF_PROGRESS = ("epoch", "global_step")
 _READ: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Any]]] = {
+    "epoch": (("progress",), lambda state: shown_epoch(state["progress"])),
+    "global_step": (("progress",), lambda state: state["progress"]["global_step"]),
     "optimizer_states": (("optimizers",), lambda state: list(state["optimizers"])),
     "lr_schedulers": (("schedulers",), lambda state: [each["state"] for each in state["schedulers"]]),
     "loops": (("progress",), lambda state: loop_states(state["progress"], is_validated=True)["loops"]),
@@ -30,29 +31,28 @@ OWN_ENTRIES = frozenset(
         *("results", "metrics", "callbacks"),
     }
 )
-"""Top-level entries that roomier writes. User hooks write all other entries."""
+"""Top-level entries that roomier writes, except ``epoch``, which user hooks may replace. User hooks write all other
+entries."""
 
 
 class ShownCheckpoint(dict[str, Any]):
     """State whose entries can also be read and replaced under the names of Lightning's checkpoints.
 
     ``state_dict`` is an alias of ``module``, the weights by name, and ``hyper_parameters`` is an alias of
-    ``hyperparameters``. ``epoch`` and ``global_step`` are read from ``progress``. ``optimizer_states``,
-    ``lr_schedulers``, ``loops``, ``hparams_name``, ``datamodule_hyper_parameters`` and ``pytorch-lightning_version``
-    can be read.
+    ``hyperparameters``. ``global_step``, ``optimizer_states``, ``lr_schedulers``, ``loops``, ``hparams_name``,
+    ``datamodule_hyper_parameters`` and ``pytorch-lightning_version`` can be read, as can ``epoch`` of checkpoints that
+    do not store it.
     """
 
     def __missing__(self, name: str) -> Any:
         if name in _SAME and _SAME[name] in self:
             return self[_SAME[name]]
-        if name in _OF_PROGRESS and "progress" in self:
-            return self["progress"][name]
         if name in _READ and all(super(ShownCheckpoint, self).__contains__(own) for own in _READ[name][0]):
             return _READ[name][1](self)
         raise KeyError(name)
 
     def __contains__(self, name: object) -> bool:
-        own = _SAME.get(name, "progress" if name in _OF_PROGRESS else name) if isinstance(name, str) else name
+        own = _SAME.get(name, name) if isinstance(name, str) else name
         if name in _READ:
             return super().__contains__(name) or all(map(super().__contains__, _READ[name][0]))  # type: ignore[index]
         return super().__contains__(name) or super().__contains__(own)

@@ -57,11 +57,11 @@ def parse_bytes(field: str, text: str) -> int:
     return round(float(found["number"]) * unit_bytes)
 
 
-def parse_duration_s(field: str, value: object) -> float:
+def parse_duration_s(field: str, value: object, *, may_be_zero: bool = False) -> float:
     """Convert a ``timedelta``, a dict of its keywords, or Lightning's ``"DD:HH:MM:SS"`` to seconds.
 
     Raises:
-        RoomierError: ``value`` has an unsupported form or is not positive.
+        RoomierError: ``value`` has an unsupported form, is negative, or is 0 and ``may_be_zero`` is False.
     """
     action = "Use 'DD:HH:MM:SS', a datetime.timedelta, or a dict of its keywords, such as {'hours': 1}"
     try:
@@ -76,6 +76,6 @@ def parse_duration_s(field: str, value: object) -> float:
             raise TypeError(type(value))
     except (TypeError, ValueError, OverflowError) as error:
         raise RoomierError(field, value, "is not a duration", action) from error
-    if seconds <= 0:
-        raise RoomierError(field, value, "must be positive", action)
+    if seconds < 0 or (seconds == 0 and not may_be_zero):
+        raise RoomierError(field, value, "must not be negative" if may_be_zero else "must be positive", action)
     return seconds

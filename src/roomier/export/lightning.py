@@ -13,15 +13,8 @@ import torch
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
-from roomier.checkpoint.lightning import (
-    DATA_HYPERPARAMETERS,
-    DATA_HYPERPARAMETERS_NAME,
-    HYPERPARAMETERS,
-    HYPERPARAMETERS_NAME,
-    SUFFIX,
-    VERSION,
-)
-from roomier.checkpoint.lightning_loops import WRITTEN_FOR, loop_states
+from roomier.checkpoint.lightning import DATA_HYPERPARAMETERS, DATA_HYPERPARAMETERS_NAME
+from roomier.checkpoint.lightning_loops import lightning_entries
 from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES
 from roomier.core.errors import CheckpointError
@@ -83,12 +76,9 @@ def lightning_content(path: str | Path, described: Mapping[str, Any]) -> dict[st
         CheckpointError: the checkpoint is damaged.
     """
     return {
+        **lightning_entries(described),
         **_others(path, described),
-        **loop_states(described.get("progress", {}), _validates(described)),
-        VERSION: WRITTEN_FOR,
         "state_dict": weights_of(path),
-        HYPERPARAMETERS_NAME: described.get("hyperparameters_argument", "kwargs"),
-        HYPERPARAMETERS: dict(described.get("hyperparameters", {})),
         **_of_datamodule(path, described),
     }
 
@@ -128,7 +118,7 @@ def _training_state(path: str | Path) -> dict[str, Any]:
     state = checkpoint.load(path, only=("optimizers", "schedulers", "scaler", "callbacks"))
     callbacks = {key: each for key, each in state["callbacks"].items() if each and not key.startswith(_CHECKPOINTS)}
     for key, each in state["callbacks"].items():
-        if key.startswith(_CHECKPOINTS) and each["kept"] and all(name.endswith(SUFFIX) for name, _ in each["kept"]):
+        if key.startswith(_CHECKPOINTS) and each["kept"] and each.get("suffix"):
             callbacks[key] = _state_of_files(each, is_max="'mode': 'max'" in key)
     content: dict[str, Any] = {
         "optimizer_states": [_by_number(each) for each in state["optimizers"]],
@@ -155,7 +145,7 @@ def _state_of_files(saved: Mapping[str, Any], *, is_max: bool) -> dict[str, Any]
         "best_k_models": scores,
         "kth_best_model_path": ordered[-1] if ordered else "",
         "kth_value": scores[ordered[-1]] if ordered else torch.tensor(-math.inf if is_max else math.inf),
-        "last_model_path": path_of(saved["last"]) if saved["last"] else "",
+        "last_model_path": path_of(f"last{saved['suffix']}") if saved["last"] else "",
         "current_score": None if current is None else torch.tensor(current),
     }
 
@@ -173,10 +163,6 @@ def _by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _others(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that ``on_save_checkpoint`` hooks added."""
+    """Return ``epoch``, and the entries that ``on_save_checkpoint`` hooks added."""
     names = [key for key in described if key not in OWN_ENTRIES and key != "stale_norm"]
     return checkpoint.load(path, only=names) if names else {}
-
-
-def _validates(described: Mapping[str, Any]) -> bool:
-    return not described.get("progress", {}).get("is_validation_due", False)

@@ -50,7 +50,7 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[
     Raises:
         FormError: a value is malformed, or a key names an attribute of the class.
     """
-    own = {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
+    own = {key: value for key, value in (scheduler.state_dict() or {}).items() if not callable(value)}
     _check_names(scheduler, own, saved, place)
     if isinstance(scheduler, LRScheduler):
         rates = list_of(number, len(scheduler.base_lrs)) if hasattr(scheduler, "base_lrs") else anything

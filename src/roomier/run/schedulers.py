@@ -155,7 +155,7 @@ def _step(scheduler: Any) -> None:
 
 def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
     # torch restores the schedule length together with the state. In a longer run, the schedule therefore ends early.
-    now = scheduler.state_dict()
+    now = _plain(scheduler.state_dict())
     for name in LENGTHS:
         if name in saved and repr(saved[name]) != repr(now.get(name)):
             notice(
@@ -164,7 +164,7 @@ def _report_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
             )
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
+def _plain(state: dict[str, Any] | None) -> dict[str, Any]:
     # Bound methods in the __dict__ of a scheduler are recreated together with the scheduler. A checkpoint contains only
-    # data.
-    return {key: value for key, value in state.items() if not callable(value)}
+    # data. A custom scheduler may have no state.
+    return {key: value for key, value in (state or {}).items() if not callable(value)}

@@ -129,6 +129,12 @@ class Start:
     batch: GlobalBatch | None = None
     is_last: bool = False
 
+    @property
+    def given_path(self) -> str:
+        """Absolute path of the checkpoint if the user passed its path; otherwise ``""``. The run never removes this
+        checkpoint."""
+        return "" if self.checkpoint is None or self.is_last else str(self.checkpoint.absolute())
+
 
 @dataclass(frozen=True)
 class Settled:

@@ -54,6 +54,7 @@ def fit(run: Run) -> None:
                     end_epoch(run, is_left=step.skips_epoch)
                     run.vote(waits=True)
                     is_over = save_point(run)
+                    run.now.is_epoch_ending = False
             if not run.now.is_interrupted:
                 finish(run)
             is_training = False
@@ -254,6 +255,7 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     run.schedulers.step("epoch", progress.epoch + 1, results, watching=True)
     progress.epoch += 1
     progress.batch_idx = 0
+    run.now.is_epoch_ending = True
 
 
 def validates_at_unknown_end(run: Run) -> bool:

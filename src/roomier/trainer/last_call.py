@@ -160,8 +160,8 @@ class LastCall(Settings):
 
     @property
     def current_epoch(self) -> int:
-        """Number of completed epochs."""
-        return (self.run.progress if self.run else self.copied_progress).epoch
+        """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
+        return self.run.progress.epoch - self.run.now.is_epoch_ending if self.run else self.copied_progress.epoch
 
     @property
     def ckpt_path(self) -> Path | str | None:

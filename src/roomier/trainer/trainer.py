@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
@@ -46,7 +47,7 @@ from roomier.trainer.keywords.arguments import (
 )
 from roomier.trainer.keywords.other_libraries import of_roomier
 from roomier.trainer.last_call import LastCall
-from roomier.trainer.lightning.file_checkpoint import save_lightning_file
+from roomier.trainer.lightning.file_checkpoint import save_lightning_file, saves_file
 from roomier.trainer.measured import by_loader, metrics_table
 from roomier.trainer.report import report_end
 from roomier.trainer.session import request_of, session
@@ -390,26 +391,28 @@ class Trainer(LastCall):
         *,
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
-        format: str = "folder",
+        format: str | None = None,
     ) -> None:
-        """Save the state of the last fit in the folder ``filepath``. Every rank must call this method.
+        """Save the state of the last fit in ``filepath``. Every rank must call this method.
 
         If a hook of a running fit calls this method, the checkpoint is written at the end of the step. A fit that
         resumes from this checkpoint is bit-identical to an uninterrupted fit.
 
         Args:
-            filepath: the folder to create.
+            filepath: the folder or the file to create. An empty file and an existing checkpoint are replaced.
             weights_only: True to save only the weights and the hyperparameters, which is not enough to resume a run.
             storage_options: must be None, because a checkpoint is a folder in the file system.
             asynchronous: during a fit, copy the state to host memory, and write the checkpoint while training
                 continues. The next save, the handling of a signal, and the end of the fit wait until the checkpoint is
                 written. If writing the checkpoint fails, the fit raises the error at its next save point.
             when_committed: function without arguments that is called in this thread when the checkpoint is complete.
-            format: ``"folder"``, or ``"lightning"`` for one file that ``torch.load`` reads.
+            format: ``"folder"``, or ``"lightning"`` for one file that ``torch.load`` reads. The default is the
+                ``format`` of ModelCheckpoint, or ``"lightning"`` if ``filepath`` is an existing file.
 
         Raises:
-            CheckpointError: this checkpoint, or the previous asynchronous checkpoint, could not be written.
-            RoomierError: this Trainer has not fitted a model, or ``storage_options`` is not None.
+            CheckpointError: this checkpoint, or the previous asynchronous checkpoint, could not be written, or
+                ``filepath`` exists and is not a checkpoint.
+            RoomierError: this Trainer has not fitted a model, or ``format`` or ``storage_options`` is invalid.
         """
         if self.fitted is None:
             raise RoomierError(
@@ -419,7 +422,13 @@ class Trainer(LastCall):
             action = "Omit storage_options, and copy the folder in when_committed"
             problem = "is not supported, because a checkpoint is a folder in the file system"
             raise RoomierError("storage_options", storage_options, problem, action)
-        save = save_lightning_file if format == "lightning" else save_checkpoint
+        if format not in (None, "folder", "lightning"):
+            raise RoomierError("format", format, "is unknown", "Use 'folder', or 'lightning' for one file")
+        if format is None:
+            is_file = self.fitted.ranks.on_zero(partial(saves_file, filepath, self.callbacks))
+        else:
+            is_file = format == "lightning"
+        save = save_lightning_file if is_file else save_checkpoint
         save(self.fitted, filepath, bool(weights_only), asynchronous=asynchronous, when_committed=when_committed)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:

@@ -22,7 +22,7 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.find import NoUsableCheckpointError, set_aside_incomplete
-from roomier.checkpoint.lightning import SUFFIX, is_lightning_file
+from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.record import DamagedCheckpointError, malformed
 from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
@@ -89,7 +89,8 @@ def _newest(root: Path) -> Path | None:
         found = checkpoint.find_last(root, check_run_state, rejects_damage=True)
     except NoUsableCheckpointError as error:
         found, unusable = None, error
-    found = found or max(root.glob(f"{PREFIX}*/checkpoints/*{SUFFIX}"), key=os.path.getmtime, default=None)
+    files = [path for folder in folders for path in folder.glob("[!.]*") if is_lightning_file(path)]
+    found = found or max(files, key=os.path.getmtime, default=None)
     if found is None:
         if unusable is not None:
             raise CheckpointError("ckpt_path", "last", unusable.problem, _START_ANEW)
@@ -214,10 +215,10 @@ def restore(run: Run, path: Path) -> None:
     _restore_schedulers(run, stored_plan, state["schedulers"])
     if run.settled.request.datamodule is not None:
         run.settled.request.datamodule.load_state_dict(state["datamodule"])
-    _restore_callbacks(run, state["callbacks"])
     shown = ShownCheckpoint(state)
     for callback in run.callbacks:
         callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), shown)
+    _restore_callbacks(run, state["callbacks"])
     run.saves.step, run.saves.path = run.progress.global_step, path
     run.now.random_state = random_state_of(run.ranks.world.rank, state["random"])
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size

@@ -59,7 +59,8 @@ def save_point(run: Run) -> bool:
         _save_interrupted(run)
         return True
     if is_over:
-        run.saves.state_at_end = map_tensors(_kept_on_host, _state_outside_engine(run))
+        run.saves.state_at_end = map_tensors(_kept_on_host, run.saves.written_at_end or _state_outside_engine(run))
+        run.saves.written_at_end = None
     run.now.is_in_step = not is_over
     return is_over
 
@@ -173,7 +174,10 @@ def full_state(run: Run) -> dict[str, Any]:
     If training ended within an epoch, the metrics of the completed part were already logged and processed by callbacks.
     A resumed run must not start with these effects, so a save after the end uses the state of the last save point.
     """
-    return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_outside_engine(run))}
+    outside = run.saves.state_at_end or _state_outside_engine(run)
+    if run.now.is_finishing and run.saves.state_at_end is None:
+        run.saves.written_at_end = outside
+    return {**_description(run), **run.engine.state(), **outside}
 
 
 def _description(run: Run) -> dict[str, Any]:
@@ -183,6 +187,7 @@ def _description(run: Run) -> dict[str, Any]:
         **({} if pretrained is None else {"pretrained": pretrained}),
         "plan": run.plan.to_dict(),
         "progress": run.progress.state(),
+        "epoch": run.trainer.current_epoch,
         **described_hparams(run.module),
         **({} if datamodule is None else {"datamodule_init": described_datamodule(datamodule)}),
     }
@@ -191,13 +196,13 @@ def _description(run: Run) -> dict[str, Any]:
 def _state_outside_engine(run: Run) -> dict[str, Any]:
     datamodule = run.settled.request.datamodule
     return {
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
         "schedulers": run.schedulers.state(),
         "random": _by_rank(run, rng_state()),
         "data": run.source.state_dict(),
         "datamodule": {} if datamodule is None else datamodule.state_dict(),
         "results": run.results.state(metrics_of(run.module)),
         "metrics": _by_rank(run, map_tensors(_kept_on_host, metric_states(run.module))),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
     }
 
 

@@ -190,7 +190,7 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
         if getattr(given, name, default) != default:
             action = "Set the names of checkpoints with filename; the newest is linked as 'last'"
             raise RoomierError(f"ModelCheckpoint.{name}", getattr(given, name), "is not supported", action)
-    return _MirroredCheckpoint(
+    own = _MirroredCheckpoint(
         given,
         dirpath=None if given.dirpath is None else Path(given.dirpath),
         filename=given.filename,
@@ -209,6 +209,8 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
         save_on_train_epoch_end=given._save_on_train_epoch_end,
         enable_version_counter=given._enable_version_counter,
     )
+    own.FILE_EXTENSION = given.FILE_EXTENSION
+    return own
 
 
 def _lr_monitor(given: Any) -> callbacks.LearningRateMonitor:

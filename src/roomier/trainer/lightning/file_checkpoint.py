@@ -7,13 +7,16 @@ file or the new file.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.lightning import was_written_for_lightning
+from roomier.checkpoint.record import RECORD_NAME
+from roomier.core.errors import CheckpointError
 from roomier.core.log import quiet
 from roomier.core.paths import check_path
 from roomier.export.lightning import export_lightning
@@ -33,13 +36,32 @@ def save_lightning_file(
 ) -> None:
     """Write a checkpoint to the file ``path``. Every rank must call this function.
 
-    For the arguments, see :func:`roomier.train.saving.save.save_checkpoint`.
+    An empty file and an existing checkpoint are replaced. For the arguments, see
+    :func:`roomier.train.saving.save.save_checkpoint`.
+
+    Raises:
+        CheckpointError: ``path`` exists and is neither an empty file nor a checkpoint.
     """
     check_path("filepath", path)
     target = at_home(path).absolute()
+    run.ranks.on_zero(partial(_refuse_to_overwrite, target))
     folder = target.with_name(f".{target.name}.folder")
     then = partial(_convert, run, folder, target, when_committed)
     save_checkpoint(run, folder, weights_only, asynchronous=asynchronous, when_committed=then)
+
+
+def saves_file(path: str | Path, callbacks: Iterable[Any]) -> bool:
+    """Return True if a checkpoint is saved as a file by default: if ``path`` is a file, such as a temporary file, or if
+    a ModelCheckpoint in ``callbacks`` saves files."""
+    check_path("filepath", path)
+    return at_home(path).is_file() or any(getattr(each, "format", None) == "lightning" for each in callbacks)
+
+
+def _refuse_to_overwrite(target: Path) -> None:
+    is_file = target.is_file() and (not target.stat().st_size or was_written_for_lightning(target))
+    if os.path.lexists(target) and not (is_file or (target / RECORD_NAME).is_file()):
+        problem = "exists, and is neither an empty file nor a checkpoint"
+        raise CheckpointError("filepath", str(target), problem, "Choose another path, or move the file or folder")
 
 
 def _convert(run: Run, folder: Path, target: Path, when_committed: Callable[[], None] | None) -> None:
@@ -55,5 +77,7 @@ def _replace_by_file(folder: Path, target: Path) -> None:
     aside.unlink(missing_ok=True)
     with quiet():
         export_lightning(folder, aside)
+    if target.is_dir():
+        checkpoint.remove(target)
     os.replace(aside, target)
     checkpoint.remove(folder)
