@@ -150,9 +150,17 @@ def test_the_file_that_was_passed_is_kept(form: str, tmp_path: Path) -> None:
             saves = base(folder, monitor="step", mode="max")
             saves.format = form
             fitted(kind, tmp_path, saves, path=path, max_epochs=max_epochs)
-            path = saves.best_model_path if path is None or max_epochs == 4 else path
+            path = saves.best_model_path
         found.append(sorted(each.name.removesuffix(".ckpt") for each in folder.iterdir()))
     assert found[1] == found[0] == ["epoch=1-step=20", "epoch=3-step=40", "epoch=4-step=50"]
+
+
+def test_the_passed_file_is_recognized_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for max_epochs, path in ((1, None), (2, "link/a/../a/epoch=0-step=10"), (3, "a/epoch=1-step=20")):
+        fitted(Trainer, tmp_path, ModelCheckpoint(tmp_path / "a"), path=path, max_epochs=max_epochs)
+    assert len(list((tmp_path / "a").iterdir())) == 3
 
 
 @pytest.mark.parametrize("form", ["folder", "lightning"])

@@ -219,8 +219,9 @@ class ModelCheckpoint(Callback):
         run_folder = Path(trainer.log_dir).absolute()
         if self.dirpath is None:
             self.dirpath = str(run_folder / "checkpoints")
-        run = run_of(trainer, "ModelCheckpoint")
-        self._keep = replace(self._keep, given_path=run.settled.start.given_path)
+        folder, name = os.path.split(run_of(trainer, "ModelCheckpoint").settled.start.given_path)
+        is_here = os.path.realpath(folder) == os.path.realpath(self.dirpath)
+        self._keep = replace(self._keep, given_path=os.path.join(self.dirpath, name) if is_here else "")
         # Only rank 0 reads the folder, because its content may change before other ranks read it.
         trainer.ranks.on_zero(partial(self._read_folder, Path(self.dirpath).is_relative_to(run_folder)))
         state = (self._ledger, self._foreign_names, self._due_step)

@@ -31,6 +31,7 @@ SUFFIX = ".ckpt"
 _GROUP_KEYS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _NUM_NAMES_SHOWN = 5
 _PICKLE = b"\x80"
+_MAX_PICKLE_BYTES = 2**26
 
 
 def _parameter(value: Any, place: str) -> None:
@@ -79,8 +80,8 @@ def was_written_for_lightning(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as file:
             names = [name for name in file.namelist() if name.endswith("/data.pkl")]
-            return any(VERSION.encode() in file.read(name) for name in names)
-    except (OSError, zipfile.BadZipFile):
+            return any(VERSION.encode() in file.open(name).read(_MAX_PICKLE_BYTES) for name in names)
+    except Exception:  # the file can contain arbitrary bytes, so any error is possible
         return False
 
 

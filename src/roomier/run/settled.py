@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -133,7 +134,7 @@ class Start:
     def given_path(self) -> str:
         """Absolute path of the checkpoint if the user passed its path; otherwise ``""``. The run never removes this
         checkpoint."""
-        return "" if self.checkpoint is None or self.is_last else str(self.checkpoint.absolute())
+        return "" if self.checkpoint is None or self.is_last else os.path.abspath(self.checkpoint)
 
 
 @dataclass(frozen=True)
