@@ -587,6 +587,103 @@ def checkpoint(kind: Any, **keywords: Any) -> Any:
     return (pl.callbacks.ModelCheckpoint if kind is pl.Trainer else ModelCheckpoint)(monitor="val_loss", **keywords)
 
 
+def saved_names(kind: Any, folder: Path, module: Any = None, **keywords: Any) -> list[str]:
+    """Fit with a ModelCheckpoint and return the names of the saved checkpoints."""
+    saves = (pl.callbacks.ModelCheckpoint if kind is pl.Trainer else ModelCheckpoint)(folder / "saves", **keywords)
+    outcome(lambda: fit(kind, folder, module, val=in_order(2), enable_checkpointing=True, callbacks=[saves]))
+    return sorted(each.name for each in (folder / "saves").glob("*"))
+
+
+@differs(
+    "a fit that ends before the first save of `ModelCheckpoint`",
+    lightning="saves nothing",
+    roomier="saves the last step, unless `every_n_epochs=0` disables saves",
+    reason="the result of a run is not lost",
+    expected=([], ["epoch=0-step=4"]),
+)
+def checkpoints_of_a_short_fit(kind: Any, folder: Path) -> list[str]:
+    return saved_names(kind, folder, every_n_train_steps=100)
+
+
+@differs(
+    "`save_last=True`",
+    lightning="copies the newest checkpoint to `last.ckpt`",
+    roomier='creates the link `last` to it, as with `save_last="link"`',
+    reason="a copy of a large checkpoint costs time and disk space",
+    expected=(False, True),
+)
+def last_is_a_link(kind: Any, folder: Path) -> bool:
+    return (folder / "saves" / saved_names(kind, folder, save_last=True)[-1]).is_symlink()
+
+
+@differs(
+    "a metric in `filename` that was not logged",
+    lightning="is written as 0",
+    roomier="is written as `none`, and a notice names it",
+    reason="0 can be a value of the metric",
+    expected=(["unknown=0.ckpt"], ["unknown=none"]),
+)
+def name_with_an_unavailable_metric(kind: Any, folder: Path) -> list[str]:
+    return saved_names(kind, folder, filename="{unknown}")
+
+
+@differs(
+    "a score that is NaN",
+    lightning="is ranked as the worst score",
+    roomier="is not ranked; the last step is saved if no score was finite",
+    reason="`best_model_path` must not name a checkpoint without a score",
+    expected=(True, False),
+)
+def checkpoint_with_the_score_nan_is_the_best(kind: Any, folder: Path) -> bool:
+    class Undefined(Steps):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", torch.tensor(torch.nan))
+
+    saves = checkpoint(kind, dirpath=folder / "saves")
+    fit(kind, folder, Undefined(), val=in_order(2), enable_checkpointing=True, callbacks=[saves])
+    return bool(saves.best_model_path)
+
+
+@differs(
+    "`save_on_exception=True`",
+    lightning="saves a checkpoint of the interrupted step",
+    roomier="saves the weights as `on_exception-NAME`",
+    reason="a run can resume exactly only from a save point",
+    expected=(["epoch=0-step=2.ckpt"], ["on_exception-epoch=0-step=2"]),
+)
+def checkpoints_after_an_error(kind: Any, folder: Path) -> list[str]:
+    def fail(module: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise ValueError("bad batch")
+
+    return saved_names(kind, folder, Steps(fail), save_on_exception=True)
+
+
+@differs(
+    "`trainer.save_checkpoint(path)` if `path` exists",
+    lightning="replaces any file",
+    roomier="replaces an empty file (by a file of Lightning) and a checkpoint, and otherwise raises an error",
+    reason="a mistake in a path must not delete data",
+    expected=("completes", "CheckpointError"),
+)
+def save_over_another_file(kind: Any, folder: Path) -> str:
+    (folder / "notes.txt").write_text("notes")
+    trainer = fit(kind, folder)
+    return outcome(lambda: trainer.save_checkpoint(folder / "notes.txt"))
+
+
+@differs(
+    '`ckpt_path="last"`',
+    lightning="reads `last.ckpt`, which `save_last` writes",
+    roomier="reads the newest complete checkpoint of the runs in `default_root_dir`",
+    reason="a run that was killed resumes without further options",
+    expected=(False, True),
+)
+def resumes_from_a_checkpoint_without_save_last(kind: Any, folder: Path) -> bool:
+    fit(kind, folder, enable_checkpointing=True)
+    return bool(fit(kind, folder, enable_checkpointing=True, max_epochs=2, ckpt_path="last").ckpt_path is not None)
+
+
 # The Trainer ----------------------------------------------------------------------------------------------------------
 
 
