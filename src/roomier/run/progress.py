@@ -72,9 +72,8 @@ class Now:
         last_loss: loss of the last optimizer step (0-dim, on the device); with several ranks, this rank's share.
         window: micro-batches of the current or last step; None before the first step.
         leaves_out_step: True if a hook skips the update. The step is then not counted.
-        is_in_step: True if the run is between two save points, so its state cannot be resumed exactly.
-        is_epoch_ending: True at the save point that follows the last step of an epoch, where ``progress`` already
-            counts this epoch as completed.
+        is_in_step: True if the run is between two save points, so its state cannot be resumed exactly. False at a save
+            point, and None before and after training.
         is_finishing: True at the last save point.
         is_interrupted: True if a signal ended training at a save point. A resumed run completes the training.
         is_stop_agreed: True if a stop was requested and, with several ranks, all ranks have received the request.
@@ -89,8 +88,7 @@ class Now:
     last_loss: Tensor | None = None
     window: Window | None = None
     leaves_out_step: bool = False
-    is_in_step: bool = False
-    is_epoch_ending: bool = False
+    is_in_step: bool | None = None
     is_finishing: bool = False
     is_interrupted: bool = False
     is_stop_agreed: bool = False

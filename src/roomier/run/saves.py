@@ -35,7 +35,6 @@ class Saves:
         when_settled: function that is called after the checkpoint of ``background`` is committed.
         num_ended: number of background checkpoints that have ended on all ranks, according to the last vote.
         state_at_end: the checkpoint at the last save point of training, without the state of the engine.
-        written_at_end: this state as written by a save at the last save point, before ``state_at_end`` is copied.
         not_stored: entries of a LightningModule's checkpoint that a notice reported as not saved.
     """
 
@@ -46,5 +45,4 @@ class Saves:
     when_settled: Callable[[], None] | None = None
     num_ended: int = 0
     state_at_end: dict[str, Any] | None = None
-    written_at_end: dict[str, Any] | None = None
     not_stored: set[str] = field(default_factory=set)

@@ -54,7 +54,6 @@ def fit(run: Run) -> None:
                     end_epoch(run, is_left=step.skips_epoch)
                     run.vote(waits=True)
                     is_over = save_point(run)
-                    run.now.is_epoch_ending = False
             if not run.now.is_interrupted:
                 finish(run)
             is_training = False
@@ -122,7 +121,7 @@ def begin(run: Run) -> bool:
     run.vote(waits=True)
     run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
-    run.now.is_in_step = has_work
+    run.now.is_in_step = has_work or None
     if has_work and run.now.random_state is None:  # as in Lightning, the first iterator draws its seed before the hook
         run.source.ahead = run.source.start(run.progress.epoch)
     if has_work:
@@ -255,7 +254,6 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     run.schedulers.step("epoch", progress.epoch + 1, results, watching=True)
     progress.epoch += 1
     progress.batch_idx = 0
-    run.now.is_epoch_ending = True
 
 
 def validates_at_unknown_end(run: Run) -> bool:

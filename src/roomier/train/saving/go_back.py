@@ -27,8 +27,8 @@ def go_back(run: Run, error: GoBackError) -> None:
     run.source.close()
     restore(run, path)
     run.saves.deferred.clear()
-    run.now.is_epoch_ending, run.now.is_finishing, run.now.is_in_step = False, False, True
-    run.saves.state_at_end = run.saves.written_at_end = run.now.last_loss = None
+    run.now.is_finishing, run.now.is_in_step = False, True
+    run.saves.state_at_end = run.now.last_loss = None
     if run.now.random_state is not None:
         set_rng_state(run.now.random_state)
     if run.ranks.is_zero:

@@ -57,12 +57,15 @@ def save_point(run: Run) -> bool:
             settle_background_save(run)
     if run.stop.received is not None and not is_over:
         _save_interrupted(run)
+        run.now.is_in_step = None
         return True
     if is_over:
-        run.saves.state_at_end = map_tensors(_kept_on_host, run.saves.written_at_end or _state_outside_engine(run))
-        run.saves.written_at_end = None
-    run.now.is_in_step = not is_over
-    return is_over
+        state = run.saves.state_at_end or _state_outside_engine(run)  # a save at this point has computed the state
+        run.saves.state_at_end = map_tensors(_kept_on_host, state)
+        run.now.is_in_step = None
+        return True
+    run.now.is_in_step = True
+    return False
 
 
 def save_checkpoint(
@@ -174,9 +177,10 @@ def full_state(run: Run) -> dict[str, Any]:
     If training ended within an epoch, the metrics of the completed part were already logged and processed by callbacks.
     A resumed run must not start with these effects, so a save after the end uses the state of the last save point.
     """
-    outside = run.saves.state_at_end or _state_outside_engine(run)
-    if run.now.is_finishing and run.saves.state_at_end is None:
-        run.saves.written_at_end = outside
+    is_at_save_point = run.now.is_in_step is False
+    outside = (None if is_at_save_point else run.saves.state_at_end) or _state_outside_engine(run)
+    if is_at_save_point and run.now.is_finishing:
+        run.saves.state_at_end = outside
     return {**_description(run), **run.engine.state(), **outside}
 
 
