@@ -78,9 +78,9 @@ def is_lightning_file(path: str | Path) -> bool:
 def was_written_for_lightning(path: Path) -> bool:
     """Return True if the file ``path`` contains the version of Lightning. The content is not unpickled."""
     try:
-        with zipfile.ZipFile(path) as file:
-            names = [name for name in file.namelist() if name.endswith("/data.pkl")]
-            return any(VERSION.encode() in file.open(name).read(_MAX_PICKLE_BYTES) for name in names)
+        with open_regular(path) as data, zipfile.ZipFile(data) as file:
+            found = [each for each in file.infolist() if each.filename.endswith("/data.pkl")]
+            return any(VERSION.encode() in file.read(each) for each in found if each.file_size <= _MAX_PICKLE_BYTES)
     except Exception:  # the file can contain arbitrary bytes, so any error is possible
         return False
 
