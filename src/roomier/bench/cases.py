@@ -72,4 +72,5 @@ CASES: dict[str, Case] = {
     ),
     "gpu": Case("memory, speed and copies on an accelerator, compared with forecasts", "roomier.bench.gpu.case"),
     "strategies": Case("memory and step time of each strategy, compared with PyTorch DDP", "roomier.bench.strategies"),
+    "drift": Case("overhead and strategies of this checkout, compared with an earlier commit", "roomier.bench.drift"),
 }
