@@ -125,6 +125,29 @@ def test_second_reduction_in_a_step_completes_immediately(on_ranks: RankPool) ->
     on_ranks(2, reduce_twice_in_a_window)
 
 
+def reduce_with_shared_buffers() -> None:
+    group, reductions = dist.group.WORLD, Reductions()
+    assert group is not None
+    inputs, results = [], []
+    for size in (4, 4, 6):
+        unit = PairwiseReduceScatter(reductions, may_wait=True)
+        reductions.window += 1
+        inputs.append(unit.allocate([size * group.size()], dtype=torch.float32, device=torch.device("cpu")))
+        inputs[-1].fill_(size)
+        results.append(unit.allocate([size], dtype=torch.float32, device=torch.device("cpu")))
+        unit(results[-1], inputs[-1], group, dist.ReduceOp.SUM)
+    assert inputs[1] is inputs[0], "the second reduction reuses the input of the first reduction"
+    assert inputs[1].untyped_storage().nbytes() == 0, "the third reduction has another size, so it frees this input"
+    reductions.finish_and_free()
+    assert inputs[2].untyped_storage().nbytes() == 0
+    assert [each.tolist() for each in results] == [[4.0 * group.size()] * 4] * 2 + [[6.0 * group.size()] * 6]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_reductions_of_equal_size_share_their_buffers(on_ranks: RankPool, num_ranks: int) -> None:
+    on_ranks(num_ranks, reduce_with_shared_buffers)
+
+
 def within_replicas() -> tuple[list[float], float]:
     """Gather and reduce within each of two replicas on four ranks."""
     mesh = make_mesh("cpu", 4, 2)

@@ -1,4 +1,4 @@
-"""Return freed memory of this process to the operating system.
+"""Freed memory of this process: return it to the operating system, or retain it for later allocations.
 
 glibc retains freed blocks of up to 32 MiB for later allocations. If a program alternately allocates large temporary and
 permanent tensors, few of the free blocks have a suitable size. The total size of the free blocks can then be larger
@@ -28,9 +28,14 @@ def always_give_back_blocks(num_bytes: int) -> None:
     _set_thresholds(mapped_bytes=num_bytes, trimmed_bytes=num_bytes)
 
 
-def retain_freed_blocks() -> None:
-    """Make glibc retain freed blocks again after :func:`always_give_back_blocks`."""
-    _set_thresholds(mapped_bytes=2**25, trimmed_bytes=2**26)  # the largest values that glibc sets automatically
+def retain_freed_blocks(num_bytes: int = 2**26) -> None:
+    """Make glibc retain freed blocks of up to 32 MiB, for example again after :func:`always_give_back_blocks`.
+
+    Args:
+        num_bytes: size of the retained memory at the end of the heap. The default is the largest size that glibc sets
+            automatically.
+    """
+    _set_thresholds(mapped_bytes=2**25, trimmed_bytes=num_bytes)
 
 
 def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:

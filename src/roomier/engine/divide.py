@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from roomier.core import torch_fake
 from roomier.core.errors import RoomierError
+from roomier.core.host_memory import retain_freed_blocks
 from roomier.engine.alone import Alone
 from roomier.engine.facts import Facts
 from roomier.engine.materialise import shards_parameters
@@ -33,7 +35,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     network, device, ranks = facts.network, facts.device, facts.ranks
     if ranks.is_alone:
         return Alone()
-    wanted = plan.parallel
+    wanted, offload = plan.parallel, plan.offload
     earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
@@ -78,6 +80,12 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         earlier.release()
         earlier.begin_run()
         return earlier
+    is_offloaded = {offload.optimizer_states, offload.parameters, offload.activations} != {"none"}
+    if sharding.is_pairwise and not (is_offloaded or torch_fake.makes_fake_tensors()):
+        # A step frees unsharded parameters, gradients and buffers of collectives, and the next step allocates them
+        # again. If glibc returned their memory in between, the kernel would clear each page in every step.
+        step_bytes = 2 * sum(each.nbytes for each in network.parameters())
+        retain_freed_blocks(min(max(step_bytes, 2**26), 2**31 - 1))
     check_shardable(network)
     lay_out_by_rows(network)
     take_values_of_rank_zero(network, ranks)

@@ -64,7 +64,11 @@ class PairwiseAllGather:
 
 
 class Reductions:
-    """The pending reduction of a model, which all units share.
+    """The pending reduction of a model and its buffers, which all units share.
+
+    The blocks of a model have equal sizes, so a reduction reuses the buffers of the previous reduction. If the buffers
+    were freed, glibc would often return their memory to the operating system, and the kernel would clear each page
+    again for the next reduction.
 
     Attributes:
         window: number of the current optimizer step.
@@ -73,6 +77,26 @@ class Reductions:
     def __init__(self) -> None:
         self.window = 0
         self._finish: Callable[[], None] | None = None
+        self._unused: list[Tensor] = []
+
+    def buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an unused buffer of this size and dtype. If there is none, free the unused buffers and allocate a new
+        one."""
+        for index, each in enumerate(self._unused):
+            if each.numel() == num_elements and each.dtype == dtype:
+                return self._unused.pop(index)
+        self._free_unused()
+        return torch.empty(num_elements, dtype=dtype, device=device)
+
+    def reuse(self, buffers: Sequence[Tensor]) -> None:
+        """Make ``buffers`` of a completed reduction available to the next reduction."""
+        self._unused += buffers
+
+    def _free_unused(self) -> None:
+        # fully_shard retains the input until the next reduction, and threads of gloo can retain all buffers.
+        for each in self._unused:
+            each.untyped_storage().resize_(0)
+        self._unused.clear()
 
     def begin(self, finish: Callable[[], None]) -> None:
         """Finish the previous reduction, and store the function ``finish``, which completes the new reduction when it
@@ -85,6 +109,11 @@ class Reductions:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+    def finish_and_free(self) -> None:
+        """Finish the pending reduction, if any, and free all buffers."""
+        self.finish()
+        self._free_unused()
 
 
 class PairwiseReduceScatter:
@@ -126,10 +155,10 @@ class PairwiseReduceScatter:
         (num_elements,) = size
         is_result = 0 < num_elements < self._num_sent
         self._num_sent = 0 if is_result else num_elements
-        if not is_result:
-            self._reductions.finish()  # frees the buffers of the previous reduction before the next ones are allocated
-            dtype = self._wire_dtype or dtype
-        return torch.empty(num_elements, dtype=dtype, device=device)
+        if is_result:
+            return torch.empty(num_elements, dtype=dtype, device=device)
+        self._reductions.finish()  # the next reduction reuses or frees the buffers of the previous reduction
+        return self._reductions.buffer(num_elements, self._wire_dtype or dtype, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -143,7 +172,11 @@ class PairwiseReduceScatter:
         first, second = (1, 0) if rank == 0 else (0, 1)
         is_direct = group.size() > 1 and output_tensor.dtype == input_tensor.dtype
         received = [
-            part if index == rank else output_tensor if is_direct and index == first else torch.empty_like(part)
+            part
+            if index == rank
+            else output_tensor
+            if is_direct and index == first
+            else self._reductions.buffer(part.numel(), part.dtype, part.device)
             for index, part in enumerate(parts)
         ]
         tag, check = self._send_header(group)
@@ -158,13 +191,12 @@ class PairwiseReduceScatter:
                 output_tensor.copy_(received[0])
             for part in received[2 if is_direct else 1 :]:
                 output_tensor.add_(part)
-            # fully_shard retains the input until the next reduction, and threads of gloo can retain all buffers.
-            for part in [input_tensor, *(each for each in received if each is not output_tensor)]:
-                part.untyped_storage().resize_(0)
+            others = [each for index, each in enumerate(received) if index != rank and each is not output_tensor]
+            self._reductions.reuse([input_tensor, *others])
 
         self._reductions.begin(finish)
         if not self._may_wait or self._last_window == self._reductions.window:
-            self._reductions.finish()
+            self._reductions.finish_and_free()
         self._last_window = self._reductions.window
 
 

@@ -215,7 +215,7 @@ class Shards:
 
     def end_backward(self) -> None:
         """Complete the pending reductions at the end of a backward pass."""
-        self._reductions.finish()
+        self._reductions.finish_and_free()
         if self._is_last:
             if self.sharding.is_pairwise:
                 self._order.end_step(self.sharding.mesh.get_group(SHARD))
