@@ -258,7 +258,7 @@ class ModelCheckpoint(Callback):
         step = trainer.global_step
         if step == self._newest_ledger.step:
             return
-        is_due = self._is_due(trainer)
+        is_due = self._is_due(step, trainer)
         if not (is_due or trainer.is_last_save_point) or trainer.fast_dev_run:
             return
         if is_due or self._is_stopped(trainer):
@@ -289,8 +289,7 @@ class ModelCheckpoint(Callback):
         if keep.last or (is_partial_epoch and not keep.monitored):
             self._save(trainer, None, keep)
 
-    def _is_due(self, trainer: TrainerView) -> bool:
-        step = trainer.global_step
+    def _is_due(self, step: int, trainer: TrainerView) -> bool:
         # The interval counts the calls of is_over, so this call must run in each step.
         is_over = self._interval is not None and self._interval.is_over(trainer.ranks)
         if step == self._due_step:

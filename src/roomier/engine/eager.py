@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -152,8 +152,12 @@ class EagerEngine:
             is_first = index == 0 and hooks.zero_grad is None  # a zero_grad hook may keep the gradients
             begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
         runner = self._parallel.runner  # DDP replaces the runner after the first step
-        with self._context():
-            output = window.step(on_device, index) if runner is None else runner(window.step, on_device, index)
+        run_step, context = window.step if runner is None else partial(runner, window.step), self._context
+        if context.make is nullcontext and not context.watches:
+            output = run_step(on_device, index)
+        else:
+            with context():
+                output = run_step(on_device, index)
         if hooks.zero_grad is not None and index == 0:
             for optimizer in self.optimizers:
                 hooks.zero_grad(optimizer)
@@ -170,10 +174,10 @@ class EagerEngine:
             loss = loss * weight
         scaled = loss if self._loss_factor == 1 else loss * self._loss_factor
         self.backward(scaled)
-        loss, scaled = loss.detach(), scaled.detach()
-        hooks.batch_loss(loss, index)
-        window.loss = loss if window.loss is None else window.loss + loss
-        return scaled
+        detached = loss.detach()
+        hooks.batch_loss(detached, index)
+        window.loss = detached if window.loss is None else window.loss + detached
+        return detached if scaled is loss else scaled.detach()
 
     def _add_no_terms(self, window: Window, loss: Tensor) -> None:
         # A micro-batch without loss terms has the loss 0/0 and does not contribute, so its backward pass is skipped. If
@@ -284,8 +288,11 @@ class EagerEngine:
         moments = self._moments
         for begin_backward in moments.begin_backward:
             begin_backward()
-        with self._backward_context():
+        if self._backward_context is nullcontext:
             self.hooks.backward(loss, *args, **kwargs)
+        else:
+            with self._backward_context():
+                self.hooks.backward(loss, *args, **kwargs)
         for end_backward in moments.end_backward:
             end_backward()
 

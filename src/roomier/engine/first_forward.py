@@ -16,21 +16,19 @@ class FirstForward:
     """Factory that creates the context of each forward pass with ``make``, and enters ``watches`` around the first
     forward pass that computes gradients.
 
-    Args:
-        make: function that creates the context of a forward pass.
-
     Attributes:
+        make: function that creates the context of a forward pass.
         watches: contexts that are entered once, around the next forward pass with gradients.
     """
 
     def __init__(self, make: MakeContext) -> None:
-        self._make = make
+        self.make = make
         self.watches: list[AbstractContextManager[Any]] = []
 
     def __call__(self) -> AbstractContextManager[Any]:
         if self.watches and torch.is_grad_enabled():
             return self._watched()
-        return self._make()
+        return self.make()
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -38,7 +36,7 @@ class FirstForward:
         with ExitStack() as stack:
             for each in watches:
                 stack.enter_context(each)
-            stack.enter_context(self._make())
+            stack.enter_context(self.make())
             yield
 
 

@@ -166,8 +166,9 @@ class Run:
     def _wants_to_stop(self) -> bool:
         request = self.settled.request
         max_time_s = request.options.max_time_s
-        is_late = max_time_s is not None and time.monotonic() - self.now.started_s >= max_time_s
-        return request.trainer.should_stop or is_late
+        if max_time_s is not None and time.monotonic() - self.now.started_s >= max_time_s:
+            return True
+        return request.trainer.should_stop
 
     def vote(self, *, waits: bool = False) -> None:
         """Make all ranks stop at the same point after a signal or a request. Every rank must call this method.

@@ -11,7 +11,6 @@ from torch import Tensor
 from roomier.api.go_back import GoBackError
 from roomier.device.rng import set_rng_state
 from roomier.run.checks import check_finite, check_trains
-from roomier.run.progress import Window
 from roomier.run.run import Run, call
 from roomier.train.batch_notes import note_batches
 from roomier.train.evaluate import validate_within_fit
@@ -38,11 +37,11 @@ def fit(run: Run) -> None:
         try:
             while not is_over:
                 for window in windows(run, start_epoch(run), step):
-                    step.start_window()
-                    run.now.window = Window(run.progress.epoch, run.progress.batch_idx, window)
+                    step.start_window(window)
                     try:
                         loss = forward_backward(step, window)
                     except Exception as error:
+                        assert run.now.window is not None
                         note_batches(error, run.now.window, run.ranks.world)
                         raise
                     if step.skips_epoch:  # discard the gradients of the skipped step
@@ -79,8 +78,7 @@ def start_epoch(run: Run) -> Iterator[Any]:
 
 def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: bool) -> bool:
     """Run the code that follows the update in a step. Return True if training ends with this step."""
-    progress, schedulers, log_interval = run.progress, run.schedulers, run.settled.request.options.log_every_n_steps
-    first_batch = progress.batch_idx
+    progress, schedulers, log_interval = run.progress, run.schedulers, step.log_interval
     progress.global_step += has_stepped
     progress.batch_idx += num_batches
     progress.num_batches += num_batches
@@ -95,7 +93,7 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
     done = progress.num_batches if step.counts_batches else progress.global_step
     if done // log_interval > step.first_step // log_interval or run.now.is_stop_agreed:
         log_step(run)
-    if is_validation_due(run, first_batch):
+    if run.batches.evaluated and is_validation_due(run, step.first_batch):
         validate_within_fit(run)
     if schedulers.watch_each_step and has_stepped:
         step_watching(run)
@@ -108,11 +106,13 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
         check_trains(run)
         if not run.counts_empty_steps:
             return False
-    before, run.now.last_loss = run.now.last_loss, run.now.last_loss if loss is None else loss
+    now, before = run.now, run.now.last_loss
+    if loss is not None:
+        now.last_loss = loss
     update(loss)
-    if not run.now.leaves_out_step:
+    if not now.leaves_out_step:
         return True
-    run.now.leaves_out_step, run.now.last_loss = False, before
+    now.leaves_out_step, now.last_loss = False, before
     return False
 
 
@@ -178,11 +178,11 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
     All ranks yield the same number of lists. Loaders may end after different numbers of batches on different ranks. In
     this case, the epoch ends on all ranks when the first loader ends.
     """
-    progress = run.progress
+    progress, num_batches = run.progress, run.batches.num_training
     size = run.settled.accumulation.at(progress.epoch)
     agrees = run.source.may_end_apart and not run.ranks.is_alone
     step.skips_epoch = False
-    while (num_left := run.batches.num_training - progress.batch_idx) > 0 and not step.skips_epoch:
+    while (num_left := num_batches - progress.batch_idx) > 0 and not step.skips_epoch:
         num_wanted = size if size <= num_left else int(num_left)
         window = list(islice(batches, num_wanted))
         if agrees:
@@ -223,8 +223,6 @@ def log_step(run: Run, *, is_last: bool = False) -> None:
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
     """Return True if a multiple of the validation interval was reached since ``first_batch``, or training stops."""
-    if not run.batches.evaluated:
-        return False
     progress, every_n_epoch, interval = run.progress, run.options.check_val_every_n_epoch, run.batches.val_interval
     if every_n_epoch is not None and (progress.epoch + 1) % every_n_epoch:
         return False

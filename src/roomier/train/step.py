@@ -16,6 +16,7 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.step_arguments import step_of
 from roomier.core.errors import TrainingError
+from roomier.run.progress import Window
 from roomier.run.run import Run, call
 from roomier.train.manual import ManualOptimizer
 from roomier.train.settling.checks import needs_closure
@@ -35,23 +36,23 @@ class TrainingStep:
     Attributes:
         batch_idx: index of the current micro-batch in the epoch, starting with 0.
         counts_batches: True if the step number of log rows counts batches; see ``Run.log_step``.
+        log_interval: number of steps or batches between two log rows.
         first_step: value of ``Run.log_step`` before this window.
+        first_batch: index in the epoch of the first micro-batch of this window.
         skips_epoch: True if a hook skips the rest of the epoch, including this micro-batch and its step.
         frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._results, self._now = run.results, run.now
+        self._results, self._now, self._progress = run.results, run.now, run.progress
         self._starts = run.hooks.on_train_batch_start
         self._ends = run.hooks.on_train_batch_end
-        self._module = run.module
         self._training_step = step_of(run.module, "training_step")
         self.counts_batches = not run.module.automatic_optimization
         is_share = run.module.loss_reduction == "mean"  # the loss is a share of the mean over all ranks
         self._num_shares = run.ranks.world.size if is_share else 1
-        self.batch_idx, self.first_step, self._first_batch = -1, 0, 0
-        self._batch: Any = None
+        self.log_interval = run.options.log_every_n_steps
+        self.batch_idx, self.first_step, self.first_batch = -1, 0, 0
         self._output: Any = None
         self._loss: Tensor | None = None
         self.skips_epoch = False
@@ -63,12 +64,12 @@ class TrainingStep:
         self._output = output = self._training_step(batch, self.batch_idx)
         return output
 
-    def start_window(self) -> None:
-        """Prepare for a window. Call this method before the first micro-batch of the window."""
-        progress = self._run.progress
-        self._first_batch = progress.batch_idx
+    def start_window(self, batches: Sequence[Any]) -> None:
+        """Prepare for the window of the micro-batches ``batches``, before its first micro-batch."""
+        progress = self._progress
+        self.first_batch = progress.batch_idx
         self.first_step = progress.num_batches if self.counts_batches else progress.global_step
-        self.batch_idx = self._first_batch - 1
+        self._now.window = Window(progress.epoch, self.first_batch, batches)
 
     def start(self, batch: Any, index: int) -> None:
         """Call the hooks that run before the forward pass of the micro-batch at ``index`` in the window.
@@ -78,9 +79,9 @@ class TrainingStep:
         """
         if self.skips_epoch:
             return
-        self.batch_idx = self._now.batch_idx = self._first_batch + index
-        self._batch = self._results.batch = batch
-        self._results.is_in_batch = True
+        results = self._results
+        self.batch_idx = self._now.batch_idx = self.first_batch + index
+        results.batch, results.is_in_batch = batch, True
         for hook in self._starts:
             if hook(batch, self.batch_idx) == SKIP_EPOCH:
                 self.skips_epoch = True
@@ -91,23 +92,26 @@ class TrainingStep:
 
     def end(self, index: int = -1) -> None:
         """Call ``on_train_batch_end``. For the last micro-batch of a window, call this after the optimizer step."""
+        results = self._results
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
-                hook(outputs, self._batch, self.batch_idx)
-        self._results.is_in_batch = False
-        self._batch = self._output = self._loss = self._results.batch = None
+                hook(outputs, results.batch, self.batch_idx)
+        results.is_in_batch = False
+        self._output = self._loss = results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
         """Return the outputs that hooks receive, as in Lightning: a dict with the loss of this rank's micro-batch."""
-        output = self._output
+        output, loss = self._output, self._loss
         if output is None:
             return {}
-        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        if not self._module.automatic_optimization:
+        if loss is None:
+            outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
             loss = outputs.get("loss")
-            return {**outputs, "loss": loss.detach()} if isinstance(loss, Tensor) else outputs
-        return {**outputs, "loss": self._loss * self._num_shares} if self._loss is not None else outputs
+            return {**outputs, "loss": loss.detach()} if self.counts_batches and isinstance(loss, Tensor) else outputs
+        if self._num_shares != 1:  # the product of a scalar takes as long as all other work of this class in a step
+            loss = loss * self._num_shares
+        return {"loss": loss} if isinstance(output, Tensor) else {**output, "loss": loss}
 
 
 def install_step_hooks(run: Run, step: TrainingStep) -> None:

@@ -23,7 +23,7 @@ from roomier.device.rng import rng_state
 from roomier.launch.job import may_requeue
 from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of
-from roomier.run.run import Run, call
+from roomier.run.run import Run
 from roomier.run.saves import WantedSave
 from roomier.run.states import RunningStage
 from roomier.train.saving.pretrained import pretrained_config
@@ -43,17 +43,18 @@ def save_point(run: Run) -> bool:
     Returns:
         True if training ends here.
     """
-    progress, is_over = run.progress, False
+    progress, now, saves, is_over = run.progress, run.now, run.saves, False
     progress.is_epoch_end_due = progress.batch_idx >= run.batches.num_training
-    if progress.is_step_complete:
-        run.now.is_in_step = False
+    if not (progress.is_epoch_end_due or progress.is_validation_due):
+        now.is_in_step = False
         is_over = run.is_over()
         if is_over or run.stop.received is not None:
-            run.now.is_finishing, run.now.is_interrupted = True, not is_over
-        call(run.hooks.on_save_point)
-        if run.saves.deferred:
+            now.is_finishing, now.is_interrupted = True, not is_over
+        for hook in run.hooks.on_save_point:
+            hook()
+        if saves.deferred:
             _write_deferred(run)
-        if is_over or run.is_background_save_over():
+        if saves.background is not None and (is_over or run.is_background_save_over()):
             settle_background_save(run)
     if run.stop.received is not None and not is_over:
         _save_interrupted(run)
