@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from pathlib import Path
 
 from roomier.core.units import format_bytes
@@ -28,6 +27,8 @@ def shortage(folder: Path, needed_bytes: int, number: int = errno.ENOSPC, reclai
     """
     needed = f"requires {format_bytes(needed_bytes)}, but"
     if number == errno.EFBIG:
+        import resource  # late import: does not exist on Windows
+
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if limit == resource.RLIM_INFINITY:
             return f"{needed} the file system of {folder} does not support files of this size"

@@ -35,7 +35,7 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     network, device, ranks = facts.network, facts.device, facts.ranks
     if ranks.is_alone:
         return Alone()
-    wanted, offload = plan.parallel, plan.offload
+    wanted = plan.parallel
     earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None and not shards_parameters(plan, ranks):
         raise _sharded_differently(network)
@@ -80,12 +80,8 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
         earlier.release()
         earlier.begin_run()
         return earlier
-    is_offloaded = {offload.optimizer_states, offload.parameters, offload.activations} != {"none"}
-    if sharding.is_pairwise and not (is_offloaded or torch_fake.makes_fake_tensors()):
-        # A step frees unsharded parameters, gradients and buffers of collectives, and the next step allocates them
-        # again. If glibc returned their memory in between, the kernel would clear each page in every step.
-        step_bytes = 2 * sum(each.nbytes for each in network.parameters())
-        retain_freed_blocks(min(max(step_bytes, 2**26), 2**31 - 1))
+    if sharding.is_pairwise:
+        _retain_memory_of_steps(plan, network)
     check_shardable(network)
     lay_out_by_rows(network)
     take_values_of_rank_zero(network, ranks)
@@ -93,6 +89,19 @@ def divide(plan: Plan, facts: Facts) -> Parallel:
     shards.begin_run()
     network.__dict__[_SHARDS] = shards  # not by setattr, which would register the shards as a submodule
     return shards
+
+
+def _retain_memory_of_steps(plan: Plan, network: nn.Module) -> None:
+    """Make glibc retain the memory that a step frees, unless tensors are offloaded to save host memory.
+
+    A step frees unsharded parameters, gradients and buffers of collectives, and the next step allocates them again. If
+    glibc returned their memory in between, the kernel would clear each page in every step.
+    """
+    offload = plan.offload
+    is_offloaded = {offload.optimizer_states, offload.parameters, offload.activations} != {"none"}
+    if not (is_offloaded or torch_fake.makes_fake_tensors()):
+        step_bytes = 2 * sum(each.nbytes for each in network.parameters())
+        retain_freed_blocks(min(max(step_bytes, 2**26), 2**31 - 1))
 
 
 def _check_same_sharding(earlier: Shards, wanted: Sharding, network: nn.Module) -> None:

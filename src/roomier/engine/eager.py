@@ -278,9 +278,9 @@ class EagerEngine:
         except RuntimeError as error:
             if loss.is_complex() and not (args or kwargs):
                 raise complex_loss_error(loss) from None
-            if (cause := announced()) is None:
-                raise
-            raise cause from error
+            if cause := announced():
+                raise cause from error
+            raise
         for after in hooks.after_backward:
             after()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -81,6 +80,8 @@ def initialize(world: World, device_type: str) -> None:
 
 def _check_open_files(world: World) -> None:
     """Check that this process can open its sockets. torch's errors do not name the limit."""
+    import resource  # late import: does not exist on Windows
+
     most, num_needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _NUM_FILES + world.size
     if most < num_needed:
         problem = f"is too small a limit: a rank of {world.size} opens at least {num_needed} files and sockets"

@@ -139,6 +139,12 @@ class Run:
         """True if a step without a loss counts as a step, as for a LightningModule."""
         return self.module.automatic_optimization and isinstance(self.module, LightningAdapter)
 
+    @property
+    def current_epoch(self) -> int:
+        """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
+        is_ending = self.now.is_in_step is False and self.progress.batch_idx == 0  # ``progress`` counts this epoch
+        return self.progress.epoch - is_ending
+
     def is_at_its_end(self) -> bool:
         """Return True if a fit that starts or resumes at this point has no work to do."""
         if self.stop.received is not None or self.batches.num_training == 0:

@@ -161,11 +161,7 @@ class LastCall(Settings):
     @property
     def current_epoch(self) -> int:
         """Number of completed epochs. An epoch is complete after its hooks and the following save point."""
-        if self.run is None:
-            return self.copied_progress.epoch
-        progress = self.run.progress
-        is_ending = self.run.now.is_in_step is False and progress.batch_idx == 0  # ``progress`` counts this epoch
-        return progress.epoch - is_ending
+        return self.run.current_epoch if self.run else self.copied_progress.epoch
 
     @property
     def ckpt_path(self) -> Path | str | None:

@@ -181,15 +181,21 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
         finally:
             ended = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
             request.state.status = ended
-    number = int(stop.noted or stop.received or 0)
-    if run is not None and request.is_fit and may_requeue(os.environ):
-        number = max(trainer.ranks.gather(number))  # at the end of a fit, only some ranks may have received the signal
-        # a restart that repeats the same batches would also reach the time limit
-        has_progress = run.progress.num_batches > run.now.num_batches_before
-        if number in (signal.SIGTERM, signal.SIGUSR1) and has_progress and is_found_as_last(run):
-            trainer.ranks.on_zero(partial(requeue, os.environ))
-    if number:
+    if number := _signal_of_all(trainer, run, int(stop.noted or stop.received or 0)):
         raise SystemExit(128 + number)
+
+
+def _signal_of_all(trainer: Trainer, run: Run | None, number: int) -> int:
+    """Return the number of the signal that ends this process, or 0. After a signal that ends a fit in a SLURM job, also
+    return the job to the queue."""
+    if run is None or not run.settled.request.is_fit or not may_requeue(os.environ):
+        return number
+    number = max(trainer.ranks.gather(number))  # at the end of a fit, only some ranks may have received the signal
+    # a restart that repeats the same batches would also reach the time limit
+    has_progress = run.progress.num_batches > run.now.num_batches_before
+    if number in (signal.SIGTERM, signal.SIGUSR1) and has_progress and is_found_as_last(run):
+        trainer.ranks.on_zero(partial(requeue, os.environ))
+    return number
 
 
 def _at_step(trainer: Trainer, request: Request) -> str:

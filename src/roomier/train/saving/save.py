@@ -192,7 +192,7 @@ def _description(run: Run) -> dict[str, Any]:
         **({} if pretrained is None else {"pretrained": pretrained}),
         "plan": run.plan.to_dict(),
         "progress": run.progress.state(),
-        "epoch": run.trainer.current_epoch,
+        "epoch": run.current_epoch,
         **described_hparams(run.module),
         **({} if datamodule is None else {"datamodule_init": described_datamodule(datamodule)}),
     }
