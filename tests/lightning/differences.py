@@ -186,7 +186,7 @@ def change_of_a_short_window(kind: Any, folder: Path) -> float:
 
 @differs(
     "tf32",
-    lightning="leaves the setting of torch, so convolutions on NVIDIA GPUs use tf32",
+    lightning="does not change torch's setting, so convolutions on NVIDIA GPUs use tf32",
     roomier='computes `precision="32-true"` in float32, also in convolutions; `matmul_precision` selects tf32',
     reason="a number format is part of the Plan and does not depend on the device",
     expected=(True, False),
@@ -199,7 +199,7 @@ def convolutions_use_tf32(kind: Any, folder: Path) -> bool:
 
 @differs(
     "a loss that is not finite",
-    lightning="continues",
+    lightning="continues the run",
     roomier="ends the run with a `TrainingError`, unless a `SpikeGuard` handles it",
     reason="NaN weights must not replace the last valid checkpoint",
     expected=("completes", "TrainingError"),
@@ -285,7 +285,7 @@ def batch_of_a_list(kind: Any, folder: Path) -> type:
 @differs(
     "a loader without a length",
     lightning="is read one batch ahead, to detect the last batch",
-    roomier='is not read ahead. So `is_last_batch` is always False, and schedulers with interval "epoch" step at the '
+    roomier='is not read ahead, so `is_last_batch` is always False, and schedulers with interval "epoch" step at the '
     "end of the epoch, before its validation",
     reason="a stream is read only as far as it is trained, so a resumed run continues at the next sample",
     expected=(2, 1),
@@ -298,9 +298,9 @@ def reads_before_the_first_step(kind: Any, folder: Path) -> int:
 
 @differs(
     "reading with accumulation",
-    lightning="reads each micro-batch before its own step",
-    roomier="reads all micro-batches of a window before the first of their steps. A dataset that samples random "
-    "numbers in the main process therefore receives other numbers",
+    lightning="reads each micro-batch before its own `training_step`",
+    roomier="reads all micro-batches of a window before its first `training_step`. A dataset that samples random "
+    "numbers in the main process therefore receives different numbers",
     reason="the weight of a micro-batch depends on all micro-batches of its window",
     expected=(1, 4),
 )
@@ -315,7 +315,7 @@ def reads_before_the_first_window(kind: Any, folder: Path) -> int:
     "random numbers in worker processes",
     lightning="depend on the worker that reads a sample",
     roomier="depend on the seed, the epoch and the sample",
-    reason="a resumed run and a run with other numbers of workers or ranks read the same samples",
+    reason="a resumed run, or a run with a different number of workers or ranks, must read the same samples",
     expected=(False, True),
 )
 def samples_are_equal_for_any_number_of_workers(kind: Any, folder: Path) -> bool:
@@ -398,7 +398,7 @@ def teardown_after_an_error(kind: Any, folder: Path) -> list[str]:
 @differs(
     "`on_train_batch_start` of a callback",
     lightning="ignores its result; only the module can return -1 to skip the rest of the epoch",
-    roomier="accepts -1, too",
+    roomier="also accepts -1 from a callback",
     reason="a technique that skips batches can be a callback",
     expected=(4, 0),
 )
@@ -439,7 +439,7 @@ def steps_of_rows(kind: Any, folder: Path) -> list[int]:
     "the column `loss`",
     lightning="does not exist",
     roomier="is the loss of the optimizer step, over all its micro-batches and ranks",
-    reason="each run can be compared, whatever its module logs",
+    reason="runs can be compared even if their modules log different values",
     expected=(False, True),
 )
 def rows_contain_the_loss(kind: Any, folder: Path) -> bool:
@@ -462,9 +462,9 @@ def num_rows_with_the_loss(kind: Any, folder: Path) -> int:
 
 @differs(
     "checkpoints",
-    lightning="are files with pickle",
+    lightning="are pickle files",
     roomier='are folders without pickle, whose names have no extension. `ModelCheckpoint(format="lightning")` and '
-    "`roomier export FOLDER --to lightning out.ckpt` write files of Lightning",
+    "`roomier export FOLDER --to lightning out.ckpt` write Lightning files",
     reason="loading executes no code, and each rank reads only its shard",
     expected=(("epoch=0-step=4.ckpt", True), ("epoch=0-step=4", False)),
 )
@@ -496,7 +496,7 @@ def checkpoint_exists_after_a_save_in_a_step(kind: Any, folder: Path) -> bool:
 @differs(
     "objects that `on_save_checkpoint` adds",
     lightning="are pickled",
-    roomier="are not saved, and a notice names them, because a checkpoint contains only data",
+    roomier="are not saved, because a checkpoint contains only data; a notice names them",
     reason="loading executes no code",
     expected=(timedelta(1), None),
 )
@@ -520,7 +520,7 @@ def object_in_a_checkpoint(kind: Any, folder: Path) -> Any:
     "`on_load_checkpoint` that creates layers in a fit",
     lightning="is called before the optimizers exist, so the layers are trained",
     roomier="raises a `CheckpointError`; create the layers in `configure_model`",
-    reason="weights are read into their shards, so the sharded model and the optimizers exist already",
+    reason="weights are read directly into the shards, so the sharded model and the optimizers must exist before",
     expected=("completes", "CheckpointError"),
 )
 def layers_created_while_loading(kind: Any, folder: Path) -> str:
@@ -542,10 +542,10 @@ def layers_created_while_loading(kind: Any, folder: Path) -> str:
 
 
 @differs(
-    "a first Ctrl-C or SIGTERM during a fit",
+    "the first Ctrl-C or SIGTERM during a fit",
     lightning="Ctrl-C ends the run without a checkpoint",
     roomier="completes the step, saves `checkpoints/interrupted-step=N` and exits with code 130 or 143",
-    reason="the run can resume exactly, and a scheduler can tell the reason from the code",
+    reason="the run can resume exactly, and a job scheduler can determine the reason from the exit code",
     expected=(False, True),
 )
 def interrupted_run_saves_a_checkpoint(kind: Any, folder: Path) -> bool:
@@ -562,7 +562,7 @@ def interrupted_run_saves_a_checkpoint(kind: Any, folder: Path) -> bool:
     "`default_root_dir` and the run folder",
     lightning="the current folder; without a logger, files go to `default_root_dir` itself",
     roomier="`runs`; each run has a folder `version_N`, also without a logger",
-    reason="two runs never mix their files",
+    reason="the files of two runs are never mixed",
     expected=(".", "version_0"),
 )
 def run_folder_without_a_logger(kind: Any, folder: Path) -> str:
@@ -598,7 +598,7 @@ def saved_names(kind: Any, folder: Path, module: Any = None, **keywords: Any) ->
     "a fit that ends before the first save of `ModelCheckpoint`",
     lightning="saves nothing",
     roomier="saves the last step, unless `every_n_epochs=0` disables saves",
-    reason="the result of a run is not lost",
+    reason="the result of a run must not be lost",
     expected=([], ["epoch=0-step=4"]),
 )
 def checkpoints_of_a_short_fit(kind: Any, folder: Path) -> list[str]:
@@ -620,7 +620,7 @@ def last_is_a_link(kind: Any, folder: Path) -> bool:
     "a metric in `filename` that was not logged",
     lightning="is written as 0",
     roomier="is written as `none`, and a notice names it",
-    reason="0 can be a value of the metric",
+    reason="0 could be mistaken for a value of the metric",
     expected=(["unknown=0.ckpt"], ["unknown=none"]),
 )
 def name_with_an_unavailable_metric(kind: Any, folder: Path) -> list[str]:
@@ -662,7 +662,7 @@ def checkpoints_after_an_error(kind: Any, folder: Path) -> list[str]:
 @differs(
     "`trainer.save_checkpoint(path)` if `path` exists",
     lightning="replaces any file",
-    roomier="replaces an empty file (by a file of Lightning) and a checkpoint, and otherwise raises an error",
+    roomier="replaces an empty file (with a Lightning file) or a checkpoint, but otherwise raises an error",
     reason="a mistake in a path must not delete data",
     expected=("completes", "CheckpointError"),
 )
@@ -676,7 +676,7 @@ def save_over_another_file(kind: Any, folder: Path) -> str:
     '`ckpt_path="last"`',
     lightning="reads `last.ckpt`, which `save_last` writes",
     roomier="reads the newest complete checkpoint of the runs in `default_root_dir`",
-    reason="a run that was killed resumes without further options",
+    reason="a killed run can resume without further options",
     expected=(False, True),
 )
 def resumes_from_a_checkpoint_without_save_last(kind: Any, folder: Path) -> bool:
@@ -692,7 +692,7 @@ def resumes_from_a_checkpoint_without_save_last(kind: Any, folder: Path) -> bool
     lightning="is the default, and means one device or `ddp`",
     roomier="selects the fastest plan that fits. The default is `single` for one rank and `ddp` for several ranks, and "
     '`devices="auto"` without a strategy means one rank',
-    reason="the planner is used, and processes are started, only if the script asks for it",
+    reason="roomier runs the planner and starts processes only if the script requests this",
     expected=(False, True),
 )
 def strategy_is_planned(kind: Any, folder: Path) -> bool:
@@ -723,8 +723,8 @@ def estimated_steps_in_an_evaluation(kind: Any, folder: Path) -> Any:
     "`trainer.validate_loop` and `test_loop`",
     lightning="are loop objects",
     roomier="do not exist; the AttributeError names the public attribute",
-    reason="the loops are functions. `fit_loop`, `precision_plugin` and `accelerator` are views with the attributes "
-    "that projects read",
+    reason="the loops are functions, not objects. `fit_loop`, `precision_plugin` and `accelerator` are views with the "
+    "attributes that projects read",
     expected=(True, False),
 )
 def trainer_has_a_validate_loop(kind: Any, folder: Path) -> bool:

@@ -72,7 +72,7 @@ def check_hook_names(obj: object, base: type) -> None:
 
 
 def _check_arguments(callback: object, name: str) -> None:
-    """Check that the hook ``name`` of ``callback`` can be called. ``self`` is missing in a common mistake."""
+    """Check that the hook ``name`` of ``callback`` can be called, because users often forget ``self``."""
     own, hook = getattr(callback, name), inspect.signature(getattr(Callback, name))
     needed = [each.name for each in hook.parameters.values() if each.default is inspect.Parameter.empty][1:]
     try:

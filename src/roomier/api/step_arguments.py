@@ -12,8 +12,8 @@ from roomier.core.errors import RoomierError, TrainingError
 
 
 def step_of(module: Module, name: str, num_given: int = 2) -> Callable[..., Any]:
-    """Return a function that calls the method named ``name`` with those of the arguments (batch, batch_idx,
-    dataloader_idx) that the method accepts.
+    """Return a function that calls the method named ``name`` with the arguments among batch, batch_idx and
+    dataloader_idx that the method accepts.
 
     If the method has the argument ``dataloader_iter``, as in Lightning, it receives an iterator over the batch of the
     step, which yields ``(batch, batch_idx, dataloader_idx)``. A step cannot read ahead in the loader, because a run

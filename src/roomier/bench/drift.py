@@ -1,7 +1,7 @@
-"""``roomier bench drift``: this checkout compared with an earlier commit, alternately on one machine.
+"""``roomier bench drift``: compare this checkout with an earlier commit on one machine.
 
-Results of different days differ more than the effect of a commit. If both versions run in turns, a slow change of the
-machine affects both of them.
+Results from different days differ by more than the effect of a single commit. If both versions run alternately, a slow
+change of the machine affects both of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the benchmarks of both commits in turns, and return the medians and ratios of their values."""
+    """Run the benchmarks of both commits alternately, and return the medians and ratios of their values."""
     facts, chosen = circumstances(), {name: getattr(options, name) for name in ("overhead", "strategies")}
     found: dict[str, dict[str, list[float]]] = {}
     with _checked_out(options.against) as (folder, commit):
@@ -102,7 +102,7 @@ def _compared(numbers: Mapping[str, list[float]]) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> RenderableType:
     """Return a table with one line for each value."""
-    caption = f"medians of {result['rounds']} runs in turns\n{result['machine']['cpu']}, torch {result['torch']}"
+    caption = f"medians of {result['rounds']} alternating runs\n{result['machine']['cpu']}, torch {result['torch']}"
     found = Table("", title=f"drift since {result['against'][:8]}", caption=caption)
     for name in ("before", "now", "ratio"):
         found.add_column(name, justify="right")

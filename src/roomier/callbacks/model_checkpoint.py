@@ -196,7 +196,7 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """Path of the link to the newest checkpoint if ``save_last`` is set; ``""`` before the first save. If the file
-        system does not support links, the path of the newest checkpoint."""
+        system does not support links, this is the path of the newest checkpoint."""
         link = self._link_in(os.path.dirname(self._ledger.last))
         return link if self._ledger.last and os.path.islink(link) else self._ledger.last
 

@@ -31,8 +31,8 @@ OWN_ENTRIES = frozenset(
         *("results", "metrics", "callbacks"),
     }
 )
-"""Top-level entries that roomier writes, except ``epoch``, which user hooks may replace. User hooks write all other
-entries."""
+"""Top-level entries that roomier writes, except ``epoch``, which user hooks may replace. All other entries come from
+user hooks."""
 
 
 class ShownCheckpoint(dict[str, Any]):

@@ -1,6 +1,6 @@
-"""Text of ``--help``: first the most used options and a list of topics, with ``--help=TOPIC`` the options in full.
+"""Text of ``--help`` (the most common options and a list of topics) and of ``--help=TOPIC`` (the options in full).
 
-jsonargparse would print all options with their descriptions, more than 300 lines for ``roomier fit``.
+jsonargparse would print the descriptions of all options, which take more than 300 lines for ``roomier fit``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ section that a dict can set."""
 
 
 def first_screen(parser: ArgumentParser) -> str:
-    """Return the most used options of ``parser`` and its topics."""
+    """Return the most common options of ``parser`` and its topics."""
     options, verb = _options(parser), parser.prog.split()[-1]
     used = [_find(options, name) for name in _MOST_USED.get(verb, _MOST_USED[""]).split()]
     lines = [
@@ -116,15 +116,15 @@ def first_screen(parser: ArgumentParser) -> str:
         "",
         *_wrapped(_plain(parser.description), ""),
     ]
-    lines += ["", "Most used options:"]
+    lines += ["", "Most common options:"]
     for name in filter(None, used):
         first = re.split(r"(?<=[a-z)\]])[.;] ", _plain(options[name].help))[0].rstrip(".")
         values = _values(name)
         text = f"{first}: {values}" if values and len(values) < 90 else first
         lines += _entry(f"--{name}", text, 34)
     about = (
-        f"Topics. `{parser.prog} --help=TOPIC` describes the options of a topic, --help=all all options, and "
-        "--help=OPTION one option. Options without -- begin with --trainer., such as --trainer.max_epochs:"
+        f"Topics. `{parser.prog} --help=TOPIC` describes the options of a topic, --help=OPTION one "
+        "option, and --help=all all options. Add the prefix --trainer. to names without --, as in --trainer.max_epochs:"
     )
     lines += ["", *_wrapped(about, "")]
     for topic in TOPICS:
@@ -144,7 +144,7 @@ def topic_text(parser: ArgumentParser, topic: str) -> str:
         topic: name of a topic, ``"all"``, or the name of an option.
 
     Raises:
-        RoomierError: there is no such topic or option.
+        RoomierError: ``topic`` is neither a topic nor an option.
     """
     options = _options(parser)
     topics = {name: list(_in_topic(options, name)) for name in TOPICS}
@@ -256,7 +256,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def requested_topic(arguments: Sequence[str]) -> str | None:
-    """Return the topic in ``--help=TOPIC``, an empty string for ``--help`` and ``-h``, and None without such a word."""
+    """Return the topic in ``--help=TOPIC``, an empty string for ``--help`` and ``-h``, or None without either."""
     for word in arguments:
         option, _, topic = word.partition("=")
         if option in ("-h", "--help"):

@@ -94,7 +94,7 @@ def help_text() -> str:
             "",
             *lines,
             "",
-            "roomier VERB --help shows the most used options of a verb. roomier fit --help=memory shows one topic.",
+            "roomier VERB --help shows the most common options of a verb. roomier fit --help=memory shows one topic.",
             "roomier --version shows the version.",
             "",
             "  roomier fit --model my_package.MyModule --model.lr 0.1 --data my_package.MyData --trainer.max_steps 100",

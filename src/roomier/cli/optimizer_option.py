@@ -31,7 +31,7 @@ def with_optimizer(config: Namespace, model: nn.Module) -> nn.Module:
             raise RoomierError("--lr_scheduler", scheduler.class_path, problem, "Pass --optimizer, such as AdamW")
         return model
     if config.trainer.optimizer is not None:
-        action = "Pass one of the two"
+        action = "Pass only one of them"
         raise RoomierError("--optimizer", optimizer.class_path, "cannot be combined with --trainer.optimizer", action)
 
     def configured(parameters: Iterable[nn.Parameter]) -> Any:

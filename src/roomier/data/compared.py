@@ -1,4 +1,4 @@
-"""Comparison of the first batch on all ranks, if every rank must read the same batches.
+"""Comparison of the first batch of all ranks if every rank must read the same batches.
 
 If roomier shards a loader, each rank takes every ``N``-th batch of an order that is identical on all ranks. A loader
 that already yields a shard, or whose order differs between ranks, would lose samples without an error.

@@ -120,7 +120,7 @@ class FailureNews:
         return self._absent(f"roomier/exits/{self._num_exits}", _EXIT_S)
 
     def watch_connecting(self, is_connected: threading.Event, timeout_s: float) -> None:
-        """Wait until ``is_connected`` is set. End this process if another rank fails, or after ``timeout_s`` seconds,
+        """Wait until ``is_connected`` is set. End this process if another rank fails or after ``timeout_s`` seconds,
         because torch would wait for the process group in both cases."""
         until = time.monotonic() + timeout_s
         while not is_connected.wait(_POLL_S):

@@ -1,5 +1,4 @@
-"""Identity of a job, which remains the same when a launcher restarts the ranks, and the return of a SLURM job to its
-queue."""
+"""Identity of a job, which remains the same when a launcher restarts the ranks, and the requeueing of a SLURM job."""
 
 from __future__ import annotations
 
@@ -52,9 +51,9 @@ def may_requeue(environ: Mapping[str, str]) -> bool:
 def requeue(environ: Mapping[str, str]) -> None:
     """Return the SLURM job of this process to the queue after a signal, so that SLURM restarts the job.
 
-    A job that was cancelled, preempted or reached its time limit is no longer running and is not requeued. The same
-    applies to jobs that were submitted with ``--no-requeue``, and to the shell of ``salloc``. SLURM ends the ranks
-    immediately after this call.
+    A job that was cancelled or preempted, or that reached its time limit, is no longer running, so it is not requeued.
+    The same applies to jobs that were submitted with ``--no-requeue``, and to the shell of ``salloc``. SLURM ends the
+    ranks immediately after this call.
     """
     job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_TASK_ID" in environ:  # SLURM_JOB_ID of one of the tasks is also the number of the complete array

@@ -1,9 +1,9 @@
 """Order of the collectives of a sharded model, which must be the same on all ranks.
 
 [Note: headers]
-Ranks match collectives by their order. If a rank runs other modules than another rank, or has gradients of other
-parameters, collectives would combine shards of different parameters, or gloo would abort the process because the sizes
-of the messages differ. Therefore, each pairwise collective also sends a header of a few bytes, which states the unit
+Ranks match collectives by their order. If ranks run different modules or have gradients of different parameters,
+collectives would combine shards of different parameters, or gloo would abort the process because the sizes of the
+messages differ. Therefore, each pairwise collective also sends a header of a few bytes, which states the unit
 and, for a reduction, the parameters with a gradient. The payloads of different headers have different tags, so gloo
 does not match them, and a rank that receives a different header raises an error. Headers and payloads are sent at the
 same time, so headers add no latency. The last collective of a step is the reduction of the root unit or, if the root
@@ -75,7 +75,7 @@ class Order:
     # Forward and backward -------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin a forward pass."""
+        """Start a forward pass."""
         self._next = 1
 
     def end_forward(self) -> None:
@@ -84,7 +84,7 @@ class Order:
             self._pass_until(len(self._units))
 
     def begin_backward(self) -> None:
-        """Begin a backward pass."""
+        """Start a backward pass."""
         self.end_forward()
         self._below = len(self._units)
 
@@ -123,7 +123,7 @@ class Order:
             torch_private.end_backward_of(unit)
 
     def remove_unused(self) -> None:
-        """Set the gradients of parameters to None that have no gradient on any rank. If ranks may skip units, this
+        """Set the gradients of the parameters that have no gradient on any rank to None. If ranks may skip units, this
         method runs one collective."""
         if not self._is_fixed:
             return

@@ -21,8 +21,8 @@ _PARAMETERS = "offload.parameters"
 def without_host_tiers(plan: Plan, device_type: str) -> Plan:
     """Return ``plan`` without offloading of parameters and optimizer states to host memory if the device is a CPU.
 
-    On a CPU, these tensors are already in host memory. A script that offloads them from a GPU can therefore be tried on
-    a machine without a GPU. A notice is printed, and the returned Plan shows that nothing is offloaded.
+    On a CPU, these tensors are already in host memory. A script that offloads them from a GPU can therefore be
+    tried on a machine without a GPU: roomier prints a notice, and the returned Plan shows that they are not offloaded.
 
     Args:
         plan: requested plan.

@@ -1,11 +1,11 @@
 """Checksums of the pages of a scratch file.
 
 [Note: page sums]
-A scratch file is on a disk that other programs use, and its content replaces memory, so training continues with wrong
-numbers if a byte changes. The checksum of a page of 4096 bytes is the sum of its 64-bit words, folded to 32 bits. A
-random change remains undetected with a probability of about 2**-32. The sum is computed on each chunk of a transfer,
-while the chunk is in the cache of the processor. There, numpy adds 25 GB/s on a machine on which zlib's CRC-32
-processes 2 GB/s, which is slower than many disks.
+A scratch file is on a disk that other programs use, and its content replaces memory. If a byte changes, training would
+therefore continue with wrong numbers. The checksum of a page of 4096 bytes is the sum of its 64-bit words, folded to 32
+bits. A random change remains undetected with a probability of about 2**-32. The sum is computed on each chunk of a
+transfer, while the chunk is in the cache of the processor. There, numpy adds 25 GB/s, but on the same machine, zlib's
+CRC-32 processes only 2 GB/s, which is slower than many disks.
 
 The checksums use 4 bytes of host memory for each page (1 MiB for 1 GiB). Code can write to a record through a mapping
 of the file. Therefore, the checksums of a record that was accessed through a mapping are dropped. They exist again

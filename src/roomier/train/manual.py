@@ -40,7 +40,7 @@ class ManualOptimizer(OptimizerProxy):
         Args:
             closure: function that computes the loss and the gradients. Optimizers such as LBFGS call the closure
                 several times.
-            options: further arguments of the optimizer's ``step``.
+            options: additional arguments of the optimizer's ``step``.
 
         Returns:
             The value that the first call of ``closure`` returned; None if no closure was passed.

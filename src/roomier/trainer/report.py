@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def report_end(trainer: Trainer, run: Run) -> None:
-    """Print one line with the reason for the end, steps, time, losses, files, and forecast and measurement of the
-    memory. Nothing is printed if the fit ran no step, or if a signal ended it, because another line reports this."""
+    """Print one line with the reason for the end, steps, time, losses, files, and forecast and measured memory. Print
+    no line if the fit ran no step or if a signal ended it, because another line reports this."""
     now, progress = run.now, run.progress
     if now.is_interrupted or progress.num_batches == now.num_batches_before:
         return

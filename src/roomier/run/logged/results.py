@@ -319,7 +319,8 @@ class Results:
         }
 
     def last_step_values(self) -> dict[str, Any]:
-        """Return the values of the last training step that loggers receive, by column. Also after its epoch ended."""
+        """Return the values of the last training step that loggers receive, by column, even after its epoch
+        has ended."""
         shown = self.logged_metrics
         entries = [entry for entry in self._entries["train"].values() if entry.on_step and entry.logger]
         return {column: shown[column] for entry in entries if (column := entry.names_for_step()[-1]) in shown}
