@@ -4,8 +4,10 @@ import inspect
 import re
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import roomier
 from roomier.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -303,3 +305,37 @@ def test_an_invalid_value_is_reported_one_time():
     told, _, nearest = str(caught.value).partition(" The nearest plan that works: ")
     assert told == "gradient_clip_algorithm='nrom': is unknown. Did you mean 'norm'?"
     assert nearest == "Trainer(gradient_clip_algorithm='norm')."
+
+
+class Plain(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: roomier.Trainer(offload={"optimizer_states": "disk", "buffers": 10**12}), "between 1 and 1024"),
+        (lambda: roomier.Plan.from_yaml(5), "5"),
+        (lambda: roomier.Plan.from_json(5), "5"),
+        (lambda: roomier.Trainer(default_root_dir="x" * 5000), "default_root_dir"),
+        (
+            lambda: roomier.Trainer(accelerator="cpu").fit(Plain(), [torch.ones(1, 1)], ckpt_path="x" * 5000),
+            "ckpt_path",
+        ),
+    ],
+    ids=["buffers", "yaml", "json", "root", "checkpoint"],
+)
+def test_extreme_values_name_their_argument(
+    call: Any, message: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RoomierError, match=message):
+        call()
