@@ -4,6 +4,7 @@ order of hooks, and weights after an error.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -283,3 +284,20 @@ def test_a_file_that_is_not_a_checkpoint_is_not_replaced(form: Any, tmp_path: Pa
     assert torch.equal(torch.load(tmp_path / "data.ckpt")["state_dict"], torch.ones(2))
     with pytest.raises(RoomierError, match="format='zip'"):
         trainer.save_checkpoint(tmp_path / "new", format="zip")
+
+
+def test_a_checkpoint_that_was_passed_by_a_relative_path_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
+    """Checkpoints of interruptions are removed after the next save, except the one that the user passed."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    quiet = {"default_root_dir": "../runs", "accelerator": "cpu", "enable_progress_bar": False, "logger": False}
+    first = Trainer(max_steps=2, **quiet)
+    first.fit(Regression(), in_order())
+    saved = Path(first.checkpoint_callback.best_model_path)
+    given = saved.rename(saved.with_name("interrupted-step=2"))
+    other = Path(shutil.copytree(given, given.with_name("interrupted-step=1")))
+    again = Trainer(max_steps=4, **quiet)
+    again.fit(Regression(), in_order(), ckpt_path=f"../runs/version_0/checkpoints/{given.name}")
+    assert again.global_step == 4
+    assert given.is_dir()
+    assert not other.exists()

@@ -220,7 +220,7 @@ class ModelCheckpoint(Callback):
         if self.dirpath is None:
             self.dirpath = str(run_folder / "checkpoints")
         folder, name = os.path.split(run_of(trainer, "ModelCheckpoint").settled.start.given_path)
-        is_here = os.path.realpath(folder) == os.path.realpath(self.dirpath)
+        is_here = folder == os.path.realpath(self.dirpath)
         self._keep = replace(self._keep, given_path=os.path.join(self.dirpath, name) if is_here else "")
         # Only rank 0 reads the folder, because its content may change before other ranks read it.
         trainer.ranks.on_zero(partial(self._read_folder, Path(self.dirpath).is_relative_to(run_folder)))

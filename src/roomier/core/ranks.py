@@ -131,7 +131,8 @@ class Ranks:
 
 def announce(error: Exception) -> None:
     """Report ``error`` to the other ranks without a collective, before this rank raises it. See :func:`announced`."""
-    torch_private.default_store().set(_ANNOUNCED, encode(error))
+    with suppress(dist.DistError, RuntimeError):  # the process that serves the store may have ended
+        torch_private.default_store().set(_ANNOUNCED, encode(error))
 
 
 def close_connections() -> None:

@@ -446,7 +446,7 @@ def unreduced_parameters(ddp: DistributedDataParallel) -> list[int] | None:
     try:
         ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        *_, indices = str(error).partition("did not receive grad for rank")
+        *_, indices = str(error).rpartition("did not receive grad for rank")  # names can precede the indices
         return [int(each) for each in re.findall(r"\d+", indices.partition("\n")[0])[1:]]
     return None
 

@@ -123,7 +123,8 @@ class BatchFeed(Feed):
 
     def _begin(self, epoch: int, num_before: int = 0) -> None:
         self._num_before = num_before
-        self._is_compared = self._share.world.size > 1 and epoch < PASS  # ranks can restart a loader at different times
+        # Ranks can restart a loader at different times, and can resume parts of an epoch that end at different batches.
+        self._is_compared = self._share.world.size > 1 and epoch < PASS and num_before == 0
         num_ranks, length = self._share.world.size, length_of(self._loader)
         if self._share.divided_by is not None or math.isinf(length):
             self._first = num_before // num_ranks

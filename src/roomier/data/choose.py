@@ -185,6 +185,8 @@ def speaks_state(loader: object) -> TypeGuard[Any]:
         signature(state_dict).bind()
     except TypeError:
         return False
+    except ValueError:  # a built-in method without a signature
+        return True
     return True
 
 

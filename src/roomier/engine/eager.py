@@ -25,6 +25,7 @@ from roomier.engine.optimizer_state import shard_like
 from roomier.engine.parallel import Parallel
 from roomier.engine.updates import Updates
 from roomier.engine.window import Closure, Window
+from roomier.launch.failure import is_of_lost_peer
 from roomier.plan import BatchPlan
 from roomier.precision.scaler import LossScaler, NoScale
 
@@ -278,7 +279,7 @@ class EagerEngine:
         except RuntimeError as error:
             if loss.is_complex() and not (args or kwargs):
                 raise complex_loss_error(loss) from None
-            if cause := announced():
+            if is_of_lost_peer(error) and (cause := announced()):
                 raise cause from error
             raise
         for after in hooks.after_backward:

@@ -85,7 +85,7 @@ def _check_open_files(world: World) -> None:
     most, num_needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _NUM_FILES + world.size
     if most < num_needed:
         problem = f"is too small a limit: a rank of {world.size} opens at least {num_needed} files and sockets"
-        raise RoomierError("ulimit -n", most, problem, "Run `ulimit -n 1024` before the command")
+        raise RoomierError("ulimit -n", most, problem, f"Run `ulimit -n {max(1024, num_needed)}` before the command")
 
 
 def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNews, timeout_s: float) -> None:

@@ -149,9 +149,9 @@ class Order:
         return self._send(2 * number + 1, self._gradients, [group, *([self._replicas] if self._replicas else [])])
 
     def end_step(self, group: dist.ProcessGroup) -> None:
-        """Compare the end of the last backward pass of a step over the ranks of ``group``."""
+        """Compare the end of the last backward pass of a step over the ranks of ``group`` and the replicas."""
         if self._last != 1:  # the reduction of the root was not the last collective
-            _, check = self._send(2 * len(self._units), 0, [group])
+            _, check = self._send(2 * len(self._units), 0, [group, *([self._replicas] if self._replicas else [])])
             check()
         self._last = -1
 

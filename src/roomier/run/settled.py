@@ -132,9 +132,9 @@ class Start:
 
     @property
     def given_path(self) -> str:
-        """Absolute path of the checkpoint if the user passed its path; otherwise ``""``. The run never removes this
+        """Real path of the checkpoint if the user passed its path; otherwise ``""``. The run never removes this
         checkpoint."""
-        return "" if self.checkpoint is None or self.is_last else os.path.abspath(self.checkpoint)
+        return "" if self.checkpoint is None or self.is_last else os.path.realpath(self.checkpoint)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class DiskTier:
         self.expect([])
         self._scratch.wait_for(lambda: not self._writes)
 
-    def mapped(self, record: int) -> Tensor:
+    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
         """Return ``record`` as a tensor that shares its memory with the file. See
         :meth:`roomier.tiers.tier.Tier.mapped`."""
         if self._sizes[record] == 0:
@@ -232,6 +232,8 @@ class DiskTier:
             self._mapping = self._scratch.mapped(self._positions[0], self.disk_bytes)
         first = self._positions[record] - self._positions[0]
         self._shown.add(record)
+        if writes:  # the system may remove written pages from the page table before the record is unmapped
+            self._scratch.sums.drop(self._positions[record], padded(self._sizes[record]))
         return self._mapping[0][first : first + self._sizes[record]]
 
     def close(self) -> None:

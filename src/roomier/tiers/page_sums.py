@@ -64,11 +64,15 @@ class PageSums:
             where = (first + int(changed[0])) * ALIGNMENT_BYTES
             raise ChangedError(errno.EIO, f"the bytes from position {where} changed after they were written")
 
+    def drop(self, position: int, num_bytes: int) -> None:
+        """Drop the checksums of ``num_bytes`` at ``position``."""
+        first = position // ALIGNMENT_BYTES
+        self._sums[first : first + num_bytes // ALIGNMENT_BYTES] = _UNKNOWN
+
     def drop_accessed(self, position: int, mapped: Tensor) -> None:
         """Drop the checksums of ``mapped``, a mapping of the file at ``position``, if code has accessed its pages."""
-        first, num_pages = position // ALIGNMENT_BYTES, len(mapped) // ALIGNMENT_BYTES
         if _is_accessed(mapped):
-            self._sums[first : first + num_pages] = _UNKNOWN
+            self.drop(position, len(mapped))
 
 
 def _is_accessed(mapped: Tensor) -> bool:

@@ -218,7 +218,7 @@ def restore(run: Run, path: Path) -> None:
     shown = ShownCheckpoint(state)
     for callback in run.callbacks:
         callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), shown)
-    _restore_callbacks(run, state["callbacks"])
+    _restore_callbacks(run, shown["callbacks"])
     run.saves.step, run.saves.path = run.progress.global_step, path
     run.now.random_state = random_state_of(run.ranks.world.rank, state["random"])
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size

@@ -267,7 +267,7 @@ def _remove_interrupted(run: Run) -> None:
         return
     for path in folder.glob(f"{INTERRUPTED}*"):
         number = path.name.removeprefix(INTERRUPTED)
-        is_given = str(path) == run.settled.start.given_path
+        is_given = os.path.realpath(path) == run.settled.start.given_path
         if number.isdecimal() and int(number) < run.saves.step and not is_given:
             checkpoint.remove(path)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from roomier import checkpoint
 from roomier.api.module import Module
+from roomier.checkpoint.find import NoUsableCheckpointError
 from roomier.core.log import notice, quiet
 from roomier.core.ranks import Ranks
 from roomier.core.replacing import replacing
@@ -67,6 +68,7 @@ class Job:
         Raises:
             CheckpointError: checkpoints of this fit exist, but none can be used.
         """
+        damaged: NoUsableCheckpointError | None = None
         folders = [each for each in root.glob("*") if is_run_folder(each)]
         for folder in sorted(folders, key=lambda each: int(each.name.rpartition("_")[2]), reverse=True):
             try:
@@ -75,10 +77,16 @@ class Job:
                 batch = GlobalBatch(**record["batch"])
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            found = checkpoint.find_last(folder, rejects_damage=True) if is_own else None
+            try:
+                found = checkpoint.find_last(folder, rejects_damage=True) if is_own else None
+            except NoUsableCheckpointError as error:  # an older run folder of this job may have a usable checkpoint
+                damaged = damaged or error
+                continue
             if found is not None:
                 notice(f"this job was restarted and resumes from {found}")
                 return Earlier(found, batch)
+        if damaged is not None:
+            raise damaged
         if num_restarts(os.environ):
             notice(f"this job was restarted, but found no complete checkpoint under {root}. Training starts at step 0")
         return None

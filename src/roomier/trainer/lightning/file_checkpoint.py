@@ -77,7 +77,10 @@ def _replace_by_file(folder: Path, target: Path) -> None:
     aside.unlink(missing_ok=True)
     with quiet():
         export_lightning(folder, aside)
+    former = target.with_name(f".{target.name}.former")
     if target.is_dir():
-        checkpoint.remove(target)
+        target.rename(former)
     os.replace(aside, target)
+    if former.is_dir():
+        checkpoint.remove(former)
     checkpoint.remove(folder)
