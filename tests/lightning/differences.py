@@ -193,6 +193,7 @@ def change_of_a_short_window(kind: Any, folder: Path) -> float:
 )
 def convolutions_use_tf32(kind: Any, folder: Path) -> bool:
     found: list[bool] = []
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
     fit(kind, folder, Steps(lambda module, batch_idx: found.append(torch.backends.cudnn.allow_tf32)))
     return found[0]
 

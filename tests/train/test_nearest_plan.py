@@ -72,12 +72,6 @@ IMPOSSIBLE: dict[str, tuple[type[roomier.Module], dict[str, Any], dict[str, Any]
         on_two(strategy="zero2+offload"),
         {"strategy": "zero2", "offload": {"optimizer_states": "disk"}},
     ),
-    "states of a CPU on the host": (Language, request(offload=True), {"offload": {"optimizer_states": "disk"}}),
-    "states on the host of an unnamed CPU": (
-        Language,
-        {"optimizer": "adamw", "offload": {"optimizer_states": "cpu", "share": 0.5}},
-        {"offload": {"optimizer_states": "disk", "share": 0.5}},
-    ),
     "speculation with a loss scale": (
         Language,
         request(precision="16-mixed", offload={"optimizer_states": "disk", "update": "speculative"}),

@@ -51,7 +51,7 @@ def test_one_signal_takes_effect_after_the_wait(on_ranks: RankPool) -> None:
 def test_signals_of_forked_workers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(signals, "TO_OBEY_S", 0.0)
-    monkeypatch.setattr(signals, "os", SimpleNamespace(_exit=ended.append))
+    monkeypatch.setattr(signals, "os", SimpleNamespace(_exit=ended.append, environ={}))
     before = signal.set_wakeup_fd(-1)
     with GracefulStop(is_alone=False) as stop:
         worker = get_context("fork").Process(target=time.sleep, args=(60,))

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from roomier.core.errors import RoomierError
+from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.paths import check_path
 from roomier.core.units import parse_duration_s
 from roomier.run.profilers import profiler_of
@@ -115,7 +115,7 @@ class LoopOptions:
             problem = "must be at most 30 minutes, after which every collective operation fails"
             raise RoomierError("hang_timeout", self.hang_timeout, problem, "Use '00:00:30:00' or less, or None")
         if self.default_root_dir is not None:
-            check_path("default_root_dir", self.default_root_dir)
+            check_path("default_root_dir", self.default_root_dir, CheckpointError)
 
     def _check_flags(self) -> None:
         check_flag("enable_plan_table", self.enable_plan_table, optional=True)

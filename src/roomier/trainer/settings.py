@@ -26,6 +26,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.device.resolve import resolve_device
 from roomier.launch import join
+from roomier.loggers.files import FileLogger
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
 from roomier.run.states import RunningStage, TrainerState
@@ -92,7 +93,7 @@ class Settings:
         self.world = world
         self.ranks = Ranks()
         self.callbacks = callbacks
-        self.file_loggers = [each for each in loggers if getattr(each, "is_added", False)]
+        self.file_loggers = [each for each in loggers if isinstance(each, FileLogger) and each.is_added]
         self.loggers = [each for each in loggers if each not in self.file_loggers]
         self.logger_is_on = logger_is_on
         self.enable_checkpointing = enable_checkpointing

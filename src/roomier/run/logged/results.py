@@ -346,7 +346,7 @@ class Results:
             entry.reset()
         if stage != "train":
             self._agree_on_loaders(stage)
-            self.evaluated = logged
+            self.evaluated = {column: self._logged_values[column] for column in logged}
             self._entries.pop(stage, None)
         return logged
 

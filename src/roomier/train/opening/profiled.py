@@ -122,7 +122,9 @@ def _timed(profiler: Any, action: str, owner: Any, name: str) -> Callable[..., A
     @functools.wraps(method)
     def timed(*args: Any, **kwargs: Any) -> Any:
         if action == "train_dataloader_next":
-            return _timed_iterator(profiler, action, method(*args, **kwargs))
+            batches = method(*args, **kwargs)
+            is_timed = getattr(batches, "gi_code", None) is _timed_iterator.__code__  # created before the first hooks
+            return batches if is_timed else _timed_iterator(profiler, action, batches)
         with profiler.profile(action):
             return method(*args, **kwargs)
 

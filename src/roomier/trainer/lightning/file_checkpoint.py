@@ -42,7 +42,7 @@ def save_lightning_file(
     Raises:
         CheckpointError: ``path`` exists and is neither an empty file nor a checkpoint.
     """
-    check_path("filepath", path)
+    check_path("filepath", path, CheckpointError)
     target = at_home(path).absolute()
     run.ranks.on_zero(partial(_refuse_to_overwrite, target))
     folder = target.with_name(f".{target.name}.folder")
@@ -53,7 +53,7 @@ def save_lightning_file(
 def saves_file(path: str | Path, callbacks: Iterable[Any]) -> bool:
     """Return True if a checkpoint is saved as a file by default: if ``path`` is a file, such as a temporary file, or if
     a ModelCheckpoint in ``callbacks`` saves files."""
-    check_path("filepath", path)
+    check_path("filepath", path, CheckpointError)
     return at_home(path).is_file() or any(getattr(each, "format", None) == "lightning" for each in callbacks)
 
 
