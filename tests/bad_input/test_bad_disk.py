@@ -69,7 +69,7 @@ FOLDERS = {
         lambda d: d.fit(default_root_dir=d.root.parent / ("x" * 300)),
         "default_root_dir",
         "xxx",
-        "Pass a folder with write permission",
+        "Pass a shorter path",
     ),
     "checkpoints below a file": (
         lambda d: d.fit(callbacks=ModelCheckpoint(dirpath=below_a_file(d))),
@@ -85,9 +85,9 @@ FOLDERS = {
     ),
     "a checkpoint with a name too long": (
         lambda d: d.fit().save_checkpoint(d.root.parent / ("x" * 300)),
-        "path",
+        "filepath",
         "xxx",
-        "Choose a shorter name",
+        "Pass a shorter path",
     ),
 }
 

@@ -701,26 +701,6 @@ def strategy_is_planned(kind: Any, folder: Path) -> bool:
 
 
 @differs(
-    "`estimated_stepping_batches` in an evaluation",
-    lightning="raises an error",
-    roomier="is the value of the last fit",
-    reason="a callback that runs in fits and evaluations can read it",
-    expected=("MisconfigurationException", 4),
-)
-def estimated_steps_in_an_evaluation(kind: Any, folder: Path) -> Any:
-    found: list[Any] = []
-
-    class Validates(Steps):
-        def on_validation_start(self) -> None:
-            found.append(self.trainer.estimated_stepping_batches)
-
-    module = Validates()
-    trainer = fit(kind, folder, module)
-    end = outcome(lambda: trainer.validate(module, in_order(1), verbose=False))
-    return found[-1] if end == "completes" else end
-
-
-@differs(
     "`trainer.validate_loop` and `test_loop`",
     lightning="are loop objects",
     roomier="do not exist; the AttributeError names the public attribute",
