@@ -136,7 +136,7 @@ def announce(error: Exception) -> None:
 
 
 def close_connections() -> None:
-    """Close the connections to the other ranks, so that ranks that wait for this rank fail."""
+    """Close the gloo connections to the other ranks, so that ranks that wait for this rank in gloo fail."""
     with suppress(RuntimeError):  # after a timeout, gloo closes all connections
         work = dist.irecv(torch.empty(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=_NEVER_SENT)
         assert work is not None
