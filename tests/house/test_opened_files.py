@@ -53,7 +53,6 @@ ALLOWED = {
     ("tiers/buffers.py", "mmap.mmap"): "anonymous memory",
     ("tiers/folder.py", "mounts.read_text"): "a file of the kernel",
     ("tiers/folder.py", "os.open"): "opens an abandoned scratch file, to lock and remove it; nothing is read",
-    ("tiers/page_sums.py", "open"): "a file of the kernel",
     ("tiers/scratch.py", "mmap.mmap"): "maps the scratch file of this process",
     ("tiers/scratch.py", "os.open"): "creates the scratch file of this process",
 }

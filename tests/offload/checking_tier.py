@@ -61,7 +61,7 @@ class CheckingTier:
 
     def settle(self) -> None: ...
 
-    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
+    def mapped(self, record: int) -> Tensor:
         assert not self._held, "a buffer is in use"
         return self._records[record]
 

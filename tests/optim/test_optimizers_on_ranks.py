@@ -56,13 +56,12 @@ def test_losses_in_float32_are_near(on_ranks: RankPool) -> None:
             assert trained.losses == near, optimizer
 
 
-class LikeBitsandbytes(torch.optim.SGD):
-    __module__ = "bitsandbytes.optim.adamw"
-
-
 class Own(Language):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return LikeBitsandbytes(self.parameters(), lr=0.1)
+        # A class at module level would exist in other tests of the process, where its module cannot be imported.
+        kind = type("LikeBitsandbytes", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
+        made: torch.optim.Optimizer = kind(self.parameters(), lr=0.1)
+        return made
 
 
 def build_own(strategy: str, kind: type[Own] = Own) -> str:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -354,7 +355,8 @@ def test_overwritten_bytes_are_an_error_that_names_the_file(call: str, tmp_path:
     scratch = Scratch(tmp_path)
     tier = filled(scratch)
     if call == "mapped":
-        tier.mapped(2)  # the mapping is not accessed, so the checksums remain valid
+        assert tier.mapped(2).eq(2).all()  # no byte is written, so the checksums remain valid
+        tier.expect([])
     overwrite(scratch.path, 4096 + 2 * 8192 + 4000)  # in the first page of the last record
     for record in (0, 1):
         buffer = tier.take(record)
@@ -370,7 +372,35 @@ def test_overwritten_bytes_are_an_error_that_names_the_file(call: str, tmp_path:
     scratch.close()
 
 
-def test_records_that_code_changes_through_a_mapping_are_not_damaged(tmp_path: Path) -> None:
+def test_a_record_that_is_written_while_its_unused_read_runs_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = Scratch(tmp_path)
+    tier = filled(scratch)
+    has_read, may_check, check = threading.Event(), threading.Event(), scratch.sums.check
+
+    def late(*arguments: Any) -> None:
+        has_read.set()
+        may_check.wait()
+        check(*arguments)
+
+    monkeypatch.setattr(scratch.sums, "check", late)
+    tier.expect([1])
+    has_read.wait()
+    tier.put(1, tier.blank(1).fill_(9))
+    threading.Timer(0.2, may_check.set).start()
+    tier.settle()
+    assert tier.take(1).eq(9).all()
+    tier.close()
+    scratch.close()
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_records_that_code_changes_through_a_mapping_are_not_damaged(
+    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_recorded:  # as with tmpfs
+        monkeypatch.setattr(Scratch, "_is_write_recorded", lambda _: False)
     scratch = Scratch(tmp_path)
     tier = filled(scratch)
     tier.mapped(1)[17] = 99

@@ -52,7 +52,7 @@ class Staging(Protocol):
         """Wait until all records are written."""
         ...
 
-    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
+    def mapped(self, record: int) -> Tensor:
         """Return the content of ``record`` on the host; see :meth:`roomier.tiers.tier.Tier.mapped`."""
         ...
 
@@ -96,8 +96,8 @@ class HostStaging:
     def settle(self) -> None:
         self._tier.settle()
 
-    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
-        return self._tier.mapped(record, writes=writes)
+    def mapped(self, record: int) -> Tensor:
+        return self._tier.mapped(record)
 
     def moved_bytes(self) -> tuple[int, int]:
         return self._tier.bytes_read, self._tier.bytes_written
@@ -242,8 +242,8 @@ class DeviceStaging:
             computing_stream(self._device).wait_event(self._leaving[1])
             self._leaving = None
 
-    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
-        return self._tier.mapped(record, writes=writes)
+    def mapped(self, record: int) -> Tensor:
+        return self._tier.mapped(record)
 
     def moved_bytes(self) -> tuple[int, int]:
         return self._tier.bytes_read, self._tier.bytes_written

@@ -246,7 +246,7 @@ class OffloadedStates:
         self._staging.settle()
         for slot in self._slots.values():
             slot.placed = _layout(_leaving(slot.unit, states))
-            content = self._staging.mapped(slot.record, writes=True)
+            content = self._staging.mapped(slot.record)
             needed = slot.placed[-1].last if slot.placed else 0
             if needed > len(content):
                 problem = (

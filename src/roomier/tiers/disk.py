@@ -118,7 +118,8 @@ class DiskTier:
         self._mapping: tuple[Tensor, mmap.mmap] | None = (
             None  # one mapping of all records, because each mapping uses a file descriptor
         )
-        self._shown: set[int] = set()  # records that code may have accessed through the mapping
+        self._shown: set[int] = set()  # records that code may have written through the mapping
+        self._unused_read: Job | None = None  # a read that was running when its result was no longer needed
         self._claims: list[int] = []  # sizes of the buffers for which calls wait
         self._is_open = True
 
@@ -205,7 +206,8 @@ class DiskTier:
                 self._release(slot)
 
             data = slot.memory[: padded(self._sizes[record])]
-            job = Job(data, self._positions[record], wait=wait, then=then)
+            # A read of the same bytes at the same time would return a mixture, which has no valid checksum.
+            job = Job(data, self._positions[record], wait=wait, after=self._unused_read, then=then)
             self._writes[record] = job
             self._scratch.transfers.write(job)
             self._fill()  # the record is no longer held and can be read
@@ -221,19 +223,19 @@ class DiskTier:
     def settle(self) -> None:
         """Wait until all writes are complete, and clear the list of expected records."""
         self.expect([])
-        self._scratch.wait_for(lambda: not self._writes)
+        unused = self._unused_read
+        self._scratch.wait_for(lambda: not self._writes and (unused is None or unused.is_done))
 
-    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
+    def mapped(self, record: int) -> Tensor:
         """Return ``record`` as a tensor that shares its memory with the file. See
         :meth:`roomier.tiers.tier.Tier.mapped`."""
         if self._sizes[record] == 0:
             return torch.empty(0, dtype=torch.uint8)
         if self._mapping is None:
             self._mapping = self._scratch.mapped(self._positions[0], self.disk_bytes)
+            self._scratch.watch()
         first = self._positions[record] - self._positions[0]
         self._shown.add(record)
-        if writes:  # the system may remove written pages from the page table before the record is unmapped
-            self._scratch.sums.drop(self._positions[record], padded(self._sizes[record]))
         return self._mapping[0][first : first + self._sizes[record]]
 
     def close(self) -> None:
@@ -260,11 +262,9 @@ class DiskTier:
 
     def _unmap(self) -> None:
         if self._mapping is not None:
-            content, mapping = self._mapping
-            mapping.flush()  # after this call, direct reads return the written bytes
-            for record in self._shown:
-                position, size = self._positions[record], padded(self._sizes[record])
-                self._scratch.sums.drop_accessed(position, content[position - self._positions[0] :][:size])
+            if self._scratch.flush(self._mapping[1]):
+                for record in self._shown:
+                    self._scratch.sums.drop(self._positions[record], padded(self._sizes[record]))
             self._shown.clear()
             self._mapping = None
 
@@ -367,6 +367,8 @@ class DiskTier:
         elif self._scratch.transfers.cancel(job):
             slot.wait = job.wait
             self._release(slot)
+        else:  # only one read runs at a time
+            self._unused_read = job
 
     def _release(self, slot: _Slot) -> None:
         if self._is_open:

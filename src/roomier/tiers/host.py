@@ -64,7 +64,7 @@ class HostTier:
         for record in list(self._waits):
             self._finish(record)
 
-    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
+    def mapped(self, record: int) -> Tensor:
         """Return the memory of ``record``."""
         return self._records[record]
 

@@ -8,20 +8,17 @@ transfer, while the chunk is in the cache of the processor. There, numpy adds 25
 CRC-32 processes only 2 GB/s, which is slower than many disks.
 
 The checksums use 4 bytes of host memory for each page (1 MiB for 1 GiB). Code can write to a record through a mapping
-of the file. Therefore, the checksums of a record that was accessed through a mapping are dropped. They exist again
-after the next write, which is in the next step unless the weights are frozen.
+of the file. If the modification time of the file shows such a write, the checksums of all mapped records are dropped.
+They exist again after the next write, which is in the next step unless the weights are frozen.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
-import os
 import threading
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from roomier.tiers.buffers import ALIGNMENT_BYTES
 
@@ -68,26 +65,6 @@ class PageSums:
         """Drop the checksums of ``num_bytes`` at ``position``."""
         first = position // ALIGNMENT_BYTES
         self._sums[first : first + num_bytes // ALIGNMENT_BYTES] = _UNKNOWN
-
-    def drop_accessed(self, position: int, mapped: Tensor) -> None:
-        """Drop the checksums of ``mapped``, a mapping of the file at ``position``, if code has accessed its pages."""
-        if _is_accessed(mapped):
-            self.drop(position, len(mapped))
-
-
-def _is_accessed(mapped: Tensor) -> bool:
-    """Return whether a page of a mapping is in the page table of this process; True if the system does not report it.
-
-    The function reads one 64-bit entry for each page, whose highest bit is set if the page is present.
-    """
-    page_bytes = mmap.PAGESIZE
-    first, end = mapped.data_ptr() // page_bytes, -(-(mapped.data_ptr() + len(mapped)) // page_bytes)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as table:
-            entries = os.pread(table.fileno(), 8 * (end - first), 8 * first)
-    except OSError:
-        return True
-    return len(entries) < 8 * (end - first) or bool((np.frombuffer(entries, np.uint64) >> np.uint64(63)).any())
 
 
 def _sums_of(content: NDArray[np.uint8]) -> NDArray[np.uint32]:

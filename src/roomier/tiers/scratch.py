@@ -57,6 +57,7 @@ class Scratch:
             first = self.reserve(ALIGNMENT_BYTES)
             assert first == 0
             self.is_direct = direct_io.set_direct(self._file)
+            self._records_writes = self._is_write_recorded()
         except BaseException:
             os.close(self._file)
             self.path.unlink(missing_ok=True)
@@ -121,8 +122,7 @@ class Scratch:
         """Return ``num_bytes`` of the file from ``position`` as a tensor (uint8) that shares its memory with the file.
 
         Returns:
-            The tensor and its mapping. After writes to the tensor, call ``flush`` of the mapping before the next
-            direct transfer.
+            The tensor and its mapping. Before the next direct transfer, call :meth:`flush`.
 
         Raises:
             TierError: the file was truncated.
@@ -138,6 +138,22 @@ class Scratch:
             raise TierError(FIELD, str(self.path), f"cannot be mapped: {error.strerror}", action) from error
         register(mapping, is_file=True)
         return torch.frombuffer(mapping, dtype=torch.uint8)[before:], mapping
+
+    def watch(self) -> None:
+        """Set the modification time of the file back by one second, so that :meth:`flush` detects writes to mappings.
+        No transfer may run until the call of :meth:`flush`."""
+        status = os.fstat(self._file)
+        os.utime(self._file, ns=(status.st_atime_ns, status.st_mtime_ns - 10**9))
+        self._watched_time = os.fstat(self._file).st_mtime_ns  # rounded by some file systems
+
+    def flush(self, mapping: mmap.mmap) -> bool:
+        """Write the changes of ``mapping`` to the file, so that direct reads return them.
+
+        Returns:
+            True if the file may have been written since the call of :meth:`watch`.
+        """
+        mapping.flush()
+        return not self._records_writes or os.fstat(self._file).st_mtime_ns != self._watched_time
 
     def empty_cache(self) -> None:
         """Wait until all written data is on the disk, and remove the data from the page cache. Direct I/O does not use
@@ -156,6 +172,14 @@ class Scratch:
         os.close(self._file)
         if os.getpid() == self._process:  # a forked process does not have these threads
             self.path.unlink(missing_ok=True)
+
+    def _is_write_recorded(self) -> bool:
+        """Return whether a write to a mapping changes the modification time of the file; with tmpfs, it does not."""
+        self._records_writes = True
+        self.watch()
+        first, mapping = self.mapped(0, 1)
+        first.fill_(1)
+        return self.flush(mapping)
 
     def _read(self, buffer: Tensor, position: int) -> None:
         direct_io.read(self._file, buffer, position, self.reserved_bytes, self.sums)

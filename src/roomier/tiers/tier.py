@@ -108,15 +108,12 @@ class Tier(Protocol):
         """
         ...
 
-    def mapped(self, record: int, *, writes: bool = False) -> Tensor:
+    def mapped(self, record: int) -> Tensor:
         """Return the content of ``record`` as a tensor (uint8, on the host) that shares the memory of the record.
 
         Writes to the tensor change the record. Call :meth:`settle` first. The tensor is valid until the next call
         to another method of the tier. The content is not copied to host memory, so checkpoints can read and write
         records of any size.
-
-        Args:
-            writes: True if the caller replaces the content, for example when it loads a checkpoint.
         """
         ...
 
